@@ -1,0 +1,38 @@
+# make demo   environment, install, index and evaluate the shipped collection
+# make test   environment, install, the tests        make test-all   the long ones too
+# make lint   ruff                                   make clean      outputs and environment
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Any torch from 2.11 will do; name a CUDA build here if you have a GPU:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+TORCH  ?= torch==2.13.0
+RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
+
+.PHONY: demo test test-all lint install clean
+
+demo: install
+	$(RUN) -m jobs.demo
+
+test: install
+	$(RUN) -m pytest -m "not heavy and not gpu and not hub"
+
+test-all: install
+	$(RUN) -m pytest
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+install: $(VENV)/installed
+
+# torch first: anything that depends on it would pull in a build of its own choice.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12, please: make PYTHON=..."'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,115 @@
+"""The jobs: `python -m jobs.VERB`, each a docstring with the exact command and a thin main."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeline.config import JobError, SpecError, Stopped
+
+#: Exit codes: bad input; stopped by Ctrl-C or SIGTERM, with everything left in order.
+BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
+
+
+def run(
+    main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None
+) -> None:
+    """Runs a job's main: what the user can mend is one sentence and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no bars in the logs of jobs
+    # Else a thread of Ray Data that outlives a stopped job would start another cluster.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    try:
+        main(arguments)
+    except SpecError as error:
+        sys.exit(_said(error, BAD_INPUT))
+    except Stopped as stopped:
+        sys.exit(_said(stopped, STOPPED))
+    except JobError as error:
+        sys.exit(_said(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(_said("interrupted", INTERRUPTED))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _said(error: object, code: int) -> int:
+    error = getattr(error, "cause", error)  # as it was before Ray carried it out of a task
+    said = error if isinstance(error, Stopped) else f"error: {error}"
+    print(said, file=sys.stderr, flush=True)
+    return code
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose help is the job's docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def positive(text: str) -> int:
+    """An argument that is an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not legal; legal: an integer >= 1")
+    return number
+
+
+def say(line: str) -> None:
+    """Prints a line of progress at once, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def job_id() -> str:
+    """A new id: the time, and a few random digits."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
+
+
+@contextlib.contextmanager
+def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
+    """Joins the Ray cluster that `RAY_ADDRESS` names, else starts one on this machine.
+
+    Args:
+        object_store_bytes: memory of the object store of a cluster that is started here.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local = {}
+    if not os.environ.get("RAY_ADDRESS"):
+        # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        local = {"include_dashboard": False, "object_store_memory": object_store_bytes}
+    import ray
+    import ray.data
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if ray.is_initialized():  # a test run shares its cluster
+        yield
+        return
+    with _without_stderr():
+        ray.init(log_to_driver=False, logging_level="ERROR", **local)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Hides what Ray's C++ core says of its own log level; what goes wrong is an exception."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

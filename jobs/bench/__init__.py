@@ -1,0 +1,1 @@
+"""Benchmarks: the figures of docs/benchmarks.md, each by one command."""

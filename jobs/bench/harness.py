@@ -1,0 +1,165 @@
+"""What all benches share: where and how a figure was taken, repeats, tables, and the record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """One quantity, measured several times.
+
+    >>> print(Repeats((3.0, 1.0, 2.0)))
+    2.00 (1.00-3.00)
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle value."""
+        return statistics.median(self.values)
+
+    def over(self, other: Repeats) -> Repeats:
+        """This in units of `other`, repeat by repeat: what changed between them counts in both.
+
+        >>> print(Repeats((1.0, 3.0)).over(Repeats((2.0, 4.0))))
+        0.62 (0.50-0.75)
+        """
+        return Repeats(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+    def __str__(self) -> str:
+        if len(self.values) == 1:
+            return _number(self.median)
+        return f"{_number(self.median)} ({_number(min(self.values))}-{_number(max(self.values))})"
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {"median": self.median, "values": list(self.values)}
+
+
+class Bench:
+    """One run of a bench: says where it runs, prints figures as they come, and records them.
+
+    Args:
+        name: the bench.
+        arguments: those of its command line.
+        out: a file for the record as JSON, if any.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], out: Path | None):
+        self.out = out
+        self.record: dict[str, Any] = {
+            "bench": name,
+            "command": shlex.join(["python", "-m", "jobs.bench", name, *arguments]),
+            "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "machine": machine(),
+            "versions": versions(),
+            "figures": {},
+        }
+        for key in ("command", "when", "machine", "versions"):
+            value = self.record[key]
+            say = (
+                ", ".join(f"{k} {v}" for k, v in value.items())
+                if isinstance(value, dict)
+                else value
+            )
+            print(f"{key:9} {say}", flush=True)
+
+    def add(self, name: str, title: str, figures: dict[str, Any], text: str) -> None:
+        """Prints a figure's table and adds its numbers to the record, which is written at once."""
+        print(f"\n{title}\n\n{text}", flush=True)
+        self.record["figures"][name] = {"title": title, **figures}
+        if self.out:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.out.write_text(json.dumps(self.record, indent=1, default=_plain) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """The hardware, how busy it is (figures taken beside other work are worth little), OpenMP."""
+    import torch
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    on_gpu = torch.cuda.is_available()
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": f"{memory / 2**30:.1f} GiB",
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none",
+        "load": f"{os.getloadavg()[0]:.1f}",
+        **{name: value for name, value in os.environ.items() if name.startswith("OMP_")},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages whose speed shows in the figures."""
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def run_apart(module: str, *arguments: str) -> dict[str, Any]:
+    """Runs a module in a process of its own; returns the JSON object it printed last.
+
+    Raises:
+        RuntimeError: it failed; what it said is in the message.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table.
+
+    >>> print(table(["side", "items/s"], [["bare loop", 3.14159]]))
+    | side | items/s |
+    |---|---|
+    | bare loop | 3.14 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [
+        [_number(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in lines
+    ]
+    text = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join(text).replace(" --- ", "---")
+
+
+def _number(value: float) -> str:
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.3g}"
+        if abs(value) >= 100
+        else f"{value:.2f}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.record() if isinstance(value, Repeats) else str(value)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

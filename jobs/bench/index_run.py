@@ -1,0 +1,133 @@
+"""One run of an index spec in a process of its own: as the Ray job, or as a bare loop.
+
+    python -m jobs.bench.index_run ray SPEC.yaml RESOURCES.yaml
+    python -m jobs.bench.index_run bare SPEC.yaml RESOURCES.yaml
+
+The bare loop does the job's work by the job's own functions: it reads, encodes, compresses and
+writes the same units into fragments of the same size, in one process, with the encoder's threads
+and without Ray. The last line is a JSON object: the job's summary, when the imports were done and
+how long Ray took to start, and the peak memory of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import jobs
+from pipeline import config
+from pipeline.config import digest
+from pipeline.index import job, listing
+from pipeline.index.columns import EncoderFacts, encoder_fields, representation_fields
+from pipeline.index.listing import ListingJob
+from pipeline.index.reader import JOBS, part
+from pipeline.index.stages import Compress, Encode, Represent, write_table
+from pipeline.index.writer import IndexWriter
+from pipeline.registry import ENCODERS
+from pipeline.stage import run_stage
+
+
+def main() -> None:
+    """Runs one side and prints what it came to."""
+    imported = time.time()
+    side, spec_path, resources_path = sys.argv[1:]
+    spec = config.load(job.IndexSpec, spec_path)
+    resources = config.load(job.IndexResources, resources_path)
+    times = {"imported": imported}
+    if side == "bare":
+        progress = bare_loop(spec, resources.encode.num_threads)
+    else:
+        start = time.time()
+        with jobs.cluster(resources.object_store_bytes):
+            times["ray_start"] = time.time() - start
+            progress = job.run(spec, resources, job=jobs.job_id(), report=jobs.say)
+    print(json.dumps({"summary": progress.summary(), "times": times, "peak_bytes": peak_bytes()}))
+
+
+def bare_loop(spec: job.IndexSpec, num_threads: int) -> job.Progress:
+    """Indexes a new source into a new index; no rejects, no resume, nothing beside the loop."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    progress = job.Progress()
+    writer = IndexWriter(spec.index, "bare")
+    listing_job = ListingJob(
+        part(spec.index), part(spec.index, JOBS, "bare"), spec.source, digest({})
+    )
+    num_shards = listing.plan(listing_job, None)
+    for shard in range(num_shards):
+        listing.list_shard(listing_job, shard)
+
+    facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+    own = encoder_fields(facts, spec.keep_positions)
+    representations = spec.every_representation()
+    writer.add_columns(
+        [*own, *(f for r in representations for f in representation_fields(r, facts, None))]
+    )
+    compress = Compress(facts, representations, {}, [f.name for f in own])
+    stage = Represent(Encode(spec.encoder, facts), compress)
+    stage.setup()
+
+    tables: list[pa.Table] = []  # of the next fragment
+    fragments, uncommitted = [], 0
+    seconds = dict.fromkeys(("read", "encode", "compress", "write", "commit"), 0.0)
+
+    def write() -> None:
+        nonlocal uncommitted
+        start = time.perf_counter()
+        table = pa.concat_tables(tables)
+        fragments.extend(write_table(table, writer.dataset.uri))
+        tables.clear()
+        uncommitted += table.num_rows
+        seconds["write"] += time.perf_counter() - start
+
+    def commit() -> None:
+        nonlocal uncommitted
+        start = time.perf_counter()
+        writer.commit(fragments)
+        fragments.clear()
+        progress.new += uncommitted
+        progress.commits += 1
+        uncommitted = 0
+        seconds["commit"] += time.perf_counter() - start
+
+    started = time.perf_counter()
+    for shard in range(num_shards):
+        for unit in listing.read_units(listing_job, shard, spec.unit_items):
+            seconds["read"] += time.perf_counter() - started
+            unit = run_stage(stage, unit)
+            for name, spent in unit.seconds.items():
+                seconds[name] += spent
+            tables.append(unit.items)
+            if len(tables) * spec.unit_items >= spec.fragment_items:
+                write()
+            if uncommitted >= spec.commit_items:
+                commit()
+            started = time.perf_counter()
+    if tables:
+        write()
+    if fragments:
+        commit()
+    writer.release()
+    progress.seconds = seconds
+    return progress
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident.
+
+    Not `getrusage`: its figure survives `exec`, so it may be that of the process that started this
+    one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak: dict[str, Any] = dict(line.split(":", 1) for line in lines)
+    return int(peak["VmHWM"].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()

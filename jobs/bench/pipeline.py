@@ -1,0 +1,291 @@
+"""The index job: its speed beside a bare loop, how soon it resumes, what its driver holds.
+
+    python -m jobs.bench pipeline
+    python -m jobs.bench pipeline --only minilm sleeping --repeats 5 --out figures.json
+
+Everything runs in processes of its own, in a folder that is removed at the end. All figures come
+from the jobs' own records; nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lance
+import yaml
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, run_apart, table
+from pipeline.config import SpecError
+from pipeline.index.reader import ITEMS, part
+
+CRANFIELD = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
+LAPTOP = Path(jobs.__file__).parents[1] / "cluster/profiles/laptop.yaml"
+
+#: Encoders that only take time: 10 ms for eight items of 264 kB, and items of next to nothing.
+SLEEPING = {"name": "sleeping", "seconds": 0.01, "batch_size": 8}
+SMALL = {"name": "sleeping", "seconds": 0.0, "batch_size": 64, "num_tokens": 4, "dim": 16}
+
+#: Where a rate begins. At the first commit the Ray job has encoded more than it has committed: its
+#: writer starts after its encoder. A third through, what waits between them is a unit or two.
+STARTS = {"from the first commit": 0.0, "from a third on": 1 / 3}
+
+#: What a resume goes through until its first new items are encoded and written.
+STEPS = ("import", "lease", "index ids", "plan", "list", "mark duplicates", "load encoder")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is indexed for each figure."""
+
+    items: int  # real texts, by MiniLM
+    sleeping_items: int
+    small_items: int  # rows of the index that is resumed
+    commit_items: int  # steady state begins with the first commit
+    repeats: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--items", type=jobs.positive, default=1536, help="texts for MiniLM")
+    parser.add_argument("--sleeping-items", type=jobs.positive, default=4096)
+    parser.add_argument("--small-items", type=jobs.positive, default=100_000, help="for a resume")
+    parser.add_argument("--commit-items", type=jobs.positive, default=256)
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of each comparison")
+    parser.add_argument("--resources", type=Path, default=LAPTOP, help="see cluster/profiles")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    sizes = Sizes(
+        args.items, args.sleeping_items, args.small_items, args.commit_items, args.repeats
+    )
+    for option in ("items", "sleeping_items"):
+        if getattr(sizes, option) <= sizes.commit_items:
+            legal = f"more than commit_items ({sizes.commit_items}): steady state takes two commits"
+            raise SpecError(option, getattr(sizes, option), legal)
+    bench = Bench("pipeline", arguments, args.out)
+    with tempfile.TemporaryDirectory(prefix="maxray-bench-") as folder:
+        runs = Runs(Path(folder), args.resources.absolute())
+        for name, figure in FIGURES.items():
+            if not args.only or name in args.only:
+                figure(bench, runs, sizes)
+
+
+class Runs:
+    """Runs index jobs in processes of their own and keeps what they write in one folder."""
+
+    def __init__(self, folder: Path, resources: Path):
+        self.folder, self.resources = folder, resources
+
+    def corpus(self, name: str, records: Iterator[dict[str, Any]]) -> str:
+        """Writes a JSON-lines corpus, once."""
+        path = self.folder / f"{name}.jsonl"
+        if not path.exists():
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    def spec(self, name: str, **fields: Any) -> Path:
+        """Writes a spec; its index goes by the same name if `fields` names no other."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"index": str(self.folder / name), **fields}))
+        return path
+
+    def run(self, side: str, spec: Path) -> dict[str, Any]:
+        """One run: the record of `index_run`, and when it was started."""
+        started = time.time()
+        result = run_apart("jobs.bench.index_run", side, str(spec), str(self.resources))
+        return {**result, "started": started}
+
+    def commits(self, index: str) -> list[tuple[float, int]]:
+        """When rows were committed, and how many there were then, as the index itself says."""
+        commits: list[tuple[float, int]] = []
+        for version in lance.dataset(str(self.folder / index / ITEMS)).versions():
+            rows = int(version["metadata"]["total_rows"])
+            if rows > (commits[-1][1] if commits else 0):
+                commits.append((version["timestamp"].timestamp(), rows))
+        return commits
+
+    def remove(self, index: str) -> None:
+        """Makes room."""
+        shutil.rmtree(self.folder / index)
+
+
+def cranfield(num_items: int) -> Iterator[dict[str, Any]]:
+    """The Cranfield abstracts that have a text, over and over under new ids."""
+    documents = [json.loads(line) for line in CRANFIELD.read_text().splitlines()]
+    usable = [document for document in documents if document["text"].strip()]
+    for i in range(num_items):
+        document = usable[i % len(usable)]
+        yield {**document, "_id": f"{document['_id']}.{i // len(usable)}"}
+
+
+def numbered(num_items: int) -> Iterator[dict[str, Any]]:
+    """Short texts: an encoder that sleeps reads the ids only."""
+    for i in range(num_items):
+        yield {"_id": f"item-{i:07d}", "text": f"what stands in item number {i} " * 3}
+
+
+# -- beside a bare loop --------------------------------------------------------------------------
+
+
+def minilm(bench: Bench, runs: Runs, sizes: Sizes) -> None:
+    """The built-in encoder: every token kept, and 32 vectors by SaMer."""
+    fields = {
+        "source": {"name": "text", "path": runs.corpus("cranfield", cranfield(sizes.items))},
+        "encoder": "minilm",
+        "representations": [{"compressor": "none"}, _compressor("samer", 32)],
+    }
+    title = f"MiniLM on {sizes.items:,} abstracts: full tokens and samer_32"
+    _compare(bench, runs, sizes, "minilm", title, fields)
+
+
+def sleeping(bench: Bench, runs: Runs, sizes: Sizes) -> None:
+    """10 ms for eight items of 1030 x 128: what the pipeline around a fast model costs."""
+    path = runs.corpus("numbered", numbered(sizes.sleeping_items))
+    for method in ("spatial", "samer"):
+        fields = {
+            "source": {"name": "text", "path": path},
+            "encoder": SLEEPING,
+            "representations": [_compressor(method, 64)],
+        }
+        title = f"10 ms for 8 items of 264 kB, {sizes.sleeping_items:,} items, {method} to 64"
+        _compare(bench, runs, sizes, f"sleeping_{method}", title, fields)
+
+
+def _compressor(name: str, num_vectors: int) -> dict[str, Any]:
+    return {"compressor": {"name": name, "num_vectors": num_vectors}}
+
+
+def _compare(
+    bench: Bench, runs: Runs, sizes: Sizes, name: str, title: str, fields: dict[str, Any]
+) -> None:
+    """Both sides in turns, each first in every other round, in items a second of steady state."""
+    cut = {"fragment_items": sizes.commit_items, "commit_items": sizes.commit_items}
+    taken: dict[str, list[dict[str, Any]]] = {"ray": [], "bare": []}
+    for repeat in range(sizes.repeats):
+        for side in ("ray", "bare") if repeat % 2 == 0 else ("bare", "ray"):
+            index = f"{name}-{side}-{repeat}"
+            summary = runs.run(side, runs.spec(index, **fields, **cut))["summary"]
+            commits = runs.commits(index)
+            rates = {start: rate_after(share, commits) for start, share in STARTS.items()}
+            taken[side].append({**summary, "commits": commits, "rates": rates})
+            runs.remove(index)
+    rates = {
+        side: {
+            start: Repeats(tuple(run["rates"][start] for run in taken[side])) for start in STARTS
+        }
+        for side in taken
+    }
+    ratios = {start: rates["ray"][start].over(rates["bare"][start]) for start in STARTS}
+    stages = list(dict.fromkeys(s for run in taken["bare"] + taken["ray"] for s in run["seconds"]))
+    rows = [
+        [label, *rates[side].values(), *(_per_item(taken[side], stage) for stage in stages)]
+        for side, label in (("bare", "bare loop"), ("ray", "Ray job"))
+    ]
+    rows.append(["**ratio**", *(f"**{ratio}**" for ratio in ratios.values()), *[""] * len(stages)])
+    header = ["", *(f"items/s {start}" for start in STARTS), *(f"{s}, ms/item" for s in stages)]
+    figures = {**rates, "ratio": ratios, "runs": taken}
+    bench.add(name, title, figures, table(header, rows))
+
+
+def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
+    """Items per second from the first commit after which `share` of the rows is there.
+
+    Args:
+        commits: (seconds, rows there after it), in order.
+
+    >>> rate_after(0.0, [(10.0, 5), (11.0, 15), (13.0, 25)])
+    6.666666666666667
+    >>> rate_after(0.5, [(10.0, 5), (11.0, 15), (13.0, 25)])
+    5.0
+    """
+    last_time, last_rows = commits[-1]
+    first_time, first_rows = next(commit for commit in commits if commit[1] >= share * last_rows)
+    return (last_rows - first_rows) / (last_time - first_time)
+
+
+def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
+    """Milliseconds an item in one stage, over all items of a run."""
+    spent = [1000 * s["seconds"][stage] / s["new"] for s in summaries if stage in s["seconds"]]
+    return str(Repeats(tuple(spent))) if spent else "-"
+
+
+# -- resuming, and the driver's memory -----------------------------------------------------------
+
+
+def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
+    """From the start of the driver to the first new items, when a last part is missing."""
+    built = _build_small(runs, sizes.small_items)
+    dataset = lance.dataset(part(built["index"], ITEMS))
+    whole = dataset.count_rows()
+    # Back to an earlier commit: what a driver that was killed leaves, its lease included.
+    for version in reversed(dataset.versions()):
+        there = int(version["metadata"]["total_rows"])
+        if there <= 0.95 * whole:
+            dataset.checkout_version(version["version"]).restore()
+            break
+    # Each unit written by itself: the first is heard of at once.
+    fields = yaml.safe_load(built["spec"].read_text())
+    spec = runs.spec("small-resumed", **{**fields, "fragment_items": 64})
+    result = runs.run("ray", spec)
+    summary, times = result["summary"], result["times"]
+    spent = {"import": times["imported"] - result["started"], **summary["phases"]}
+    steps = {step: spent[step] for step in STEPS}
+    total = summary["first_written"] - result["started"] - times["ray_start"]
+    steps["first unit"] = summary["first_written"] - summary["stream_started"]
+    steps["other"] = total - sum(steps.values())
+    rows = [[step, f"{seconds:.2f}"] for step, seconds in steps.items()]
+    rows += [
+        ["**in all**", f"**{total:.2f}**"],
+        ["Ray's own start, apart", f"{times['ray_start']:.2f}"],
+    ]
+    title = (
+        f"Resume of an index of {sizes.small_items:,} items of which {whole - there:,} are missing"
+    )
+    figures = {"seconds": total, "steps": steps, "ray_start": times["ray_start"], "run": summary}
+    bench.add("resume", title, figures, table(["step", "seconds"], rows))
+
+
+def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
+    """The driver's peak, for an index and for one ten times smaller."""
+    rows, peaks = [], {}
+    for num_items in (max(1, sizes.small_items // 10), sizes.small_items):
+        result = _build_small(runs, num_items)
+        peaks[num_items] = result["peak_bytes"]
+        rate = result["summary"]["new"] / result["summary"]["phases"]["stream"]
+        rows.append([f"{num_items:,}", f"{result['peak_bytes'] / 2**20:,.0f}", f"{rate:,.0f}"])
+    title = "Peak resident memory of the driver, Ray's own processes apart"
+    text = table(["items", "MiB", "items/s, with the start"], rows)
+    bench.add("memory", title, {"peak_bytes": peaks}, text)
+
+
+def _build_small(runs: Runs, num_items: int) -> dict[str, Any]:
+    """An index of many small items, built once: the figures of its run, its spec and its URI."""
+    record = runs.folder / f"small-{num_items}.json"
+    if not record.exists():
+        path = runs.corpus(f"numbered-{num_items}", numbered(num_items))
+        spec = runs.spec(
+            f"small-{num_items}",
+            source={"name": "text", "path": path},
+            encoder=SMALL,
+            representations=[{"compressor": "none"}],
+        )
+        record.write_text(json.dumps(runs.run("ray", spec)))
+    index = runs.folder / f"small-{num_items}"
+    return {
+        **json.loads(record.read_text()),
+        "index": str(index),
+        "spec": index.with_suffix(".yaml"),
+    }
+
+
+FIGURES = {"minilm": minilm, "sleeping": sleeping, "resume": resume, "memory": memory}

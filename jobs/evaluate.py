@@ -1,0 +1,34 @@
+"""Evaluates an index on a benchmark: every representation under every score, in one table.
+
+    python -m jobs.evaluate jobs/specs/cranfield_evaluate.yaml
+    python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
+
+Writes into the spec's `output`: runs/*.trec, metrics.csv, per_query.csv, table.md,
+quality_bytes.png and spec.yaml (the resolved spec). Documents are the items' parents: the best item
+counts. Bytes per item are of the stored numbers: of the vectors only, and of everything (with the
+support and the token positions that mark words).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+from pipeline import config
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and evaluates."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("spec", help="a YAML file, see jobs/specs")
+    parser.add_argument("overrides", nargs="*", help="dotted.field=value")
+    args = parser.parse_args(arguments)
+
+    from pipeline.eval import evaluation
+
+    spec = config.load(evaluation.EvaluateSpec, args.spec, args.overrides)
+    evaluation.run(spec, lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,36 @@
+"""Adds representations to an index from its stored full tokens, without encoding again.
+
+    python -m jobs.recompress jobs/specs/cranfield_more.yaml
+    python -m jobs.recompress SPEC.yaml index=s3://bucket/cranfield
+
+Run it again to go on after a stop, or to fill in rows that were indexed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+from pipeline import config
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the job."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("spec", help="a YAML file, see jobs/specs")
+    parser.add_argument("overrides", nargs="*", help="dotted.field=value")
+    parser.add_argument("--resources", help="a profile, see cluster/profiles")
+    args = parser.parse_args(arguments)
+
+    from pipeline.index import recompress
+
+    spec = config.load(recompress.RecompressSpec, args.spec, args.overrides)
+    resources = recompress.RecompressResources()
+    if args.resources:
+        resources = config.load(recompress.RecompressResources, args.resources)
+    with jobs.cluster():
+        recompress.run(spec, resources, job=jobs.job_id(), report=jobs.say)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,116 @@
+"""Searches an index, for one query or for a file of them.
+
+    python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
+    python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
+    python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
+    python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
+    python -m jobs.search INDEX --query-vectors query.npy
+
+Prints hits, the words that matched best marked; with --run it writes a run in TREC's form instead.
+Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
+tokens, dim) or as Parquet with the columns `id` and `vectors`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jobs
+from pipeline.schema import Hit, Match
+
+BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and searches."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("index", help="the URI of an index")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("query", nargs="?", help="a text")
+    asked.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
+    asked.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
+    parser.add_argument("--representation", help="default: full if there is one, else the first")
+    parser.add_argument("--k", type=jobs.positive, default=10, help="hits for each query")
+    parser.add_argument("--score", default="late", help="late, single or hybrid")
+    parser.add_argument("--group-by", choices=["parent"], help="the best item of each parent only")
+    parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
+    parser.add_argument("--version", type=int, help="an older version of the index")
+    parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
+    args = parser.parse_args(arguments)
+
+    from pipeline.eval.metrics import write_run
+    from pipeline.eval.topics import read_queries, read_query_vectors
+    from pipeline.search.searcher import open_index
+
+    if args.queries:
+        queries = read_queries(args.queries)
+    elif args.query_vectors:
+        queries = read_query_vectors(args.query_vectors)
+    else:
+        queries = {"1": args.query}
+    searcher = open_index(args.index, args.version)
+    name, _ = searcher.representation(args.representation)
+    how = {
+        "representation": name,
+        "k": args.k,
+        "score": args.score,
+        "group_by": args.group_by,
+        "where": args.where,
+    }
+    if args.run:
+        rankings = searcher.rank(list(queries.values()), **how)
+        run = {
+            query_id: ranking.scores_by_parent() if args.group_by else ranking.scores_by_item()
+            for query_id, ranking in zip(queries, rankings, strict=True)
+        }
+        write_run(args.run, run, tag=f"{name}.{args.score}")
+        print(f"{len(run)} queries, {sum(map(len, run.values()))} hits: {args.run}")
+        return
+    marks = BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS
+    for (query_id, query), hits in zip(
+        queries.items(), searcher.search(list(queries.values()), **how), strict=True
+    ):
+        if len(queries) > 1:
+            print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
+        print(page(hits, marks))
+
+
+def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
+    """The hits of a query for reading: rank, score, id, place, title, and a snippet below."""
+    from pipeline.search.explain import printable, snippet
+
+    if not hits:
+        return "no hits"
+    lines = []
+    for hit in hits:
+        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, place(hit.span), hit.title or ""]
+        lines.append("  ".join(printable(part) for part in head if part))
+        ranges = [span for match in best_half(hit.matches) for span in match.spans]
+        if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
+            lines.append(f"     {shown}")
+    return "\n".join(lines)
+
+
+def best_half(matches: Sequence[Match]) -> list[Match]:
+    """The matches at least as close as the median one: what is worth marking."""
+    middle = statistics.median_low([match.similarity for match in matches]) if matches else 0.0
+    return [match for match in matches if match.similarity >= middle]
+
+
+def place(span: dict[str, Any] | None) -> str:
+    """Where in its parent a hit lies.
+
+    >>> place({"unit": "page", "start": 3.0, "end": 3.0}), place(None)
+    ('(page 3)', '')
+    """
+    if not span or not span["unit"]:
+        return ""
+    start, end = (f"{span[side]:g}" for side in ("start", "end"))
+    return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,67 @@
+"""Random pruning (SAP appendix, eq. 10): uniform without replacement, repeatable to the bit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from pipeline import config
+from pipeline.compression import Compressor, select
+from pipeline.tokens import TokenBatch
+
+
+class Random(Compressor):
+    """Keeps the K tokens with the smallest random draws, in their original order.
+
+    The draws come from a hash and not from a generator: they depend on the seed and on the item
+    alone, so resuming, batching otherwise or moving to another device changes nothing.
+    """
+
+    class Spec(config.Spec):
+        name: Literal["random"] = "random"
+        num_vectors: int = Field(ge=1)
+        seed: int = Field(0, ge=0, lt=2**32)
+
+    support_form = "indices"
+
+    def _compress(self, batch: TokenBatch) -> TokenBatch:
+        num = min(self.spec.num_vectors, batch.mask.shape[1])
+        draws = random_draws(batch, self.spec.seed).masked_fill(~batch.mask, 2**32)
+        index = draws.argsort(dim=1, stable=True)[:, :num].sort(dim=1).values
+        # Padding lies behind the real tokens, so sorting leaves it behind the real choices.
+        return select(batch, index, index < batch.lengths.unsqueeze(1))
+
+
+def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
+    """(B, N) int64 draws from [0, 2^32), one a token: a hash of seed, item and position.
+
+    What is hashed of the item is its length and the sign bits of its vectors. Signs need no
+    arithmetic, hence no rounding: they are the same on every device, before and after scaling to
+    unit length, and before and after storing as float16. Vectors without a negative number share
+    the draws of their length.
+
+    Args:
+        batch: real tokens first in each row; draws at padding have no meaning.
+        seed: from [0, 2^32).
+    """
+    _, num_tokens, dim = batch.vectors.shape
+    device = batch.vectors.device
+    position_N = _mix(torch.arange(1, num_tokens + 1, device=device))
+    coordinate_D = _mix(torch.arange(1, dim + 1, device=device))
+    token_BN = torch.where(torch.signbit(batch.vectors), coordinate_D, 0).sum(dim=2)
+    token_BN = _mix(_mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
+    seed_ = _mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # 0 would mix to 0
+    item_B1 = _mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ seed_
+    return _mix(_mix(item_B1) ^ position_N)
+
+
+_MAX = 2**32 - 1
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """Scrambles 32-bit numbers held in int64, one to one; the products stay below 2^59."""
+    for _ in range(2):
+        bits = (bits ^ (bits >> 16)) * 0x45D9F3B & _MAX
+    return bits ^ (bits >> 16)

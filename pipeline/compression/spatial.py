@@ -1,0 +1,58 @@
+"""Spatial pruning: tokens at uniform distances, a baseline of SaMer (its table 7)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from pipeline import config
+from pipeline.compression import Compressor, select
+from pipeline.tokens import TokenBatch
+
+
+class Spatial(Compressor):
+    """Keeps K tokens that are uniformly spaced in the token order.
+
+    The tokens of a grid come in its raster order (t, then y, then x), so for them this is uniform
+    over the flattened grid; for text and audio it is uniform over the sequence.
+    """
+
+    class Spec(config.Spec):
+        name: Literal["spatial"] = "spatial"
+        num_vectors: int = Field(ge=1)
+
+    support_form = "indices"
+
+    def _compress(self, batch: TokenBatch) -> TokenBatch:
+        return select(batch, *uniform_positions(batch.lengths, self.spec.num_vectors))
+
+
+def uniform_positions(lengths: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions `linspace(0, length - 1, min(num, length)).round()` of each item.
+
+    Halves go to the even neighbour. The arithmetic is in integers, so the positions are exact and
+    equal on every device. They are distinct: neighbours are at least 1 apart before rounding, and
+    exactly 1 apart only if all are integers.
+
+    Args:
+        lengths: (B,) int64.
+        num: how many positions an item gets if it is long enough.
+
+    Returns:
+        Positions (B, K) int64, ascending, and their mask; K = min(num, the longest length).
+
+    >>> positions, mask = uniform_positions(torch.tensor([6, 2]), 3)
+    >>> positions.tolist(), mask.tolist()
+    ([[0, 2, 5], [0, 1, 0]], [[True, True, True], [True, True, False]])
+    """
+    longest = int(lengths.max()) if len(lengths) else 0
+    rank = torch.arange(min(num, longest), device=lengths.device)
+    nums = lengths.clamp(max=num).unsqueeze(1)
+    mask = rank < nums
+    steps = (nums - 1).clamp_min(1)
+    numerator = rank * (lengths.unsqueeze(1) - 1).clamp_min(0)
+    floor, rest = numerator // steps, numerator % steps
+    up = (2 * rest > steps) | ((2 * rest == steps) & (floor % 2 == 1))
+    return torch.where(mask, floor + up, 0), mask

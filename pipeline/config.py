@@ -1,0 +1,202 @@
+"""Typed specs: load YAML, apply dotted overrides, expand sweeps, dump what was resolved.
+
+A spec says *what* is computed. How many CPUs, GPUs and actors do it stands in a resources profile
+(`pipeline.stage`), chosen at submission, and never changes a result or a fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import fsspec
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+
+
+class SpecError(ValueError):
+    """A user's input is not legal: names the field, the value and what is legal.
+
+    Jobs print it as one sentence and exit with code 2.
+
+    >>> str(SpecError("num_vectors", 0, "an integer >= 1"))
+    'num_vectors: 0 is not legal; legal: an integer >= 1'
+    """
+
+    def __init__(self, field: str, value: Any, legal: str, problem: str = "is not legal"):
+        self.field, self.value, self.legal, self.problem = field, value, legal, problem
+        super().__init__(f"{field}: {value!r} {problem}; legal: {legal}")
+
+    def __reduce__(self):  # crosses process boundaries in Ray
+        return SpecError, (self.field, self.value, self.legal, self.problem)
+
+    def below(self, prefix: str) -> SpecError:
+        """The same error, seen from the spec that holds this one under `prefix`."""
+        field = ".".join(part for part in (prefix, self.field) if part)
+        return SpecError(field, self.value, self.legal, self.problem)
+
+
+class JobError(RuntimeError):
+    """A job cannot go on, through no fault of its input: one sentence, exit code 1."""
+
+
+class Stopped(Exception):
+    """A job was asked to stop (SIGTERM); what was finished is committed. Exit code 143."""
+
+
+class Spec(BaseModel):
+    """Base of every spec: immutable, and unknown keys are errors that list the legal ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            unknown = sorted(set(map(str, data)) - set(cls.model_fields))
+            if unknown:
+                legal = ", ".join(cls.model_fields)
+                raise SpecError(unknown[0], data[unknown[0]], legal, "stands under an unknown key")
+        return data
+
+
+def absolute(uri: str) -> str:
+    """A local path made absolute (workers may run elsewhere); a URI with a scheme as it is."""
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def _uri(value: str) -> str:
+    if not value.strip():
+        raise SpecError("", value, "a path or URI", "is empty")
+    return absolute(value)
+
+
+#: A field that holds a path or URI.
+Uri = Annotated[str, AfterValidator(_uri)]
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
+    """Validates `data`, turning the first of pydantic's errors into a `SpecError`.
+
+    >>> class Budget(Spec):
+    ...     num_vectors: int = 32
+    >>> parse(Budget, {"num_vector": 3})
+    Traceback (most recent call last):
+    ...
+    pipeline.config.SpecError: num_vector: 3 stands under an unknown key; legal: num_vectors
+    """
+    try:
+        return spec_class.model_validate(data)
+    except ValidationError as error:
+        raise describe(error) from None
+
+
+def describe(error: ValidationError) -> SpecError:
+    """The first error of a pydantic validation as a `SpecError` with the full dotted field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        return cause.below(field)
+    if first["type"] == "missing":
+        return SpecError(field, None, "a value (the field is required)", "is missing")
+    legal = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return SpecError(field or "spec", first["input"], legal)
+
+
+def load(spec_class: type[SpecT], path: str, overrides: Iterable[str] = ()) -> SpecT:
+    """Reads a YAML spec and applies dotted overrides such as `encoder.layer=-2`.
+
+    Raises:
+        SpecError: the file is missing or not a YAML mapping, or a field is not legal.
+    """
+    try:
+        with fsspec.open(path, "r", encoding="utf-8") as file:
+            data = yaml.safe_load(file)
+    except FileNotFoundError:
+        raise SpecError(
+            "spec", path, "the path of an existing YAML file", "does not exist"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError("spec", path, f"a readable YAML file ({_one_line(error)})") from None
+    if not isinstance(data, dict):
+        raise SpecError("spec", path, "a YAML mapping of fields to values", "holds no mapping")
+    return parse(spec_class, override(data, overrides))
+
+
+def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Applies `a.b=value` assignments to nested mappings and lists; values are read as YAML.
+
+    >>> override({"encoder": {"layer": -1}}, ["encoder.layer=-2", "index=out/a"])
+    {'encoder': {'layer': -2}, 'index': 'out/a'}
+    """
+    data = json.loads(json.dumps(data))  # a deep copy: the caller's spec stays as it was
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals or not path:
+            raise SpecError("override", assignment, "dotted.field=value")
+        *parents, last = path.split(".")
+        node: Any = data
+        for part in parents:
+            if isinstance(node, dict) and isinstance(node.get(part), str):
+                node[part] = {"name": node[part]}  # `encoder: minilm` is short for {name: minilm}
+            node = _child(node, part, assignment, create=True)
+        if isinstance(node, list):
+            _child(node, last, assignment)
+            node[int(last)] = yaml.safe_load(value)
+        elif isinstance(node, dict):
+            node[last] = yaml.safe_load(value)
+        else:
+            raise SpecError("override", assignment, "the path of a field inside a mapping")
+    return data
+
+
+def _child(node: Any, part: str, assignment: str, create: bool = False) -> Any:
+    if isinstance(node, dict):
+        return node.setdefault(part, {}) if create else node[part]
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    legal = f"an index below {len(node)}" if isinstance(node, list) else "a field of a mapping"
+    raise SpecError("override", assignment, f"{legal} at {part!r}")
+
+
+def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The product of a sweep's lists, as nested mappings; the first key varies slowest.
+
+    >>> expand_sweep({"compressor.name": ["hpool", "samer"], "compressor.num_vectors": [32, 16]})[1]
+    {'compressor': {'name': 'hpool', 'num_vectors': 16}}
+    """
+    axes = []
+    for field, values in sweep.items():
+        values = values if isinstance(values, list) else [values]
+        if not values:
+            raise SpecError(f"sweep.{field}", values, "a value or a list of at least one value")
+        axes.append([f"{field}={json.dumps(value)}" for value in values])
+    return [override({}, assignments) for assignments in itertools.product(*axes)]
+
+
+def dump(spec: Spec) -> dict[str, Any]:
+    """The resolved spec as plain JSON types, defaults included."""
+    return spec.model_dump(mode="json")
+
+
+def dump_yaml(spec: Spec) -> str:
+    """The resolved spec as YAML that `load` reads back to an equal spec."""
+    return yaml.safe_dump(dump(spec), sort_keys=False, allow_unicode=True)
+
+
+def digest(value: Any) -> str:
+    """A short stable hash (16 hex digits) of a spec or of any JSON value."""
+    value = dump(value) if isinstance(value, Spec) else value
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

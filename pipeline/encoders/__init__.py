@@ -1,0 +1,87 @@
+"""Encoders: items and queries -> token vectors, one file a model family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import Spec
+from pipeline.tokens import TokenBatch
+
+
+@dataclass(frozen=True)
+class EncodedQueries:
+    """Queries as an encoder reads them.
+
+    Attributes:
+        tokens: a `TokenBatch` of B queries; `spans` are offsets into the query texts.
+        token_texts: for each query the text of each real token, for explanations.
+    """
+
+    tokens: TokenBatch
+    token_texts: list[list[str]]
+
+
+class Encoder(ABC):
+    """A model that gives each item one vector per token, and often one pooled vector.
+
+    Subclasses carry a nested `Spec` (the constructor's whole argument) whose first field is
+    `name: Literal["..."]`. Constructing one may be slow; `check` is what a job calls first.
+    """
+
+    Spec: ClassVar[type[Spec]]
+    needs: ClassVar[tuple[str, ...]]  # item columns that `encode` reads
+
+    dim: int  # D of the token vectors
+    pooled_dim: int | None  # P of the pooled vector, None if the model has none
+    normalised: bool  # whether the token vectors have unit length
+    has_spans: bool  # whether tokens carry character offsets
+    has_extents: bool  # whether tokens carry boxes or times
+    fingerprint: str  # hash of the weights and of every setting that changes a query vector
+
+    @classmethod
+    @abstractmethod
+    def check(cls, spec: Spec) -> None:
+        """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
+
+    @abstractmethod
+    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+        """Encodes items in batches formed by token count.
+
+        Yields:
+            (rows, batch): indices into `items`, each row once over all batches, and their tokens.
+            The batches depend on `items` alone, so equal input gives equal bits.
+        """
+
+    @abstractmethod
+    def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
+        """Encodes query texts, in order."""
+
+
+def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Groups items of like size so that a padded batch stays within `budget` tokens.
+
+    Args:
+        sizes: (B,) the number of tokens of each item.
+        budget: the most that number of items x longest item may be; an item longer than this is a
+            batch by itself.
+
+    Yields:
+        Indices of the items of a batch, short items first, equal sizes in their order.
+
+    >>> [rows.tolist() for rows in batches_by_size(np.array([3, 1, 9, 1, 2]), budget=6)]
+    [[1, 3, 4], [0], [2]]
+    """
+    batch: list[int] = []
+    for row in np.argsort(sizes, kind="stable"):  # ascending: `row` is the longest so far
+        if batch and (len(batch) + 1) * sizes[row] > budget:
+            yield np.array(batch)
+            batch = []
+        batch.append(int(row))
+    if batch:
+        yield np.array(batch)

@@ -1,0 +1,95 @@
+"""An encoder that only takes time: for measuring the pipeline around a model, without the model."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.tokens import TokenBatch, normalise, pad
+
+
+class Sleeping(Encoder):
+    """Sleeps a fixed time a batch and gives vectors that follow from the item ids.
+
+    One random matrix is shared by all items; each has its rows and columns rolled by a hash of the
+    item's id, which costs a copy. The results of a search mean nothing.
+    """
+
+    class Spec(config.Spec):
+        """How slow the model is and how much it gives; the defaults give 264 kB an item.
+
+        Attributes:
+            seconds: sleep for each batch.
+            batch_size: items of a batch.
+            num_tokens: vectors of each item.
+            dim: float16 numbers in each vector.
+        """
+
+        name: Literal["sleeping"] = "sleeping"
+        seconds: float = Field(0.1, ge=0)
+        batch_size: int = Field(8, ge=1)
+        num_tokens: int = Field(1030, ge=1)
+        dim: int = Field(128, ge=1)
+
+    needs = ("item_id",)
+    pooled_dim = None
+    normalised = True
+    has_spans = False
+    has_extents = False
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self.dim = spec.dim
+        self.fingerprint = config.digest(
+            {"name": spec.name, "num_tokens": spec.num_tokens, "dim": spec.dim}
+        )
+        generator = torch.Generator().manual_seed(0)
+        matrix_ND = normalise(torch.randn(spec.num_tokens, spec.dim, generator=generator)).half()
+        # Twice along both axes: a rolled matrix is then a plain slice.
+        self._tiled = matrix_ND.repeat(2, 2)
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Nothing can be wrong: there is no model."""
+
+    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+        """Gives `batch_size` items at a time, in order."""
+        item_ids = items["item_id"].to_pylist()
+        for start in range(0, len(item_ids), self.spec.batch_size):
+            batch_ids = item_ids[start : start + self.spec.batch_size]
+            time.sleep(self.spec.seconds)
+            vectors_BND = torch.stack([self._rolled(item_id) for item_id in batch_ids])
+            mask_BN = torch.ones(vectors_BND.shape[:2], dtype=torch.bool)
+            rows = np.arange(start, start + len(batch_ids))
+            yield rows, TokenBatch(vectors_BND, mask_BN, normalised=True)
+
+    def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
+        """Gives one vector for each word, without sleeping.
+
+        Raises:
+            ValueError: there is no query, or one is empty.
+        """
+        if not texts:
+            raise SpecError("query", [], "at least one text")
+        words = [text.split() for text in texts]
+        if not all(words):
+            raise SpecError("query", texts[words.index([])], "a text with at least one word")
+        flat_TD = torch.stack([self._rolled(word)[0] for query in words for word in query])
+        vectors_BQD, mask_BQ = pad(flat_TD, np.array([len(query) for query in words]))
+        return EncodedQueries(TokenBatch(vectors_BQD, mask_BQ, normalised=True), words)
+
+    def _rolled(self, name: str) -> torch.Tensor:
+        """The matrix (N, D) rolled along both axes by a hash of `name`: a view."""
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+        row, column = number % self.spec.num_tokens, number // self.spec.num_tokens % self.dim
+        return self._tiled[row : row + self.spec.num_tokens, column : column + self.dim]

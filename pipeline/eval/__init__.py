@@ -1,0 +1,40 @@
+"""Benchmarks, measures and reports: what a vector budget costs in quality."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeline.config import Spec
+
+
+@dataclass(frozen=True)
+class JudgedQueries:
+    """Queries of a benchmark and what was judged about them.
+
+    Attributes:
+        queries: text by query id, in the benchmark's order; each has at least one judgment.
+        qrels: for each of these the judged documents and their grades; grade 0 is kept, as judged
+            not relevant. Documents are the items' parents.
+        num_unjudged: queries left out because they have no judgment.
+        num_orphans: queries left out because they have judgments but no text.
+    """
+
+    queries: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+    num_unjudged: int
+    num_orphans: int
+
+
+class Benchmark(ABC):
+    """Where judged queries come from. Subclasses carry a nested `Spec` with a literal `name`."""
+
+    Spec: ClassVar[type[Spec]]
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    @abstractmethod
+    def load(self) -> JudgedQueries:
+        """Reads everything; raises `SpecError` if files are missing or not of the right form."""

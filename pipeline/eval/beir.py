@@ -1,0 +1,56 @@
+"""Benchmarks in the form of BEIR: queries.jsonl and qrels/<split>.tsv in a folder."""
+
+from __future__ import annotations
+
+import posixpath
+from typing import Literal
+
+from pipeline.config import Spec, SpecError, absolute
+from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.eval.topics import lines_of, read_queries
+
+
+class Beir(Benchmark):
+    """A folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`."""
+
+    class Spec(Spec):
+        name: Literal["beir"] = "beir"
+        path: str
+        split: str = "test"
+
+    def load(self) -> JudgedQueries:
+        """Reads the queries of the split and their judgments."""
+        folder = absolute(self.spec.path)
+        texts = read_queries(posixpath.join(folder, "queries.jsonl"), "benchmark.path")
+        qrels = read_qrels(posixpath.join(folder, "qrels", f"{self.spec.split}.tsv"))
+        queries = {query_id: text for query_id, text in texts.items() if query_id in qrels}
+        if not queries:
+            legal = "a benchmark whose judgments name its queries"
+            raise SpecError("benchmark.path", self.spec.path, legal, "has no judged query")
+        return JudgedQueries(
+            queries,
+            {query_id: qrels[query_id] for query_id in queries},
+            num_unjudged=len(texts) - len(queries),
+            num_orphans=len(qrels) - len(queries),
+        )
+
+
+def read_qrels(path: str) -> dict[str, dict[str, int]]:
+    """Grades by query id and document id, from lines `query-id<TAB>corpus-id<TAB>score`.
+
+    Raises:
+        SpecError: for `benchmark.split`: no such file, or a line of another form.
+    """
+    qrels: dict[str, dict[str, int]] = {}
+    for number, line in lines_of(path, "benchmark.split"):
+        columns = line.split("\t")
+        if number == 1 and columns[-1].strip() == "score":
+            continue
+        try:
+            query_id, document_id, grade = columns
+            qrels.setdefault(query_id, {})[document_id] = int(grade)
+        except ValueError:
+            legal = "lines query-id<TAB>corpus-id<TAB>integer"
+            problem = f"stands in line {number} of {path}"
+            raise SpecError("benchmark.split", line[:80], legal, problem) from None
+    return qrels

@@ -1,0 +1,88 @@
+"""Files of queries: texts as JSON lines or tab-separated, vectors as .npy or Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import SpecError
+
+
+def lines_of(path: str, field: str) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 text file that are not blank, with their numbers from 1.
+
+    Raises:
+        SpecError: for `field`, if the file is missing or no text.
+    """
+    try:
+        with fsspec.open(path, "r", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except FileNotFoundError:
+        raise SpecError(field, path, "the path of an existing file", "does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(field, path, f"a readable UTF-8 file ({error})") from None
+
+
+def read_queries(path: str, field: str = "queries") -> dict[str, str]:
+    """Query texts by id: lines `{"_id": ..., "text": ...}`, or `id<TAB>text`.
+
+    Raises:
+        SpecError: for `field`: no such file, no query in it, a line of another form, an id twice.
+    """
+    queries: dict[str, str] = {}
+    for number, line in lines_of(path, field):
+        query_id, text = _query(line)
+        if not query_id or not text or not text.strip():
+            legal = 'lines {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
+            raise SpecError(field, line[:80], legal, f"stands in line {number} of {path}")
+        if query_id in queries:
+            raise SpecError(field, query_id, "each id once", f"is there twice (line {number})")
+        queries[query_id] = text
+    if not queries:
+        raise SpecError(field, path, "a file with at least one query", "is empty")
+    return queries
+
+
+def _query(line: str) -> tuple[str | None, str | None]:
+    if line.lstrip().startswith("{"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            return None, None
+        text = row.get("text")
+        return str(row.get("_id", "")), text if isinstance(text, str) else None
+    query_id, _, text = line.partition("\t")
+    return query_id.strip(), text
+
+
+def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
+    """Query token vectors by id: a .npy (M, D) for one, Parquet with `id` and `vectors` for many.
+
+    Raises:
+        SpecError: for `field`: no such file, or one of another form.
+    """
+    legal = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
+    try:
+        with fsspec.open(path, "rb") as file:
+            if path.endswith(".npy"):
+                return {"1": np.load(file, allow_pickle=False)}
+            table = pq.read_table(file, columns=["id", "vectors"])
+    except FileNotFoundError:
+        raise SpecError(field, path, legal, "does not exist") from None
+    except (OSError, ValueError, EOFError, pa.ArrowException):
+        raise SpecError(field, path, legal) from None
+    ids = [str(query_id) for query_id in table["id"].to_pylist()]
+    if not ids or len(set(ids)) < len(ids):
+        raise SpecError(field, path, "at least one query, each id once")
+    try:
+        vectors = [np.array(value, dtype=np.float32) for value in table["vectors"].to_pylist()]
+    except (ValueError, TypeError):
+        raise SpecError(field, path, legal) from None
+    return dict(zip(ids, vectors, strict=True))

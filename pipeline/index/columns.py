@@ -1,0 +1,203 @@
+"""Which columns an index has, and what their metadata says: everything a search must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pydantic import Field, field_validator, model_validator
+
+from pipeline.config import Spec, SpecError, dump, expand_sweep, parse
+from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
+from pipeline.schema import FORMAT_VERSION, metadata_of, with_metadata
+
+if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
+    from pipeline.encoders import Encoder
+
+
+class Representation(Spec):
+    """One column of token vectors: a compressor, a codec and the column's name."""
+
+    compressor: CompressorSpec
+    codec: CodecSpec = Field(default="float16")
+    id: str = ""  # the column's name; default: the method and its budget, such as hpool_32
+    keep_support: bool = (
+        True  # which input tokens each vector stands for, for marked words and maps
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if value and not (value.isidentifier() and value.islower()):
+            raise SpecError("", value, "lower-case letters, digits and _, not a digit first")
+        return value
+
+    @model_validator(mode="after")
+    def _default_id(self) -> Representation:
+        if not self.id:
+            num_vectors = getattr(self.compressor, "num_vectors", None)
+            name = "full" if self.compressor.name == "none" else self.compressor.name
+            object.__setattr__(self, "id", f"{name}_{num_vectors}" if num_vectors else name)
+        return self
+
+    @property
+    def support_id(self) -> str:
+        """The column that holds the support."""
+        return f"{self.id}_support"
+
+
+class WithRepresentations(Spec):
+    """Base of the specs that list representations."""
+
+    representations: list[Representation] = Field(default_factory=list)
+    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
+
+    def every_representation(self) -> list[Representation]:
+        """The listed representations and the product of the sweep, each name once.
+
+        Raises:
+            SpecError: none at all, or two of the same name.
+        """
+        swept = expand_sweep(self.sweep) if self.sweep else []
+        every = [*self.representations, *(parse(Representation, fields) for fields in swept)]
+        if not every:
+            raise SpecError("representations", [], "at least one, here or in `sweep`")
+        names = [r.id for r in every]
+        for name in names:
+            if names.count(name) > 1:
+                legal = "a different `id` for each"
+                raise SpecError("representations", name, legal, "is named twice")
+        return every
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What the index must know of an encoder without loading it again."""
+
+    spec: dict[str, Any]
+    dim: int
+    pooled_dim: int | None
+    normalised: bool
+    has_spans: bool
+    has_extents: bool
+    fingerprint: str
+
+    @classmethod
+    def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
+        """The facts of a loaded encoder."""
+        names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "fingerprint")
+        return cls(dump(spec), **{name: getattr(encoder, name) for name in names})
+
+    @property
+    def prefix(self) -> str:
+        """How the encoder's own columns begin (pooled vector and positions)."""
+        return self.spec["name"]
+
+
+def pooled_id(facts: EncoderFacts) -> str | None:
+    """The column of the encoder's single vectors, if it has any."""
+    return f"{facts.prefix}_pooled" if facts.pooled_dim else None
+
+
+def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
+    """The columns of token positions that the encoder's batches fill, by `TokenBatch` field."""
+    columns = {}
+    if facts.has_spans:
+        columns["spans"] = pa.list_(pa.list_(pa.int32(), 2))
+    if facts.has_extents:
+        columns["extents"] = pa.list_(pa.list_(pa.float32(), 6))
+    return columns
+
+
+def encoder_fields(facts: EncoderFacts, keep_positions: bool) -> list[pa.Field]:
+    """The columns an encoder fills once for all representations."""
+    about = {
+        "format_version": FORMAT_VERSION,
+        "encoder": facts.spec,
+        "fingerprint": facts.fingerprint,
+    }
+    fields = []
+    if name := pooled_id(facts):
+        column = pa.field(name, pa.list_(pa.float16(), facts.pooled_dim))
+        fields.append(
+            with_metadata(
+                column, {**about, "role": "single", "dim": facts.pooled_dim, "normalised": True}
+            )
+        )
+    if keep_positions:
+        for kind, type in position_columns(facts).items():
+            column = pa.field(f"{facts.prefix}_{kind}", type)
+            fields.append(with_metadata(column, {**about, "role": "positions", "positions": kind}))
+    return fields
+
+
+def representation_fields(
+    representation: Representation, facts: EncoderFacts, artefact: str | None
+) -> list[pa.Field]:
+    """The column of a representation, and that of its support where it has one."""
+    compressor = COMPRESSORS.load(representation.compressor.name)
+    about = {
+        "format_version": FORMAT_VERSION,
+        "role": "search",
+        "encoder": facts.spec,
+        "fingerprint": facts.fingerprint,
+        "compressor": dump(representation.compressor),
+        "codec": dump(representation.codec),
+        "artefact": artefact,
+        "dim": facts.dim,
+        "normalised": compressor.normalised,
+        "score": "sum",
+        "pooled": pooled_id(facts),
+        "positions": {kind: f"{facts.prefix}_{kind}" for kind in position_columns(facts)},
+    }
+    codec = CODECS.build(representation.codec)
+    fields = []
+    if has_support(representation):
+        about["support"] = representation.support_id
+        support = pa.field(representation.support_id, pa.list_(pa.uint16()))
+        form = {"role": "support", "form": compressor.support_form, "of": representation.id}
+        fields.append(with_metadata(support, {"format_version": FORMAT_VERSION, **form}))
+    column = pa.field(representation.id, codec.column_type(facts.dim))
+    return [with_metadata(column, about), *fields]
+
+
+def other_setting(
+    representation: Representation, facts: EncoderFacts, there: dict[str, Any]
+) -> tuple[str, Any] | None:
+    """The first setting, and its value here, in which a stored column differs from the spec.
+
+    Args:
+        there: the metadata of the column of this name in the index.
+    """
+    here = {
+        "fingerprint": facts.fingerprint,
+        "compressor": dump(representation.compressor),
+        "codec": dump(representation.codec),
+    }
+    return next(((key, value) for key, value in here.items() if there.get(key) != value), None)
+
+
+def refuse_other_settings(
+    representation: Representation, facts: EncoderFacts, there: dict[str, Any]
+) -> None:
+    """Raises `SpecError` if a stored column was made otherwise than the spec says."""
+    if other := other_setting(representation, facts, there):
+        key, value = other
+        raise SpecError(
+            f"representations.{representation.id}.{key}",
+            value,
+            f"{there.get(key)} as in the index, or another `id`",
+            "differs from the index's",
+        )
+
+
+def has_support(representation: Representation) -> bool:
+    """Whether the representation stores its support: not where each token stands for itself."""
+    return representation.keep_support and representation.compressor.name != "none"
+
+
+def by_role(schema: pa.Schema, *roles: str) -> dict[str, dict[str, Any]]:
+    """The metadata of the columns that have one of the roles, by column name."""
+    about = {column.name: metadata_of(column) for column in schema}
+    return {name: data for name, data in about.items() if data.get("role") in roles}

@@ -1,0 +1,570 @@
+"""The index job: Ray Data streams units through encoder actors into fragments; the driver commits.
+
+Phases: take the lease - plan shards - list them - (fit) - encode, compress, write, commit - remove
+what left the source, if asked. Whatever ends the job, what was committed stays, and the next run
+goes on from there: the index is its own checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from lance.fragment import FragmentMetadata
+from pydantic import Field, PositiveInt
+
+from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml
+from pipeline.index import listing
+from pipeline.index.artefacts import load_artefact, save_artefact
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    WithRepresentations,
+    by_role,
+    encoder_fields,
+    other_setting,
+    refuse_other_settings,
+    representation_fields,
+)
+from pipeline.index.listing import ListingJob, ShardTally
+from pipeline.index.reader import part
+from pipeline.index.session import Session, rows_of
+from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
+from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
+from pipeline.schema import ITEM, REJECT, Reject, metadata_of
+from pipeline.stage import Resources, chain, from_ipc, packed_table
+
+log = logging.getLogger("maxray.index")
+
+
+class FitSample(Spec):
+    """The items on which compressors that need it are fitted."""
+
+    num_items: PositiveInt = 256
+    seed: int = 0
+
+
+class IndexSpec(WithRepresentations):
+    """What `jobs.index` computes."""
+
+    index: Uri
+    source: SourceSpec
+    encoder: EncoderSpec = Field(default="minilm")
+    keep_positions: bool = True  # where each token stood: needed for marked words and maps
+    unit_items: PositiveInt = 64  # items that are encoded, written and committed together
+    fragment_items: PositiveInt = 512  # items of one written fragment, at most
+    commit_items: PositiveInt = 1024  # the driver commits after so many items ...
+    commit_seconds: float = 30.0  # ... or so many seconds, whichever comes first
+    fit: FitSample = FitSample()
+
+
+class IndexResources(Spec):
+    """How much hardware each step of the index job takes: a resources profile."""
+
+    read: Resources = Resources(num_cpus=0.25, max_actors=2)
+    encode: Resources = Resources(num_cpus=1.0, num_threads=2)
+    compress: Resources | None = None  # None: in the encoder's actor
+    write: Resources = Resources(num_cpus=0.25)
+    object_store_bytes: int | None = None  # of a local cluster
+
+
+@dataclass
+class Progress:
+    """Counts and rates of a running job; `seconds` are summed over actors, by stage."""
+
+    listed: int = 0
+    unchanged: int = 0
+    rejected_before: int = 0
+    to_do: int = 0
+    new: int = 0
+    replaced: int = 0
+    rejected: int = 0
+    removed: int = 0
+    commits: int = 0
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.time)
+    stream_started: float | None = None
+    first_written: float | None = None  # when the driver heard of the first written fragment
+    first_commit: float | None = None
+    last_commit: float | None = None
+
+    @property
+    def indexed(self) -> int:
+        """Listed items that have a row of their present revision."""
+        return self.unchanged + self.new + self.replaced
+
+    @property
+    def done(self) -> int:
+        """Items this run has worked off."""
+        return self.new + self.replaced + self.rejected
+
+    def rates(self) -> dict[str, float]:
+        """Items per second of work in each stage (an actor's rate, not the pool's)."""
+        done = self.new + self.replaced
+        return {name: done / spent for name, spent in self.seconds.items() if spent > 0}
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for the job's record."""
+        return {**vars(self), "indexed": self.indexed, "rates": self.rates()}
+
+    def line(self, elapsed: float) -> str:
+        """The progress line."""
+        rate = (self.new + self.replaced) / elapsed
+        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "starting"
+        share = 100 * self.done / self.to_do if self.to_do else 100.0
+        rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.rates().items())
+        return (
+            f"{self.done:,}/{self.to_do:,} items ({share:.0f}%)  {rate:,.1f}/s  [{rates}]  "
+            f"rejects {self.rejected:,}  commits {self.commits}  {left}"
+        )
+
+
+def run(
+    spec: IndexSpec,
+    resources: IndexResources,
+    *,
+    job: str,
+    limit: int | None = None,
+    remove_missing: bool = False,
+    retry_rejects: tuple[str, ...] = (),
+    report: Callable[[str], None] = log.info,
+    lease_seconds: float = 60.0,
+) -> Progress:
+    """Runs the job to its end in a Ray cluster that is connected already.
+
+    Raises:
+        SpecError: something the user gave is not legal; said before anything is written.
+        LeaseHeld: another job writes to the index.
+        Stopped: SIGTERM came; what was finished is committed and the lease is free.
+    """
+    check(spec)
+    progress = Progress()
+    start = time.perf_counter()
+    with Session(spec, "index", job, progress.summary, lease_seconds) as session:
+        progress.phases["lease"] = time.perf_counter() - start
+        this = Run(session, progress, resources, report)
+        this.list_source(limit, retry_rejects)
+        this.prepare_columns()
+        this.stream()
+        if remove_missing:
+            this.remove_missing()
+        this.finish()
+    return progress
+
+
+def check(spec: IndexSpec) -> None:
+    """Raises `SpecError` for what can be known to fail before any work."""
+    spec.every_representation()
+    SOURCES.build(spec.source).check()
+    ENCODERS.load(spec.encoder.name).check(spec.encoder)
+
+
+def dry_run(
+    spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
+) -> None:
+    """Resolves the spec, lists the source, encodes a few items and estimates; writes nothing."""
+    check(spec)
+    report(dump_yaml(spec).rstrip())
+    sample, num_items, rejects = ray.get(_preview.remote(spec.source, limit))
+    report(f"\nlisted {num_items:,} items, {len(rejects):,} of the source rejected")
+    for reject in rejects[:5]:
+        report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
+    if not sample.num_rows:
+        return
+    options = {"num_cpus": resources.encode.num_cpus, "num_gpus": resources.encode.num_gpus}
+    trial = ray.get(_trial.options(**options).remote(spec, sample))
+    report(
+        f"tried {sample.num_rows} items: {trial['tokens']:.0f} tokens an item,"
+        f" {trial['rate']:,.1f} items/s an actor;"
+        f" about {num_items / trial['rate'] / resources.encode.max_actors:,.0f} s in all"
+        f" with {resources.encode.max_actors} actors"
+    )
+    for name, num_bytes in trial["bytes"].items():
+        report(
+            f"  {name:24} {num_bytes:10,.0f} bytes an item {num_bytes * num_items / 1e6:12,.1f} MB"
+        )
+
+
+class Run:
+    """One run of the index job, inside its session."""
+
+    def __init__(
+        self,
+        session: Session,
+        progress: Progress,
+        resources: IndexResources,
+        report: Callable[[str], None],
+    ):
+        self.session, self.progress, self.resources = session, progress, resources
+        self.spec: IndexSpec = session.spec
+        self.writer, self.report = session.writer, report
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.progress.phases[name] = time.perf_counter() - start
+
+    # -- listing -----------------------------------------------------------------------------
+
+    def list_source(self, limit: int | None, retry_rejects: tuple[str, ...]) -> None:
+        """Lists the source and finds what is left to do; meanwhile learns the encoder's facts."""
+        spec = self.spec
+        self._facts = _facts.options(
+            num_cpus=self.resources.encode.num_cpus, num_gpus=self.resources.encode.num_gpus
+        ).remote(spec.encoder)
+        deciding = {"source": dump(spec.source), "encoder": dump(spec.encoder)}
+        self.listing = ListingJob(
+            part(spec.index), self.session.folder, spec.source, digest(deciding), retry_rejects
+        )
+        light = {"num_cpus": self.resources.read.num_cpus}
+        with self._phase("index ids"):
+            self.writer.index_ids()
+        with self._phase("plan"):
+            self.num_shards = ray.get(_plan.options(**light).remote(self.listing, limit))
+        counts: dict[int, dict[str, int]] = {}
+        with self._phase("list"):
+            for tally in self._tallies(light):
+                counts[tally.shard] = tally.counts
+                self.progress.rejected_before += tally.num_known_rejects
+                self.progress.rejected += tally.rejects.num_rows
+                self.progress.listed += tally.num_known_rejects + tally.rejects.num_rows
+                self.writer.set_rejects(tally.rejects)
+        with self._phase("mark duplicates"):
+            counts.update(ray.get(_mark.options(**light).remote(self.listing, self.num_shards)))
+        total = sum((Counter(c) for c in counts.values()), Counter())
+        self.progress.listed += sum(total.values())
+        self.progress.unchanged = total["done"]
+        self.progress.rejected_before += total["rejected"]
+        left = ("new", "changed", "duplicate", "foreign")
+        self.progress.to_do = sum(total[status] for status in left) + self.progress.rejected
+        self.shards_to_do = [s for s in sorted(counts) if any(counts[s][status] for status in left)]
+        self.report(
+            f"listed {self.progress.listed:,} items in {self.num_shards} shards"
+            f" ({self.progress.phases['list']:.1f} s): {total['new']:,} new,"
+            f" {total['changed']:,} changed, {total['done']:,} indexed before,"
+            f" {self.progress.rejected_before:,} rejected before"
+        )
+
+    def _tallies(self, options: dict[str, Any]) -> Iterator[ShardTally]:
+        """Lists the shards in tasks, as many at a time as the profile lets read.
+
+        More would start a process each, and on a small machine that takes longer than the listing.
+        """
+        at_once = self.resources.read.max_actors
+        waiting, shards = [], iter(range(self.num_shards))
+        while True:
+            while len(waiting) < at_once and (shard := next(shards, None)) is not None:
+                waiting.append(_list.options(**options).remote(self.listing, shard))
+            if not waiting:
+                return
+            ready, waiting = ray.wait(waiting, timeout=1.0)
+            self.session.check()
+            yield from ray.get(ready)
+
+    # -- columns -----------------------------------------------------------------------------
+
+    def prepare_columns(self) -> None:
+        """Adds the representations' columns to a new index, or checks them against those there.
+
+        Raises:
+            SpecError: a column was made by another encoder or with other settings, or a new
+                representation is asked of an index that has rows already.
+        """
+        spec = self.spec
+        with self._phase("load encoder"):
+            self.facts: EncoderFacts = ray.get(self._facts)
+        wanted = spec.every_representation()
+        empty = self.writer.dataset.count_rows() == 0
+        if empty and not self._columns_are(wanted):
+            self.writer.drop_columns()  # of a run with another spec that committed nothing
+        schema = self.writer.dataset.schema
+        self._refuse_other_encoders(schema)
+        added = [r for r in wanted if r.id not in schema.names]
+        if added and not empty:
+            raise SpecError(
+                "representations",
+                added[0].id,
+                f"{', '.join(by_role(schema, 'search'))}; add it with"
+                f" `python -m jobs.recompress {spec.index}`, then index on",
+                "is not in this index, which has rows already",
+            )
+        self.artefacts = {}
+        for r in wanted:
+            there = metadata_of(schema.field(r.id)) if r.id in schema.names else None
+            if there:
+                refuse_other_settings(r, self.facts, there)
+                if there["artefact"]:
+                    self.artefacts[r.id] = load_artefact(spec.index, there["artefact"])
+        names = {r.id: there for r in added if (there := self._fit(r))}
+        fields = [f for r in added for f in representation_fields(r, self.facts, names.get(r.id))]
+        own = encoder_fields(self.facts, spec.keep_positions)
+        self.encoder_columns = [f.name for f in own if empty or f.name in schema.names]
+        self.writer.add_columns([f for f in own if empty and f.name not in schema.names] + fields)
+
+    def _columns_are(self, wanted: list[Representation]) -> bool:
+        schema = self.writer.dataset.schema
+        there = by_role(schema, "search")
+        return set(there) == {r.id for r in wanted} and not any(
+            other_setting(r, self.facts, there[r.id]) for r in wanted
+        )
+
+    def _refuse_other_encoders(self, schema: pa.Schema) -> None:
+        for name, about in by_role(schema, "search", "single").items():
+            if (
+                about["encoder"]["name"] == self.facts.spec["name"]
+                and about["fingerprint"] != self.facts.fingerprint
+            ):
+                raise SpecError(
+                    "encoder",
+                    self.facts.spec["name"],
+                    f"the encoder with which {name!r} was made (fingerprint"
+                    f" {about['fingerprint']}; this one has {self.facts.fingerprint})",
+                    "differs from the index's",
+                )
+
+    def _fit(self, representation: Representation) -> str | None:
+        compressor = COMPRESSORS.load(representation.compressor.name)
+        if not compressor.needs_fit:
+            return None
+        with self._phase(f"fit {representation.id}"):
+            sample = self.spec.fit
+            artefact = ray.get(
+                _fit.options(
+                    num_cpus=self.resources.encode.num_cpus, num_gpus=self.resources.encode.num_gpus
+                ).remote(
+                    self.listing,
+                    self.num_shards,
+                    sample.num_items,
+                    sample.seed,
+                    self.spec.encoder,
+                    representation.compressor,
+                )
+            )
+            self.artefacts[representation.id] = artefact
+            return save_artefact(self.spec.index, artefact)
+
+    # -- the stream --------------------------------------------------------------------------
+
+    def stream(self) -> None:
+        """Encodes, compresses, writes and commits what is left to do."""
+        if not self.shards_to_do:
+            return
+        # Fragments that were committed are safe; those still on the way are redone by the next run.
+        pending = Pending()
+        self.progress.stream_started = time.time()
+        start = time.perf_counter()
+        said = committed = start
+        with self._phase("stream"):
+            try:
+                for written in rows_of(self._dataset()):
+                    if written is not None:
+                        self.progress.first_written = self.progress.first_written or time.time()
+                        pending.add(written)
+                    now = time.perf_counter()
+                    due = now - committed > self.spec.commit_seconds
+                    if pending.num_items >= self.spec.commit_items or (pending.rows and due):
+                        self._commit(pending)
+                        pending, committed = Pending(), now
+                    if now - said > 5:
+                        self.report(self.progress.line(now - start))
+                        said = now
+                    self.session.check()
+            finally:
+                if pending.rows and self.session.may_commit:
+                    self._commit(pending)
+        self.report(self.progress.line(time.perf_counter() - start))
+
+    def _dataset(self) -> ray.data.Dataset:
+        spec, resources = self.spec, self.resources
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        # A block a unit: it is what is scheduled, and what is lost when a process dies.
+        context.target_max_block_size = 1
+        listing_job, unit_items = self.listing, spec.unit_items
+
+        def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+            start = time.perf_counter()
+            for shard in block["shard"]:
+                for unit in listing.read_units(listing_job, int(shard), unit_items):
+                    unit.seconds["read"] = time.perf_counter() - start
+                    yield packed_table([unit])
+                    start = time.perf_counter()
+
+        shards = ray.data.from_items(
+            [{"shard": shard} for shard in self.shards_to_do],
+            override_num_blocks=len(self.shards_to_do),
+        )
+        units = shards.map_batches(
+            read,
+            batch_size=None,
+            num_cpus=resources.read.num_cpus,
+            compute=ray.data.TaskPoolStrategy(
+                size=min(resources.read.max_actors, len(self.shards_to_do))
+            ),
+        )
+        encode = Encode(spec.encoder, self.facts)
+        compress = Compress(
+            self.facts, spec.every_representation(), self.artefacts, self.encoder_columns
+        )
+        if resources.compress is None:
+            groups = [([Represent(encode, compress)], resources.encode)]
+        else:
+            groups = [([encode], resources.encode), ([compress], resources.compress)]
+        payload = SOURCES.build(spec.source).payload
+        units = chain(units, groups, [*ITEM.names, *payload.names])
+        return units.map_batches(
+            WriteFragments,
+            fn_constructor_kwargs={"index": part(spec.index)},
+            batch_size=max(1, spec.fragment_items // spec.unit_items),
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=ray.data.ActorPoolStrategy(
+                min_size=resources.write.min_actors, max_size=resources.write.max_actors
+            ),
+            num_cpus=resources.write.num_cpus,
+        )
+
+    def _commit(self, pending: Pending) -> None:
+        if pending.fragments:
+            self.writer.commit(pending.fragments, pending.replaced)
+        else:
+            self.writer.renew()  # rejects only: still, nobody without the lease writes
+        self.writer.set_rejects(pa.concat_tables(pending.rejects), pending.item_ids)
+        progress = self.progress
+        num_replaced = sum(map(len, pending.replaced.values()))
+        progress.new += pending.num_items - num_replaced
+        progress.replaced += num_replaced
+        progress.rejected += sum(table.num_rows for table in pending.rejects)
+        progress.bytes += pending.num_bytes
+        progress.commits += 1
+        for name, spent in pending.seconds.items():
+            progress.seconds[name] = progress.seconds.get(name, 0.0) + spent
+        progress.first_commit = progress.first_commit or time.time()
+        progress.last_commit = time.time()
+        self.session.record("running")
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def remove_missing(self) -> None:
+        """Removes the rows of this source that the listing no longer has, in one commit."""
+        collection = SOURCES.build(self.spec.source).collection
+        gone = ray.get(_gone.remote(self.listing, self.num_shards, collection))
+        self.writer.remove(gone)
+        self.progress.removed = sum(map(len, gone.values()))
+
+    def finish(self) -> None:
+        """Checks that every listed item is accounted for.
+
+        Raises:
+            JobError: listed differs from indexed + rejected.
+        """
+        progress = self.progress
+        self.writer.index_ids()
+        rejected = progress.rejected_before + progress.rejected
+        self.report(
+            f"listed {progress.listed:,} = indexed {progress.indexed:,} ({progress.new:,} new,"
+            f" {progress.replaced:,} replaced, {progress.unchanged:,} as before)"
+            f" + rejected {rejected:,}; removed {progress.removed:,}; {progress.commits} commits"
+        )
+        if progress.listed != progress.indexed + rejected:
+            raise JobError("the sum does not hold: items were lost on the way; run it again")
+
+
+@dataclass
+class Pending:
+    """What was written and waits for its commit."""
+
+    rows: int = 0
+    fragments: list[FragmentMetadata] = field(default_factory=list)
+    replaced: dict[int, list[str]] = field(default_factory=dict)
+    rejects: list[pa.Table] = field(default_factory=lambda: [REJECT.empty_table()])
+    item_ids: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    @property
+    def num_items(self) -> int:
+        """Items whose rows wait."""
+        return len(self.item_ids)
+
+    def add(self, written: dict[str, Any]) -> None:
+        """Adds a row of `stages.WRITTEN`."""
+        about = json.loads(written["about"])
+        self.rows += 1
+        fragments = json.loads(written["fragments"])
+        self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]
+        for fragment, ids in about["replaces"].items():
+            self.replaced.setdefault(int(fragment), []).extend(ids)
+        self.rejects.append(from_ipc(written["rejects"]))
+        self.item_ids += about["item_ids"]
+        self.num_bytes += about["bytes"]
+        for name, spent in about["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+_plan = ray.remote(listing.plan)
+_list = ray.remote(listing.list_shard)
+_mark = ray.remote(listing.mark_duplicates)
+_gone = ray.remote(listing.gone_rows)
+
+
+@ray.remote
+def _facts(spec: Spec) -> EncoderFacts:
+    return EncoderFacts.of(ENCODERS.build(spec), spec)
+
+
+@ray.remote
+def _preview(source: Spec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
+    """The first items decoded, how many items there are, and what cannot be listed."""
+    return listing.preview(SOURCES.build(source), limit, num_sample=32)
+
+
+@ray.remote
+def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
+    """Encodes and compresses a few items: tokens an item, items per second, bytes by column."""
+    encoder = ENCODERS.build(spec.encoder)
+    facts = EncoderFacts.of(encoder, spec.encoder)
+    fitted = [
+        r for r in spec.every_representation() if not COMPRESSORS.load(r.compressor.name).needs_fit
+    ]
+    columns = [column.name for column in encoder_fields(facts, spec.keep_positions)]
+    stage = Represent(Encode(spec.encoder, facts), Compress(facts, fitted, {}, columns))
+    stage.setup()
+    start = time.perf_counter()
+    table, _ = stage.process(items)
+    elapsed = time.perf_counter() - start
+    num_tokens = sum(int(batch.mask.sum()) for _, batch in encoder.encode(items))
+    num_bytes = {name: table[name].nbytes / items.num_rows for name in stage.adds}
+    return {
+        "tokens": num_tokens / items.num_rows,
+        "rate": items.num_rows / elapsed,
+        "bytes": num_bytes,
+    }
+
+
+@ray.remote
+def _fit(
+    job: ListingJob, num_shards: int, size: int, seed: int, encoder_spec: Spec, compressor: Spec
+) -> dict[str, np.ndarray]:
+    encoder = ENCODERS.build(encoder_spec)
+    tables = listing.sample_items(job, num_shards, size, seed)
+    if not tables:
+        legal = "a source with at least one item that can be read"
+        raise SpecError(
+            "source", job.source.name, legal, f"has nothing to fit {compressor.name} on"
+        )
+    items = pa.concat_tables(tables)
+    batches = (drop_unusable(items, *encoded)[1] for encoded in encoder.encode(items))
+    return COMPRESSORS.load(compressor.name).fit(compressor, batches)

@@ -1,0 +1,379 @@
+"""What is there, what is done, what is left: worked out shard by shard, never as one set of ids.
+
+A job first *plans* (splits the source into numbered shards), then *lists* each shard in a task
+(scans it and looks its ids up in the index), then finds ids that are listed twice. All of it is
+kept as small files under the job's folder; the driver holds a few counts a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import lance
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import Spec
+from pipeline.index.reader import ITEMS, REJECTS, part, quote, with_ids
+from pipeline.registry import SOURCES
+from pipeline.schema import REJECT, Item, Reject
+from pipeline.sources import Source, items_table
+from pipeline.stage import Unit
+
+#: What the listing says of an item.
+STATUSES = ("new", "changed", "done", "rejected", "duplicate", "foreign")
+NEW, CHANGED, DONE, REJECTED, DUPLICATE, FOREIGN = range(len(STATUSES))
+
+LISTED = pa.schema(
+    [
+        pa.field("position", pa.int32()),  # in the scan of its shard
+        pa.field("hash", pa.uint64()),  # of the item id
+        pa.field("status", pa.int8()),
+        pa.field("fragment", pa.int64()),  # where the row to replace lies; -1 if there is none
+    ]
+)
+
+#: Ids looked up in one query of the index.
+LOOKUP = 1024
+
+
+@dataclass(frozen=True)
+class ListingJob:
+    """What the listing tasks of one job share; picklable."""
+
+    index: str
+    folder: str  # of the job, under the index
+    source: Spec
+    spec_digest: str  # of all that decides whether an item is rejected
+    retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
+
+    def file(self, kind: str, shard: int) -> str:
+        """The URI of a shard's file of one kind."""
+        return f"{self.folder}/{kind}/{shard:06d}"
+
+
+@dataclass(frozen=True)
+class ShardTally:
+    """What listing a shard came to."""
+
+    shard: int
+    counts: dict[str, int]  # by status, over items
+    rejects: pa.Table  # what could not be listed and was not known yet
+    num_known_rejects: int  # what could not be listed, as before
+
+
+def plan(job: ListingJob, limit: int | None) -> int:
+    """Writes each shard's description to a file and returns how many there are.
+
+    Args:
+        limit: only the first so many items in listing order; then the shards are scanned here, one
+            after the other, as far as needed.
+    """
+    source = SOURCES.build(job.source)
+    num_shards, left = 0, limit
+    for shard in source.shards():
+        if left is not None:
+            if left <= 0:
+                break
+            shard = {"shard": shard, "limit": left}
+            left -= sum(1 for _ in _scan(source, shard))
+        else:
+            shard = {"shard": shard, "limit": None}
+        with fsspec.open(job.file("shards", num_shards), "w", auto_mkdir=True) as file:
+            json.dump(shard, file)
+        num_shards += 1
+    return num_shards
+
+
+def list_shard(job: ListingJob, shard: int) -> ShardTally:
+    """Scans a shard and writes for each item what is to be done with it."""
+    source = SOURCES.build(job.source)
+    dataset = _dataset(part(job.index, ITEMS))
+    rejected = _dataset(part(job.index, REJECTS))
+    columns: dict[str, list] = {name: [] for name in LISTED.names}
+    unlisted: list[Reject] = []
+    for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
+        items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
+        unlisted += [entry for _, entry in chunk if isinstance(entry, Reject)]
+        stored = _stored(dataset, [item.item_id for _, item in items])
+        known = _known_rejects(rejected, [item.item_id for _, item in items], job)
+        for position, item in items:
+            status, fragment = _status(item, stored.get(item.item_id), known)
+            columns["position"].append(position)
+            columns["hash"].append(id_hash(item.item_id))
+            columns["status"].append(status)
+            columns["fragment"].append(fragment)
+    table = pa.table(columns, schema=LISTED)
+    _write_table(job.file("listed", shard), table)
+    known = _known_rejects(rejected, [reject.item_id for reject in unlisted], job)
+    fresh = [r for r in unlisted if known.get(r.item_id) != r.revision]
+    return ShardTally(
+        shard,
+        _count(table),
+        _rejects_table(fresh, job),
+        len(unlisted) - len(fresh),
+    )
+
+
+def _status(
+    item: Item, stored: tuple[str, str, int] | None, known: dict[str, str]
+) -> tuple[int, int]:
+    if stored is not None:
+        revision, source, fragment = stored
+        if source != item.source:
+            return FOREIGN, -1
+        if revision == item.revision:
+            return DONE, -1
+    if known.get(item.item_id) == item.revision:
+        return REJECTED, -1  # a row of an older revision, if there is one, stays
+    return (NEW, -1) if stored is None else (CHANGED, fragment)
+
+
+def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int]]:
+    """Finds ids listed more than once; all but the first get the status "duplicate".
+
+    Holds 8 bytes an item (run it in a task, not in the driver).
+
+    Returns:
+        The new counts by status of the shards that changed.
+    """
+    hashes = [_read_table(job.file("listed", i))["hash"].to_numpy() for i in range(num_shards)]
+    every = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+    values, first, counts = np.unique(every, return_index=True, return_counts=True)
+    if len(values) == len(every):
+        return {}
+    again = np.isin(every, values[counts > 1])
+    again[first] = False
+    changed, start = {}, 0
+    for shard, shard_hashes in enumerate(hashes):
+        mine = again[start : start + len(shard_hashes)]
+        start += len(shard_hashes)
+        if mine.any():
+            table = _read_table(job.file("listed", shard))
+            status = np.where(mine, DUPLICATE, table["status"].to_numpy()).astype(np.int8)
+            table = table.set_column(2, LISTED.field("status"), pa.array(status))
+            _write_table(job.file("listed", shard), table)
+            changed[shard] = _count(table)
+    return changed
+
+
+def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
+    """Reads what is left to do of a shard, as units of up to `unit_items` listed entries.
+
+    Units are cut by position in the listing, before what is done is left out: a resumed job forms
+    the units of the first run.
+    """
+    source = SOURCES.build(job.source)
+    description = _read_json(job.file("shards", shard))
+    listed = _read_table(job.file("listed", shard))
+    row_of = {position: row for row, position in enumerate(listed["position"].to_pylist())}
+    status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
+    entries = {
+        position: entry
+        for position, entry in _scan(source, description)
+        # What was not there when the shard was listed is left to the next run.
+        if position in row_of and status[row_of[position]] not in (DONE, REJECTED)
+    }
+    wanted = [(p, e) for p, e in entries.items() if status[row_of[p]] in (NEW, CHANGED)]
+    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
+    for number, group in itertools.groupby(entries.items(), lambda entry: entry[0] // unit_items):
+        items: list[Item] = []
+        rejects: list[Reject] = []
+        replaces: dict[str, list[str]] = {}
+        for position, entry in group:
+            row = row_of[position]
+            if status[row] in (DUPLICATE, FOREIGN):
+                rejects.append(_refused(entry, status[row], f"{shard:06d}:{position}"))
+                continue
+            result = next(decoded)
+            assert result.item_id == entry.item_id, "decode yields one result an item, in order"
+            (items if isinstance(result, Item) else rejects).append(result)
+            if status[row] == CHANGED:
+                replaces.setdefault(str(fragment[row]), []).append(entry.item_id)
+        yield Unit(
+            f"{shard:06d}-{number:06d}",
+            items_table(items, source.payload),
+            _rejects_table(rejects, job),
+            extra={"replaces": replaces},
+        )
+
+
+def _refused(item: Item, status: int, place: str) -> Reject:
+    """The reject of an item whose id is taken; its own id keeps it apart from the id's holder."""
+    if status == DUPLICATE:
+        reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
+    else:
+        reason, detail = "id of another source", f"{item.item_id} is indexed from another source"
+    own_id = f"{item.item_id}~{place}"
+    return Reject(own_id, item.source, "list", reason, detail, item.revision)
+
+
+def id_hash(item_id: str) -> int:
+    """64 bits of a stable hash of an item id."""
+    return int.from_bytes(hashlib.blake2b(item_id.encode(), digest_size=8).digest(), "little")
+
+
+def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, list[str]]:
+    """The rows of a collection that are no longer listed, as item ids by fragment.
+
+    Run it in a task: it holds 8 bytes a listed item, and the ids that are gone.
+    """
+    hashes = [_read_table(job.file("listed", i))["hash"].to_numpy() for i in range(num_shards)]
+    listed = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+    gone: dict[int, list[str]] = {}
+    scanner = lance.dataset(part(job.index, ITEMS)).scanner(
+        columns=["item_id"], filter=f"source = {quote(collection)}", with_row_address=True
+    )
+    for batch in scanner.to_batches():
+        ids = batch["item_id"].to_pylist()
+        mine = np.array([id_hash(item_id) for item_id in ids], dtype=np.uint64)
+        fragments = batch["_rowaddr"].to_numpy() >> 32
+        for i in np.flatnonzero(~np.isin(mine, listed)):
+            gone.setdefault(int(fragments[i]), []).append(ids[i])
+    return gone
+
+
+def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list[pa.Table]:
+    """A seeded sample of the listed items, decoded: those with the smallest seeded hash."""
+    salt = np.uint64(id_hash(f"sample {seed}"))
+    ranked = []
+    for shard in range(num_shards):
+        table = _read_table(job.file("listed", shard))
+        usable = table["status"].to_numpy() != DUPLICATE
+        keys = (table["hash"].to_numpy() ^ salt)[usable]
+        positions = table["position"].to_numpy()[usable]
+        best = np.argsort(keys, kind="stable")[:size]
+        ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
+        ranked = sorted(ranked)[:size]
+    source = SOURCES.build(job.source)
+    tables = []
+    for shard in sorted({shard for _, shard, _ in ranked}):
+        chosen = {position for _, s, position in ranked if s == shard}
+        description = _read_json(job.file("shards", shard))
+        wanted = [
+            (p, entry)
+            for p, entry in _scan(source, description)
+            if p in chosen and isinstance(entry, Item)
+        ]
+        decoded = source.decode(description["shard"], wanted)
+        items = [item for item in decoded if isinstance(item, Item)]
+        if items:
+            tables.append(items_table(items, source.payload))
+    return tables
+
+
+def preview(
+    source: Source, limit: int | None, num_sample: int
+) -> tuple[pa.Table, int, list[Reject]]:
+    """Lists a source without keeping anything: (first items decoded, number of items, rejects)."""
+    sample: list[Item] = []
+    num_items, rejects = 0, []
+    for shard in source.shards():
+        left = None if limit is None else limit - num_items - len(rejects)
+        if left == 0:
+            break
+        entries = list(_scan(source, {"shard": shard, "limit": left}))
+        items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
+        rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
+        num_items += len(items)
+        if wanted := items[: num_sample - len(sample)]:
+            sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
+    return items_table(sample, source.payload), num_items, rejects
+
+
+def _scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
+    """The entries of a shard with their positions, up to the shard's limit."""
+    for position, entry in enumerate(source.scan(described["shard"])):
+        if described["limit"] is not None and position >= described["limit"]:
+            return
+        yield position, entry
+
+
+def _stored(
+    dataset: lance.LanceDataset | None, item_ids: Sequence[str]
+) -> dict[str, tuple[str, str, int]]:
+    """For the ids that have a row: its revision, source and fragment."""
+    if dataset is None or not item_ids:
+        return {}
+    table = dataset.scanner(
+        columns=["item_id", "revision", "source"],
+        filter=with_ids(item_ids),
+        with_row_address=True,
+    ).to_table()
+    fragments = (table["_rowaddr"].to_numpy() >> 32).tolist()
+    columns = (table[name].to_pylist() for name in ("item_id", "revision", "source"))
+    return {
+        item_id: (revision, source, fragment)
+        for item_id, revision, source, fragment in zip(*columns, fragments, strict=True)
+    }
+
+
+def _known_rejects(
+    dataset: lance.LanceDataset | None, item_ids: Sequence[str], job: ListingJob
+) -> dict[str, str]:
+    """For the ids that this very spec rejected and that need no other try: the revision then."""
+    if dataset is None or not item_ids:
+        return {}
+    table = dataset.scanner(
+        columns=["item_id", "revision", "reason"],
+        filter=f"spec = {quote(job.spec_digest)} AND NOT retryable AND {with_ids(item_ids)}",
+    ).to_table()
+    return {
+        row["item_id"]: row["revision"]
+        for row in table.to_pylist()
+        if row["reason"] not in job.retry_rejects
+    }
+
+
+def _rejects_table(rejects: Sequence[Reject], job: ListingJob) -> pa.Table:
+    rows = [{**reject.row(), "spec": job.spec_digest} for reject in rejects]
+    return pa.Table.from_pylist(rows, schema=REJECT)
+
+
+def _count(listed: pa.Table) -> dict[str, int]:
+    counts = Counter(listed["status"].to_numpy().tolist())
+    return {name: counts.get(code, 0) for code, name in enumerate(STATUSES)}
+
+
+def _dataset(uri: str) -> lance.LanceDataset | None:
+    try:
+        return lance.dataset(uri)
+    except (ValueError, OSError):
+        return None
+
+
+def _chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    chunk = []
+    for entry in entries:
+        chunk.append(entry)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _read_json(uri: str) -> Any:
+    with fsspec.open(uri, "r") as file:
+        return json.load(file)
+
+
+def _read_table(uri: str) -> pa.Table:
+    with fsspec.open(uri, "rb") as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
+        return reader.read_all()
+
+
+def _write_table(uri: str, table: pa.Table) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with fsspec.open(uri, "wb", auto_mkdir=True) as file:
+        file.write(sink.getvalue())

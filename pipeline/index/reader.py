@@ -1,0 +1,198 @@
+"""Reading an index: what it holds, its rows and its representations."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import fsspec
+import lance
+import numpy as np
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+
+from pipeline.config import SpecError, absolute
+from pipeline.index.columns import by_role
+from pipeline.registry import CODECS
+from pipeline.schema import FORMAT_VERSION, REJECT
+
+ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
+
+#: The entry of the dataset's config that says who may write (see `pipeline.index.writer`).
+LEASE_KEY = "maxray.lease"
+
+
+def part(uri: str, *names: str) -> str:
+    """The URI of a part of an index."""
+    return posixpath.join(absolute(uri), *names)
+
+
+def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
+    """The file system and path of a part of an index; it sees what Lance and others write."""
+    return fsspec.url_to_fs(part(uri, *names), use_listings_cache=False)
+
+
+def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
+    """Opens the items of an index.
+
+    Raises:
+        SpecError: there is no index, or it is damaged (half deleted), or of a newer format.
+    """
+    items = part(uri, ITEMS)
+    try:
+        dataset = lance.dataset(items, version=version)
+    except (ValueError, OSError, FileNotFoundError) as error:
+        if holds_parts(uri):
+            raise SpecError(
+                "index", uri, f"a whole index ({first_line(error)})", "is damaged"
+            ) from None
+        raise SpecError(
+            "index", uri, "the URI of an index made by jobs.index", "holds no index"
+        ) from None
+    versions = {
+        data.get("format_version", 0) for data in by_role(dataset.schema, "search").values()
+    }
+    if versions and max(versions) > FORMAT_VERSION:
+        raise SpecError("index", uri, f"format {FORMAT_VERSION} or older", "has a newer format")
+    return dataset
+
+
+def check_whole(uri: str, dataset: lance.LanceDataset) -> None:
+    """Raises `SpecError` if data files that the current version names are missing.
+
+    One listing of the data folder: a half-deleted index is found before a job works on it.
+    """
+    named = {file.path for fragment in dataset.get_fragments() for file in fragment.data_files()}
+    if not named:
+        return
+    filesystem, path = open_folder(uri, ITEMS, "data")
+    there = (
+        {posixpath.basename(p) for p in filesystem.ls(path, detail=False)}
+        if filesystem.exists(path)
+        else set()
+    )
+    missing = sorted(named - there)
+    if missing:
+        legal = f"a whole index ({len(missing)} of {len(named)} data files are missing)"
+        raise SpecError("index", uri, legal, "is damaged")
+
+
+def exists(uri: str) -> bool:
+    """Whether anything lies at the index's URI."""
+    filesystem, path = open_folder(uri)
+    return filesystem.exists(path) and bool(filesystem.ls(path))
+
+
+def holds_parts(uri: str) -> bool:
+    """Whether what lies at the URI is an index, or what is left of one."""
+    filesystem, path = open_folder(uri)
+    parts = (ITEMS, REJECTS, ARTEFACTS, JOBS)
+    return any(filesystem.exists(posixpath.join(path, name)) for name in parts)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, shortened, without places in Lance's source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r",? \S+\.rs:\d+:\d+", "", line)[:200]
+
+
+class Index:
+    """A read view of one version of an index."""
+
+    def __init__(self, uri: str, version: int | None = None):
+        self.uri = uri
+        self.dataset = open_dataset(uri, version)
+
+    @property
+    def version(self) -> int:
+        """The Lance version this view reads."""
+        return self.dataset.version
+
+    def __len__(self) -> int:
+        return self.dataset.count_rows()
+
+    def representations(self) -> dict[str, dict[str, Any]]:
+        """The metadata of each searchable multi-vector column."""
+        return by_role(self.dataset.schema, "search")
+
+    def representation(self, name: str) -> dict[str, Any]:
+        """The metadata of one representation.
+
+        Raises:
+            SpecError: no such representation; the legal ones are listed.
+        """
+        there = self.representations()
+        if name not in there:
+            raise SpecError(
+                "representation", name, ", ".join(there) or "none yet", "is not in the index"
+            )
+        return there[name]
+
+    def batches(
+        self, columns: Sequence[str], *, where: str | None = None, batch_rows: int = 1024
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows in storage order, in batches; memory does not grow with the index."""
+        scanner = self.dataset.scanner(
+            columns=list(columns), filter=where, batch_size=batch_rows, scan_in_order=True
+        )
+        yield from scanner.to_batches()
+
+    def tokens(
+        self, representation: str, *, where: str | None = None, batch_rows: int = 1024
+    ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
+        """The token vectors of the rows that have any.
+
+        Yields:
+            (rows with item_id and parent_id, vectors (T, D) float16, lengths (B,) int64).
+        """
+        about = self.representation(representation)
+        codec = CODECS.build(CODECS.resolve(about["codec"]))
+        null = f"`{representation}` IS NOT NULL"
+        where = f"({where}) AND {null}" if where else null
+        columns = ["item_id", "parent_id", representation]
+        for batch in self.batches(columns, where=where, batch_rows=batch_rows):
+            yield batch.select(["item_id", "parent_id"]), *codec.decode(batch[representation])
+
+    def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of the given items, in the given order; unknown ids are left out."""
+        columns = list(columns) if columns else None
+        if columns is not None and "item_id" not in columns:
+            columns.append("item_id")
+        table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
+        row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
+        return table.take([row_of[item_id] for item_id in item_ids if item_id in row_of])
+
+    def rejects(self) -> pa.Table:
+        """Everything that was rejected, with reasons."""
+        try:
+            return lance.dataset(part(self.uri, REJECTS)).to_table()
+        except (ValueError, OSError):
+            return REJECT.empty_table()
+
+    def lease(self) -> dict[str, Any] | None:
+        """Who writes at present, as the dataset's config says; None if nobody."""
+        text = self.dataset.config().get(LEASE_KEY)
+        lease = json.loads(text) if text else None
+        return lease if lease and lease["owner"] and lease["expires"] >= time.time() else None
+
+
+def with_ids(item_ids: Iterable[str]) -> str:
+    """A Lance filter for the rows of these items.
+
+    >>> with_ids(["a", "it's"])
+    "item_id IN ('a', 'it''s')"
+    """
+    return f"item_id IN ({', '.join(map(quote, item_ids))})"
+
+
+def quote(text: str) -> str:
+    """A string literal for a Lance filter.
+
+    >>> quote("it's")
+    "'it''s'"
+    """
+    return "'" + text.replace("'", "''") + "'"

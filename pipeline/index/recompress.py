@@ -1,0 +1,309 @@
+"""New representations from a stored full-token column: by fragment, resumable, without the encoder.
+
+A column is added empty (metadata only), then filled fragment by fragment; a fragment is done when
+one of its data files holds the column. The stored vectors are float16, so the result equals that of
+the index job up to this rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import ray
+from lance.fragment import FragmentMetadata
+from pydantic import PositiveInt
+
+from pipeline.config import Spec, SpecError, Uri
+from pipeline.index.artefacts import load_artefact, save_artefact
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    WithRepresentations,
+    refuse_other_settings,
+    representation_fields,
+)
+from pipeline.index.reader import ITEMS, Index, part
+from pipeline.index.session import Session, rows_of
+from pipeline.index.stages import Compress, batch_from, batches_of, with_columns
+from pipeline.registry import COMPRESSORS
+from pipeline.schema import metadata_of
+from pipeline.stage import Resources
+
+log = logging.getLogger("maxray.recompress")
+
+
+class RecompressSpec(WithRepresentations):
+    """What `jobs.recompress` computes."""
+
+    index: Uri
+    source: str = "full"  # the representation that holds every token
+    commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
+    fit_items: PositiveInt = 256
+    fit_seed: int = 0
+
+
+class RecompressResources(Spec):
+    """How much hardware the job takes: a resources profile."""
+
+    compress: Resources = Resources(num_cpus=1.0, num_threads=2)
+
+
+@dataclass
+class Progress:
+    """Counts of a running job."""
+
+    fragments: int = 0
+    done_before: int = 0
+    done: int = 0
+    rows: int = 0
+    commits: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"read": 0, "compress": 0, "write": 0}
+    )
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for the job's record."""
+        rates = {name: self.rows / spent for name, spent in self.seconds.items() if spent}
+        return {**vars(self), "rates": rates}
+
+    def line(self, elapsed: float) -> str:
+        """The progress line."""
+        rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.summary()["rates"].items())
+        return (
+            f"{self.done}/{self.fragments - self.done_before} fragments  {self.rows:,} rows"
+            f"  {self.rows / elapsed:,.1f}/s  [{rates}]  commits {self.commits}"
+        )
+
+
+def run(
+    spec: RecompressSpec,
+    resources: RecompressResources,
+    *,
+    job: str,
+    report: Callable[[str], None] = log.info,
+    lease_seconds: float = 60.0,
+) -> Progress:
+    """Runs the job to its end in a Ray cluster that is connected already.
+
+    Raises:
+        SpecError: the index, its source column or a representation is not legal.
+        LeaseHeld: another job writes to the index.
+        Stopped: SIGTERM came; what was finished is committed and the lease is free.
+    """
+    wanted = spec.every_representation()
+    facts = stored_facts(Index(spec.index), spec.source)
+    progress = Progress()
+    with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
+        artefacts = _prepare_columns(session, spec, facts, wanted)
+        dataset = session.writer.dataset
+        left = columns_left(dataset, [r.id for r in wanted])
+        progress.fragments = len(dataset.get_fragments())
+        progress.done_before = progress.fragments - sum(map(len, left.values()))
+        report(
+            f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to do,"
+            f" {len(wanted)} representations"
+        )
+        for names, fragments in left.items():
+            missing = [r for r in wanted if r.id in names]
+            stage = Compress(facts, missing, artefacts, encoder_columns=())
+            _fill(session, spec, resources, stage, fragments, progress, report)
+    return progress
+
+
+def stored_facts(index: Index, source: str) -> EncoderFacts:
+    """The encoder's facts as the index knows them.
+
+    Raises:
+        SpecError: `source` is no representation with all tokens.
+    """
+    about = index.representation(source)
+    if about["compressor"]["name"] != "none":
+        raise SpecError("source", source, "a representation by the compressor none", "lacks tokens")
+    schema = index.dataset.schema
+    pooled = about["pooled"]
+    positions = about["positions"]
+    return EncoderFacts(
+        spec=about["encoder"],
+        dim=about["dim"],
+        pooled_dim=schema.field(pooled).type.list_size if pooled in schema.names else None,
+        normalised=about["normalised"],
+        has_spans=positions.get("spans") in schema.names,
+        has_extents=positions.get("extents") in schema.names,
+        fingerprint=about["fingerprint"],
+    )
+
+
+def columns_left(
+    dataset: lance.LanceDataset, columns: Sequence[str]
+) -> dict[tuple[str, ...], list[int]]:
+    """The columns that have no data yet, and the fragments in which it is these that have none."""
+    ids = {
+        f.name(): {c.id() for c in f.children()} | {f.id()} for f in dataset.lance_schema.fields()
+    }
+    left: dict[tuple[str, ...], list[int]] = {}
+    for fragment in dataset.get_fragments():
+        there = {field for file in fragment.data_files() for field in file.fields}
+        if missing := tuple(name for name in columns if not ids[name] & there):
+            left.setdefault(missing, []).append(fragment.fragment_id)
+    return left
+
+
+def _prepare_columns(
+    session: Session, spec: RecompressSpec, facts: EncoderFacts, wanted: Sequence[Representation]
+) -> dict[str, dict[str, np.ndarray]]:
+    schema = session.writer.dataset.schema
+    artefacts, added = {}, []
+    for r in wanted:
+        if r.id in schema.names:
+            there = metadata_of(schema.field(r.id))
+            refuse_other_settings(r, facts, there)
+            if there["artefact"]:
+                artefacts[r.id] = load_artefact(spec.index, there["artefact"])
+            continue
+        name = None
+        if COMPRESSORS.load(r.compressor.name).needs_fit:
+            artefacts[r.id] = ray.get(_fit.remote(spec, facts, r.compressor))
+            name = save_artefact(spec.index, artefacts[r.id])
+        added += representation_fields(r, facts, name)
+    session.writer.add_columns(added)
+    return artefacts
+
+
+def _fill(
+    session: Session,
+    spec: RecompressSpec,
+    resources: RecompressResources,
+    stage: Compress,
+    left: list[int],
+    progress: Progress,
+    report: Callable[[str], None],
+) -> None:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # a row a block: fragments are scheduled one by one
+    pool = resources.compress
+    rows = ray.data.from_items(
+        [{"fragment": fragment} for fragment in left], override_num_blocks=len(left)
+    ).map_batches(
+        FillFragment,
+        fn_constructor_kwargs={
+            "index": part(spec.index),
+            "version": session.writer.dataset.version,
+            "source": spec.source,
+            "stage": stage,
+            "num_threads": pool.num_threads,
+        },
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(min_size=pool.min_actors, max_size=pool.max_actors),
+        num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus,
+    )
+    pending: list[tuple[FragmentMetadata, list[int]]] = []
+    start = said = time.perf_counter()
+
+    def commit() -> None:
+        session.writer.commit_columns(pending)
+        pending.clear()
+        progress.commits += 1
+        session.record("running")
+
+    try:
+        for row in rows_of(rows):
+            if row is not None:
+                about = json.loads(row["filled"])
+                pending.append(
+                    (FragmentMetadata.from_json(json.dumps(about["fragment"])), about["fields"])
+                )
+                progress.done += 1
+                progress.rows += about["rows"]
+                for name, spent in about["seconds"].items():
+                    progress.seconds[name] += spent
+                if len(pending) >= spec.commit_fragments:
+                    commit()
+            if time.perf_counter() - said > 5:
+                said = time.perf_counter()
+                report(progress.line(said - start))
+            session.check()
+    finally:
+        if pending and session.may_commit:
+            commit()
+    report(progress.line(time.perf_counter() - start))
+
+
+class FillFragment:
+    """Reads a fragment's full tokens, compresses them and writes the new columns' data file."""
+
+    def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self.dataset = lance.dataset(part(index, ITEMS), version=version)
+        self.source, self.stage = source, stage
+        stage.setup()
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        return {"filled": [json.dumps(self.fill(int(number))) for number in batch["fragment"]]}
+
+    def fill(self, number: int) -> dict[str, Any]:
+        """Fills one fragment; rows without full tokens keep null."""
+        start = time.perf_counter()
+        fragment = self.dataset.get_fragment(number)
+        table = read_tokens(fragment, self.source, self.stage.facts)
+        read = time.perf_counter()
+        rows, parts = [], []
+        for batch_rows, tokens in batches_of(table, self.stage.facts):
+            rows.append(batch_rows)
+            parts.append(self.stage.columns(tokens))
+        if parts:
+            filled = with_columns(table.select(["_rowid"]), rows, parts)
+        else:  # a null in one row: the columns have data then, and the fragment is done
+            filled = fragment.to_table(columns=[], with_row_id=True, limit=1)
+            for name in self.stage.adds:
+                filled = filled.append_column(name, pa.nulls(1))
+        schema = self.dataset.schema
+        fields = [pa.field("_rowid", pa.uint64()), *(schema.field(n) for n in self.stage.adds)]
+        filled = filled.select([column.name for column in fields]).cast(pa.schema(fields))
+        compressed = time.perf_counter()
+        metadata, modified = fragment.update_columns(filled)
+        seconds = {
+            "read": read - start,
+            "compress": compressed - read,
+            "write": time.perf_counter() - compressed,
+        }
+        return {
+            "fragment": metadata.to_json(),
+            "fields": modified,
+            "rows": table.num_rows,
+            "seconds": seconds,
+        }
+
+
+def read_tokens(fragment: lance.LanceFragment, source: str, facts: EncoderFacts) -> pa.Table:
+    """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`."""
+    schema = fragment.schema
+    columns = {"vectors": source}
+    for kind in ("spans", "extents"):
+        if (name := f"{facts.prefix}_{kind}") in schema.names:
+            columns[kind] = name
+    table = fragment.to_table(
+        columns=list(columns.values()), filter=f"`{source}` IS NOT NULL", with_row_id=True
+    )
+    return table.select([*columns.values(), "_rowid"]).rename_columns([*columns, "_rowid"])
+
+
+@ray.remote
+def _fit(spec: RecompressSpec, facts: EncoderFacts, compressor: Spec) -> dict[str, np.ndarray]:
+    dataset = lance.dataset(part(spec.index, ITEMS))
+    rows = np.random.default_rng(spec.fit_seed).permutation(dataset.count_rows())
+    table = dataset.take(np.sort(rows[: spec.fit_items]).tolist(), columns=[spec.source])
+    table = table.rename_columns(["vectors"]).filter(pa.compute.field("vectors").is_valid())
+    batch = batch_from(table, facts)
+    return COMPRESSORS.load(compressor.name).fit(compressor, [batch])

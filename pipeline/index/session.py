@@ -1,0 +1,133 @@
+"""A writing job from lease to release: keeps the lease, heeds SIGTERM, records what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+
+from pipeline.atomic import write_atomic
+from pipeline.config import Spec, Stopped, dump_yaml
+from pipeline.index.reader import JOBS, part
+from pipeline.index.writer import IndexWriter, LeaseLost
+
+log = logging.getLogger("maxray.session")
+
+
+class Session:
+    """Holds an index's lease while a job writes, and records the job under `<index>/jobs/<job>/`.
+
+    Args:
+        kind: the verb, for the record.
+        summary: what to record, asked for whenever the record is written.
+        lease_seconds: how long the lease lives without renewal; it is renewed four times in that.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        kind: str,
+        job: str,
+        summary: Callable[[], dict[str, Any]],
+        lease_seconds: float,
+    ):
+        self.spec, self.kind, self.job, self._summary = spec, kind, job, summary
+        self.folder = part(spec.index, JOBS, job)
+        self._lease_seconds = lease_seconds
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._lost: Exception | None = None
+
+    def __enter__(self) -> Session:
+        self.writer = IndexWriter(self.spec.index, self.job, self._lease_seconds)
+        self._renewer = threading.Thread(target=self._renew, daemon=True)
+        self._renewer.start()
+        self._old_handler = None
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        try:
+            write_atomic(f"{self.folder}/spec.yaml", dump_yaml(self.spec))
+            self.record("running")
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        self._end()
+        with contextlib.suppress(OSError):
+            stopped = kind in (Stopped, KeyboardInterrupt)
+            state = "done" if kind is None else "stopped" if stopped else "failed"
+            self.record(state, str(error) if error else "")
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._renewer.join(timeout=5)
+        self.writer.release()
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._lease_seconds / 4):
+            try:
+                self.writer.renew()
+            except LeaseLost as error:  # the main thread raises it at its next check
+                self._lost = error
+                return
+            except OSError as error:  # of the storage: there are tries left before it expires
+                log.warning("the lease could not be renewed: %s", error)
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether the lease was still this job's when it was last renewed."""
+        return self._lost is None
+
+    def check(self) -> None:
+        """Raises what ends the job: `Stopped` after SIGTERM, `LeaseLost` after a takeover."""
+        if self._lost:
+            raise self._lost
+        if self._stop.is_set():
+            raise Stopped("stopped by SIGTERM: what was finished is committed, the lease is free")
+
+    def record(self, state: str, error: str = "") -> None:
+        """Writes the job's summary, which `jobs.status` shows."""
+        about = {"job": self.job, "kind": self.kind, "state": state, "error": error}
+        text = json.dumps({**about, "updated": time.time(), **self._summary()}, indent=1)
+        write_atomic(f"{self.folder}/summary.json", text)
+
+
+def rows_of(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
+    """The rows of a dataset as they come; None when none came for half a second.
+
+    The stream is consumed in a thread: the caller can keep time and stop at once between rows.
+    """
+    rows: queue.Queue = queue.Queue(maxsize=8)
+
+    def consume() -> None:
+        try:
+            for row in dataset.iter_rows():
+                rows.put(row)
+            rows.put(StopIteration)
+        except BaseException as error:  # raised again in the caller's thread
+            rows.put(error)
+
+    threading.Thread(target=consume, daemon=True).start()
+    while True:
+        try:
+            row = rows.get(timeout=0.5)
+        except queue.Empty:
+            yield None
+            continue
+        if row is StopIteration:
+            return
+        if isinstance(row, BaseException):
+            raise row
+        yield row

@@ -1,0 +1,104 @@
+"""What an index holds, in numbers: for `jobs.status` and for evaluation tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.index.columns import by_role
+from pipeline.index.reader import JOBS, Index, open_folder
+
+
+def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
+    """Everything `jobs.status` prints.
+
+    Raises:
+        SpecError: there is no whole index at the URI.
+    """
+    index = Index(uri)
+    lease = index.lease()
+    encoders = {
+        (about["encoder"]["name"], about["fingerprint"])
+        for about in by_role(index.dataset.schema, "search", "single").values()
+    }
+    reasons = Counter(index.rejects()["reason"].to_pylist())
+    return {
+        "index": uri,
+        "version": index.version,
+        "fragments": len(index.dataset.get_fragments()),
+        "items": len(index),
+        "lease": lease and f"{lease['job']} on {lease['host']}, process {lease['pid']}",
+        "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
+        "representations": {name: stored(index, name) for name in index.representations()},
+        "rejects": dict(reasons.most_common()),
+        "jobs": last_jobs(uri, num_jobs),
+    }
+
+
+def stored(index: Index, representation: str) -> dict[str, Any]:
+    """What a representation takes.
+
+    Returns:
+        `vectors`: mean per item; `bytes_vectors` and `bytes_all` per item that has it: of the
+        vectors only, and with the support and the token positions it needs; `filled`: share of the
+        items that have it.
+    """
+    about = index.representation(representation)
+    schema = index.dataset.schema
+    others = [about.get("support"), *about["positions"].values()]
+    others = [name for name in others if name in schema.names]
+    num_rows = num_filled = num_vectors = 0
+    num_bytes = Counter()
+    columns = [representation, *others]
+    for batch in index.batches(columns):
+        filled = np.asarray(pc.is_valid(batch[representation]))
+        num_rows += batch.num_rows
+        num_filled += int(filled.sum())
+        for name in columns:
+            lengths = pc.list_value_length(batch[name]).fill_null(0).to_numpy()[filled]
+            if name == representation:
+                num_vectors += int(lengths.sum())
+            num_bytes[name] += int(lengths.sum()) * bytes_of_element(schema.field(name).type)
+    per_item = max(1, num_filled)
+    return {
+        "method": about["compressor"]["name"],
+        "num_vectors": about["compressor"].get("num_vectors"),
+        "codec": about["codec"]["name"],
+        "vectors": num_vectors / per_item,
+        "bytes_vectors": num_bytes[representation] / per_item,
+        "bytes_all": sum(num_bytes.values()) / per_item,
+        "filled": num_filled / max(1, num_rows),
+        "artefact": about["artefact"],
+    }
+
+
+def bytes_of_element(type: pa.ListType) -> int:
+    """Bytes of one element of a list column: a token's vector, span or support."""
+    element = type.value_type
+    if pa.types.is_fixed_size_list(element):
+        return element.list_size * element.value_type.bit_width // 8
+    return element.bit_width // 8
+
+
+def last_jobs(uri: str, number: int) -> list[dict[str, Any]]:
+    """The summaries of the last jobs, newest first."""
+    filesystem, path = open_folder(uri, JOBS)
+    if not filesystem.exists(path):
+        return []
+    folders = sorted((p.rstrip("/") for p in filesystem.ls(path, detail=False)), reverse=True)
+    summaries = []
+    for folder in folders:
+        if len(summaries) == number:
+            break
+        with (
+            contextlib.suppress(FileNotFoundError),  # killed before it wrote one
+            filesystem.open(f"{folder}/summary.json", "r") as file,
+        ):
+            summaries.append(json.load(file))
+    return summaries

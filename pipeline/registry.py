@@ -1,0 +1,96 @@
+"""What can be named in a spec: `name -> module:Class`, imported only when it is used.
+
+Adding a component is one file and one line here; third parties add theirs without touching this
+file, through an entry point in the group `maxray.<kind>` (for example `maxray.compressors`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from pipeline.config import Spec, SpecError, parse
+
+
+class Registry:
+    """Named components of one kind. Every component class carries its nested `Spec`."""
+
+    def __init__(self, kind: str, entries: dict[str, str]):
+        self.kind, self._entries = kind, entries
+
+    @functools.cached_property
+    def _all(self) -> dict[str, str]:
+        added = {e.name: e.value for e in entry_points(group=f"maxray.{self.kind}")}
+        return {**added, **self._entries}
+
+    def names(self) -> list[str]:
+        """The legal names, sorted."""
+        return sorted(self._all)
+
+    def load(self, name: str) -> type:
+        """Imports and returns the component class called `name`.
+
+        Raises:
+            SpecError: no such name; or the component's package is not installed.
+        """
+        if name not in self._all:
+            raise SpecError("name", name, ", ".join(self.names()), f"is not one of the {self.kind}")
+        module, _, attribute = self._all[name].partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            legal = f"an installed component ({error.name!r} is not installed)"
+            raise SpecError("name", name, legal, "cannot be imported") from error
+
+    def resolve(self, value: Any) -> Spec:
+        """A name, or a mapping with a `name`, or a ready spec -> the component's `Spec`."""
+        if isinstance(value, Spec):
+            return value
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise SpecError("name", value, ", ".join(self.names()), "names no component")
+        return parse(self.load(value["name"]).Spec, value)
+
+    def build(self, spec: Spec, *args: Any, **kwargs: Any) -> Any:
+        """Constructs the component that `spec.name` names."""
+        return self.load(spec.name)(spec, *args, **kwargs)
+
+
+ENCODERS = Registry(
+    "encoders",
+    {
+        "minilm": "pipeline.encoders.minilm:MiniLM",
+        "precomputed": "pipeline.encoders.precomputed:Precomputed",
+        "sleeping": "pipeline.encoders.sleeping:Sleeping",
+    },
+)
+COMPRESSORS = Registry(
+    "compressors",
+    {
+        "none": "pipeline.compression.none:Uncompressed",
+        "random": "pipeline.compression.random:Random",
+        "spatial": "pipeline.compression.spatial:Spatial",
+        "hpool": "pipeline.compression.hpool:HPool",
+        "samer": "pipeline.compression.samer:SaMer",
+    },
+)
+SOURCES = Registry(
+    "sources",
+    {
+        "text": "pipeline.sources.text:Text",
+        "vectors": "pipeline.sources.vectors:Vectors",
+    },
+)
+CODECS = Registry("codecs", {"float16": "pipeline.index.codecs:Float16"})
+BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
+
+EncoderSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(ENCODERS.resolve)]
+CompressorSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(COMPRESSORS.resolve)]
+SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(SOURCES.resolve)]
+CodecSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(CODECS.resolve)]
+BenchmarkSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(BENCHMARKS.resolve)]

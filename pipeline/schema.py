@@ -1,0 +1,153 @@
+"""The Arrow schema of every hop and the id rules: the contract between the parts.
+
+    source --ITEM--> encoder --TokenBatch--> compressors --representation columns--> index row
+
+An *item* is what a search can return (a passage, a page, a video window); its `parent_id` names the
+document it is part of. What cannot become an item's row becomes a row of `REJECT`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1
+METADATA_KEY = b"maxray"
+
+#: Where in its parent an item lies: unit "page", "seconds", "characters" or "" (the whole).
+SPAN = pa.struct(
+    [
+        pa.field("unit", pa.string()),
+        pa.field("start", pa.float64()),
+        pa.field("end", pa.float64()),
+    ]
+)
+
+#: One item, as a source lists it. Sources add payload columns behind these (images, vectors, ...).
+ITEM = pa.schema(
+    [
+        pa.field("item_id", pa.string(), nullable=False),
+        pa.field("parent_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("modality", pa.string(), nullable=False),
+        pa.field("span", SPAN),
+        pa.field("title", pa.string()),
+        pa.field("text", pa.string()),
+        pa.field("revision", pa.string(), nullable=False),
+        pa.field("metadata", pa.string()),  # a JSON object
+    ]
+)
+
+#: One thing that did not become a row. `retryable`: the next run tries it again by itself.
+REJECT = pa.schema(
+    [
+        pa.field("item_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("stage", pa.string(), nullable=False),  # list, decode, encode, compress
+        pa.field("reason", pa.string(), nullable=False),  # a short class, good for grouping
+        pa.field("detail", pa.string()),
+        pa.field("revision", pa.string()),
+        pa.field("spec", pa.string()),  # digest of the resolved spec that rejected it
+        pa.field("retryable", pa.bool_(), nullable=False),
+    ]
+)
+
+MAX_ID_LENGTH = 512
+_ILLEGAL_IN_IDS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow cannot store surrogates
+
+
+def item_id_problem(item_id: Any) -> str | None:
+    """What is wrong with an item id, or None.
+
+    >>> item_id_problem("docs/a.txt")
+    >>> item_id_problem("")
+    'an id is a string of 1 to 512 characters'
+    """
+    if not isinstance(item_id, str) or not 0 < len(item_id) <= MAX_ID_LENGTH:
+        return f"an id is a string of 1 to {MAX_ID_LENGTH} characters"
+    if _ILLEGAL_IN_IDS.search(item_id):
+        return "an id holds no control characters and no halves of surrogate pairs"
+    return None
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row of `ITEM`, for sources that build items one by one; payload columns in `payload`."""
+
+    item_id: str
+    parent_id: str
+    source: str
+    modality: str
+    revision: str
+    span: tuple[str, float, float] | None = None
+    title: str | None = None
+    text: str | None = None
+    metadata: dict[str, Any] | None = None
+    payload: dict[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The item as a row for `pa.Table.from_pylist`."""
+        span = self.span and dict(zip(("unit", "start", "end"), self.span, strict=True))
+        metadata = json.dumps(self.metadata, ensure_ascii=False) if self.metadata else None
+        row = {name: getattr(self, name) for name in ITEM.names if name not in ("span", "metadata")}
+        return {**row, "span": span, "metadata": metadata, **self.payload}
+
+
+@dataclass(frozen=True)
+class Reject:
+    """One row of `REJECT`; the index job fills in `spec`."""
+
+    item_id: str
+    source: str
+    stage: str
+    reason: str
+    detail: str = ""
+    revision: str = ""
+    retryable: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """The reject as a row for `pa.Table.from_pylist`."""
+        return {name: getattr(self, name, None) for name in REJECT.names}
+
+
+def vectors_type(dim: int, value_type: pa.DataType | None = None) -> pa.ListType:
+    """The column type of a multi-vector representation: `list<fixed_size_list<float16>[dim]>`."""
+    return pa.list_(pa.list_(value_type or pa.float16(), dim))
+
+
+def with_metadata(column: pa.Field, metadata: dict[str, Any]) -> pa.Field:
+    """`column` carrying `metadata` as JSON under the key `maxray`."""
+    return column.with_metadata({METADATA_KEY: json.dumps(metadata, ensure_ascii=False).encode()})
+
+
+def metadata_of(column: pa.Field) -> dict[str, Any]:
+    """The metadata that `with_metadata` put on a column; empty for other columns."""
+    return json.loads((column.metadata or {}).get(METADATA_KEY, b"{}"))
+
+
+@dataclass(frozen=True)
+class Match:
+    """What one query token matched best: a vector of the hit, and the characters it stands for."""
+
+    query_token: str
+    similarity: float
+    document_token: int  # index among the vectors of the item in the searched representation
+    spans: tuple[tuple[int, int], ...]  # character ranges in the item's text; may be empty
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One search result; `pipeline.search.searcher` says what its score is."""
+
+    rank: int
+    score: float
+    item_id: str
+    parent_id: str
+    title: str | None = None
+    text: str | None = None
+    span: dict[str, Any] | None = None
+    matches: tuple[Match, ...] = ()

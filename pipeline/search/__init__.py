@@ -1,0 +1,1 @@
+"""Exact MaxSim search over an index, and what made each hit a hit."""

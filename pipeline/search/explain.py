@@ -1,0 +1,99 @@
+"""From the document vector that matched best to the words it stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
+
+
+def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
+    """The input tokens that a compressor's output token stands for.
+
+    Args:
+        support: the stored support of the item.
+        form: "assignment": for each input token its output, or 65535 for none; "indices": for each
+            output the one input token it is.
+
+    >>> input_tokens(1, [0, 1, 65535, 1], "assignment"), input_tokens(1, [4, 7], "indices")
+    ([1, 3], [7])
+    """
+    if form == "indices":
+        return [support[token]]
+    return [i for i, output in enumerate(support) if output == token]
+
+
+def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Sorts character ranges and joins those that touch; negative and empty ones are left out.
+
+    >>> merge([(5, 9), (0, 2), (2, 4), (-1, -1)])
+    ((0, 4), (5, 9))
+    """
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted((start, end) for start, end in ranges if 0 <= start < end):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def printable(text: str) -> str:
+    """The text with a blank for each control character: none reaches a terminal, offsets stay.
+
+    >>> printable("a\\tb\\x1b[2J")
+    'a b [2J'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def snippet(
+    text: str,
+    ranges: Iterable[Sequence[int]],
+    *,
+    width: int = 240,
+    marks: tuple[str, str] = ("[", "]"),
+) -> str:
+    """The stretch of a text with the most marked characters, whole words, marked words marked.
+
+    The ends are cut between words, so a shown text may be a little shorter than `width`.
+
+    >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
+    'the [wing] in a [slipstream]'
+    >>> snippet("aaa bbb ccc ddd eee fff", [(16, 17)], width=11)
+    '... ddd [eee] fff'
+    """
+    text = printable(text)
+    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
+    ranges = merge(ranges)
+    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
+
+    start, end = _densest_window(len(text), marked, width)
+    # Never half a word at either end.
+    start = next((w[1] for w in words if w[0] < start < w[1]), start)
+    end = next((w[0] for w in words if w[0] < end < w[1]), end)
+
+    pieces, done = [], start
+    for word_start, word_end in marked:
+        if start <= word_start and word_end <= end:
+            pieces += [text[done:word_start], marks[0], text[word_start:word_end], marks[1]]
+            done = word_end
+    shown = "".join([*pieces, text[done:end]]).strip()
+    return " ".join(["..."] * (start > 0) + [shown] + ["..."] * (end < len(text)))
+
+
+def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:
+    """A window of `width` characters around the run of marked words that fills it best."""
+    if length <= width or not marked:
+        return 0, min(length, width)
+    best, run, first, filled = -1, (0, 0), 0, 0
+    for last, (start, end) in enumerate(marked):
+        filled += end - start
+        while end - marked[first][0] > width and first < last:
+            filled -= marked[first][1] - marked[first][0]
+            first += 1
+        if filled > best:
+            best, run = filled, (marked[first][0], end)
+    start = max(0, min((run[0] + run[1] - width) // 2, length - width))
+    return start, start + width

@@ -1,0 +1,165 @@
+"""MaxSim, the score of late interaction: exact, masked, never padded to the longest document.
+
+    late(q, d) = sum over the query tokens i of max over the document tokens j of <q_i, d_j>
+
+This is the sum that multi-vector models are trained with; SMART (eq. 4) divides it by the number of
+query tokens. A padding position never wins, and a document without tokens scores -inf.
+
+Shapes: Q queries, M query tokens, B documents, T document tokens in all, N of one, D numbers each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+#: Bytes of float32 working memory of one block. About a last-level cache: on 2 cores, 260,000
+#: tokens of 384 numbers and a query of 20 tokens, 6 MB take 47 ms, 100 MB take 100 ms.
+BLOCK_BYTES = 8 << 20
+
+
+def maxsim_oracle(
+    query_MD: torch.Tensor,
+    docs_BND: torch.Tensor,
+    mask_BN: torch.Tensor,
+    *,
+    query_mask_M: torch.Tensor | None = None,
+    reduce: Literal["sum", "mean"] = "sum",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores padded documents the slow and obvious way: what every fast path is tested against.
+
+    Args:
+        query_mask_M: which query tokens are real, all by default; the others contribute 0 to the
+            sum and do not count in the mean.
+
+    Returns:
+        Scores (B,), and for each query token its best document token (B, M); the first of equals,
+        and -1 where the document has no token.
+
+    >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> docs = torch.tensor([[[0.5, 0.0], [-1.0, -2.0]], [[9.0, 9.0], [9.0, 9.0]]])
+    >>> mask = torch.tensor([[True, True], [False, False]])
+    >>> scores, best = maxsim_oracle(query, docs, mask)
+    >>> scores.tolist(), best.tolist()
+    ([0.5, -inf], [[0, 0], [-1, -1]])
+    """
+    if query_mask_M is None:
+        query_mask_M = torch.ones(len(query_MD), dtype=torch.bool)
+    scores, matches = [], []
+    for doc_ND, mask_N in zip(docs_BND.float(), mask_BN, strict=True):
+        if not mask_N.any():
+            scores.append(torch.tensor(-torch.inf))
+            matches.append(torch.full((len(query_MD),), -1))
+            continue
+        sim_MN = (query_MD.float() @ doc_ND.T).masked_fill(~mask_N, -torch.inf)
+        best_M = sim_MN.amax(dim=1)[query_mask_M]
+        scores.append(best_M.sum() / (max(len(best_M), 1) if reduce == "mean" else 1))
+        matches.append(sim_MN.argmax(dim=1))
+    return torch.stack(scores), torch.stack(matches)
+
+
+def maxsim(
+    queries: Sequence[torch.Tensor],
+    tokens_TD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    documents: torch.Tensor | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> torch.Tensor:
+    """Scores many queries against many documents, exactly.
+
+    Blocks of whole documents are made float32 and multiplied with all query tokens at once; a
+    maximum over each document's rows and a sum over each query's columns follow. Of the ways to
+    take the maximum over rows of ragged segments, `scatter_reduce` with an index expanded along the
+    columns was the quickest on 2 cores (31,000 tokens x 600 query tokens: 2 ms; a loop over equal
+    lengths 6 ms, `numpy.maximum.reduceat` 11 ms, `torch.segment_reduce` 56 ms, gathering into a
+    padded block 94 ms; the multiplication itself takes 100 ms). It needs no sorting and takes
+    empty documents as they are.
+
+    Args:
+        queries: Q tensors (M_i, D), the real tokens alone.
+        tokens_TD: float16 or float32, the tokens of the documents one after the other.
+        lengths_B: int64, how many tokens each document has.
+        documents: ascending indices of the documents to score, (S,) int64; all by default.
+        block_bytes: working memory of a block; one document is the least it takes.
+
+    Returns:
+        (Q, B) float32 sums over query tokens, or (Q, S); -inf for a document without tokens.
+
+    >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, -2.0], [3.0, 4.0]])
+    >>> maxsim([query, query[:1]], tokens, torch.tensor([2, 0, 1])).tolist()
+    [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
+    """
+    device = tokens_TD.device
+    lengths_B = lengths_B.to(device)
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    if documents is not None:
+        starts_B, lengths_B = starts_B[documents], lengths_B[documents]
+    num_queries, num_docs = len(queries), len(lengths_B)
+    if not num_queries or not num_docs:
+        return torch.empty(num_queries, num_docs, device=device)
+
+    query_MD = torch.cat(list(queries)).to(device, torch.float32)
+    query_lengths = torch.tensor([len(query) for query in queries], device=device)
+    query_of_M = torch.repeat_interleave(query_lengths).unsqueeze(1)
+    num_tokens, dim = query_MD.shape
+
+    blocks = list(_blocks(lengths_B, max_tokens=block_bytes // (4 * (dim + num_tokens))))
+    size = max(block_tokens for _, _, block_tokens in blocks)
+    buffer_nD = torch.empty(size, dim, device=device)  # reused: fresh pages cost more than the copy
+    scores_QB = torch.zeros(num_queries, num_docs, device=device)
+    for first, last, block_tokens in blocks:
+        lengths_b = lengths_B[first:last]
+        docs_nD = buffer_nD[:block_tokens]
+        docs_nD.copy_(_rows(tokens_TD, starts_B[first:last], lengths_b, block_tokens))
+        sim_nM = docs_nD @ query_MD.T
+        doc_of_n = torch.repeat_interleave(lengths_b, output_size=block_tokens).unsqueeze(1)
+        best_bM = torch.full((last - first, num_tokens), -torch.inf, device=device)
+        best_bM.scatter_reduce_(0, doc_of_n.expand(-1, num_tokens), sim_nM, "amax")
+        block_Qb = torch.zeros(num_queries, last - first, device=device)
+        block_Qb.scatter_add_(0, query_of_M.expand(-1, last - first), best_bM.T.contiguous())
+        scores_QB[:, first:last] = block_Qb
+    return scores_QB.masked_fill_(lengths_B == 0, -torch.inf)
+
+
+def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts the documents into runs of at most `max_tokens`: (first, last + 1, tokens)."""
+    ends = lengths_B.cumsum(0)
+    first, done = 0, 0
+    while first < len(lengths_B):
+        last = int(torch.searchsorted(ends, done + max_tokens, right=True))
+        last = max(last, first + 1)
+        end = int(ends[last - 1])
+        yield first, last, end - done
+        first, done = last, end
+
+
+def _rows(
+    tokens_TD: torch.Tensor, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """The tokens of some documents: a view if they lie side by side, else a copy."""
+    start = int(starts_b[0])
+    if int(starts_b[-1] + lengths_b[-1]) - start == num_tokens:
+        return tokens_TD[start : start + num_tokens]
+    # Token t of the block lies `shift` of its document behind t.
+    shift_b = starts_b - (lengths_b.cumsum(0) - lengths_b)
+    shift_n = torch.repeat_interleave(shift_b, lengths_b, output_size=num_tokens)
+    return tokens_TD[torch.arange(num_tokens, device=tokens_TD.device) + shift_n]
+
+
+def best_matches(query_MD: torch.Tensor, doc_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of one document for each query token, to explain a hit.
+
+    Returns:
+        Similarities (M,) float32 and document tokens (M,) int64, the first of equals.
+
+    >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> best_matches(query, torch.tensor([[0.5, 0.0], [-1.0, 2.0]]))
+    (tensor([0.5000, 2.0000]), tensor([0, 1]))
+    """
+    sim_MN = query_MD.float() @ doc_ND.float().T
+    index_M = sim_MN.argmax(dim=1)
+    return sim_MN.gather(1, index_M.unsqueeze(1)).squeeze(1), index_M

@@ -1,0 +1,96 @@
+"""Sources: where items come from.
+
+Listing is cheap and stable; decoding is done only for what is new.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import Spec
+from pipeline.schema import ITEM, Item, Reject
+
+
+class Source(ABC):
+    """A collection of items, split into shards that are read independently.
+
+    Subclasses carry a nested `Spec` with `name: Literal["..."]`, `path: Uri` and `collection`.
+    Everything is picklable; paths are fsspec URIs. Two calls on an unchanged source give equal
+    results in order.
+    """
+
+    Spec: ClassVar[type[Spec]]
+    payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    @property
+    def collection(self) -> str:
+        """What the items' `source` says: the spec's `collection`, or the last part of its path.
+
+        One index may hold several collections; an id belongs to the one that brought it first.
+        """
+        return self.spec.collection or PurePosixPath(self.spec.path).name
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `SpecError` if there is nothing to read (missing path, empty folder, no ids)."""
+
+    @abstractmethod
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Splits the source into parts of about a thousand items, described by JSON values."""
+
+    @abstractmethod
+    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
+        """Lists a shard in a stable order, payload left out; what cannot be listed is a reject."""
+
+    def decode(
+        self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
+    ) -> Iterator[Item | Reject]:
+        """Fills in the payload of the listed items that are wanted: one result each, in order.
+
+        Args:
+            items: (position in the scan of this shard, rejects counted; item), positions ascending.
+        """
+        yield from (item for _, item in items)
+
+
+def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
+    """A table of items with the columns of `ITEM` and of `payload`.
+
+    Equal to `pa.Table.from_pylist` of their rows, but arrays (N, D) in a payload column of vectors
+    are copied as they are, without a Python object for each number.
+
+    >>> vectors = pa.field("vectors", pa.list_(pa.list_(pa.float32(), 2)))
+    >>> item = Item("a", "a", "s", "text", "r", payload={"vectors": np.ones((1, 2), np.float32)})
+    >>> items_table([item], pa.schema([vectors]))["vectors"].to_pylist()
+    [[[1.0, 1.0]]]
+    """
+    table = pa.Table.from_pylist([replace(item, payload={}).row() for item in items], ITEM)
+    for field in payload:
+        values = [item.payload.get(field.name) for item in items]
+        is_vectors = bool(values) and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values)
+        column = _vectors_column(values, field.type) if is_vectors else pa.array(values, field.type)
+        table = table.append_column(field, column)
+    return table
+
+
+def _vectors_column(arrays: Sequence[np.ndarray], type: pa.ListType) -> pa.Array:
+    """Arrays (N, D) of any N -> `list<fixed_size_list<value>[D]>`."""
+    dtype = type.value_type.value_type.to_pandas_dtype()
+    flat = np.concatenate(arrays).astype(dtype, copy=False)
+    if flat.shape[1] != type.value_type.list_size:
+        raise ValueError(
+            f"vectors of {flat.shape[1]} numbers, expected {type.value_type.list_size}"
+        )
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), flat.shape[1])
+    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), vectors).cast(type)

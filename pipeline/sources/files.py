@@ -1,0 +1,84 @@
+"""Files at any fsspec URI: opening a root, and walking it in a stable order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import fsspec
+from fsspec import AbstractFileSystem
+
+from pipeline.config import SpecError
+
+
+def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URI, and the path in it.
+
+    Raises:
+        SpecError: nothing can be opened there: an unknown scheme, or a package that is missing.
+    """
+    legal = "a local path, or the URI of an fsspec file system that is installed"
+    try:
+        # A listing is read once: keeping it would cost memory and hide files that come later.
+        return fsspec.url_to_fs(uri, use_listings_cache=False)
+    except (ValueError, ImportError) as error:
+        raise SpecError("path", uri, legal, f"cannot be opened ({error})") from None
+
+
+def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
+    """`open_root` of a file or folder that is there.
+
+    Raises:
+        SpecError: nothing is there, or it cannot be looked at.
+    """
+    fs, root = open_root(uri)
+    try:
+        exists = bool(uri) and (fs.exists(root) or fs.isdir(root))
+    except OSError as error:
+        raise SpecError("path", uri, "a readable path", f"cannot be read ({error})") from None
+    if not exists:
+        raise SpecError("path", uri, "an existing file or folder", "does not exist")
+    return fs, root
+
+
+def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
+    """Every file below a folder, one folder in memory at a time, each sorted by name.
+
+    Links are followed, except to a folder that holds the link.
+
+    Yields:
+        (path relative to `root`, bytes). A folder that cannot be listed stands for its files, with
+        None for the bytes: opening it says why.
+    """
+    pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder, still to be listed
+    while pending:
+        path, num_bytes = pending.pop()
+        if num_bytes is None:
+            try:
+                pending += sorted(_children(fs, path), reverse=True)
+                continue
+            except OSError:
+                pass
+        yield path[len(root) :].lstrip("/"), num_bytes
+
+
+def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | None]]:
+    for entry in fs.ls(folder, detail=True):
+        path = entry["name"].rstrip("/")
+        is_folder = entry["type"] == "directory"
+        if entry.get("islink") and fs.isdir(path):
+            target = os.path.realpath(path)
+            if os.path.commonpath([target, os.path.realpath(folder)]) == target:
+                continue
+            is_folder = True
+        if path != folder:  # object stores may list a folder inside itself
+            yield path, None if is_folder else entry["size"] or 0
+
+
+def escaped(text: str) -> str:
+    r"""Text that Arrow can store: a file name's bytes that are not UTF-8 are written as escapes.
+
+    >>> print(escaped("a\udcff.txt"))
+    a\udcff.txt
+    """
+    return text.encode("utf-8", "backslashreplace").decode()

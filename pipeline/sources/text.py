@@ -1,0 +1,348 @@
+"""Text documents: a folder of .txt and .md files, JSON lines, or the corpus of a BEIR folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Literal
+
+from pydantic import Field, model_validator
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.schema import Item, Reject, item_id_problem
+from pipeline.sources import Source
+from pipeline.sources.files import escaped, existing_root, open_root, walk
+
+TEXT_SUFFIXES = (".txt", ".md")
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
+FILES_PER_SHARD = 1000
+BYTES_PER_SHARD = 1 << 20
+
+#: A word is one Chinese or Japanese character, or a run of anything else but white space.
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
+
+#: What reading a file may raise: a truncated or damaged gzip file raises the last two.
+_UNREADABLE = (OSError, EOFError, zlib.error)
+
+
+class Passages(config.Spec):
+    """How long documents are cut: into windows of `max_words` that share `overlap_words`."""
+
+    max_words: int = Field(400, gt=0)
+    overlap_words: int = Field(50, ge=0)
+
+    @model_validator(mode="after")
+    def _windows_advance(self) -> Passages:
+        if self.overlap_words >= self.max_words:
+            legal = f"an integer below max_words ({self.max_words})"
+            raise SpecError("overlap_words", self.overlap_words, legal)
+        return self
+
+
+class Text(Source):
+    """Text documents, whole or as passages.
+
+    `path` is a folder of .txt, .md, .jsonl and .jsonl.gz files at any depth, or one such file, or a
+    BEIR folder, of which only corpus.jsonl (or corpus.jsonl.gz) is read.
+
+    **Documents.** A .txt or .md file is a document, its path below `path` its id, its text taken as
+    it is but for a byte order mark. A line of a .jsonl file is a document: an object with an id (a
+    string, or an integer taken as a string), a text, often a title; all other fields are kept as
+    the item's metadata. Blank lines are no documents.
+
+    **Title.** The text of an item is what is encoded, so it holds the title: a text that starts
+    with its title stays as it is, any other becomes title, newline, text. Every character offset
+    refers to this joined text. The title stands in its own column too.
+
+    **Passages.** Without `passages` each document is one item. With it a document of more than
+    `max_words` words becomes windows of `max_words` words (the last may be shorter), each of which
+    starts `overlap_words` words before the one before it ends; every word lies in one or more. A
+    window is the exact slice `document[start:end]`, offsets in code points, with the id
+    `<document id>#<start>-<end>` and the document as its parent.
+
+    **Revision.** A hash of what the item stores: title, text and metadata. Settings change it by
+    changing those, so a document that a setting leaves as it was is not encoded again.
+    """
+
+    class Spec(config.Spec):
+        """Options of the text source.
+
+        Attributes:
+            path: a local path or an fsspec URI.
+            collection: the name of what is read here; default: the last part of the path.
+            id_field: the JSON field of the id; None = `_id`, or `id` where there is no `_id`.
+            text_field: the JSON field of the text.
+            title_field: the JSON field of the title, which may be missing or null.
+            passages: how long documents are cut; None = never.
+        """
+
+        name: Literal["text"] = "text"
+        path: config.Uri
+        collection: str = ""
+        id_field: str | None = None
+        text_field: str = "text"
+        title_field: str = "title"
+        passages: Passages | None = None
+
+    spec: Spec
+
+    def check(self) -> None:
+        """Raises `SpecError` if there is no document to read."""
+        path = self.spec.path
+        fs, root = existing_root(path)
+        kinds = ", ".join(TEXT_SUFFIXES + LINES_SUFFIXES)
+        if not fs.isdir(root):
+            if not _is_text(root) and not _is_lines(root):
+                raise SpecError("path", path, f"a folder, or a file that ends in {kinds}")
+        elif not self._corpus and fs.exists(f"{root}/queries.jsonl"):
+            raise SpecError("path", path, "a BEIR folder with its corpus", "holds no corpus.jsonl")
+        first = next(self._files(), None)
+        if first in (None, ("", None)):  # the latter: the folder itself cannot be listed
+            raise SpecError("path", path, f"a folder that holds {kinds} files", "holds none")
+        if first[1] == 0 and (self._corpus or not fs.isdir(root)):
+            raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Groups of files `{"files": [...]}`, and byte ranges `{"lines": file, "start", "end"}`."""
+        group: list[str] = []
+        for file, num_bytes in self._files():
+            if not _is_lines(file):
+                group.append(file)
+                if len(group) == FILES_PER_SHARD:
+                    yield {"files": group}
+                    group = []
+            elif file.lower().endswith(".gz"):  # cannot be entered in the middle
+                yield {"lines": file, "start": 0, "end": None}
+            else:
+                for start in range(0, num_bytes or 0, BYTES_PER_SHARD):
+                    end = min(start + BYTES_PER_SHARD, num_bytes)
+                    yield {"lines": file, "start": start, "end": end}
+        if group:
+            yield {"files": group}
+
+    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
+        """Lists documents in order; a line belongs to the byte range in which it starts.
+
+        A line that has no legal id is named `<file>:<byte offset>` in its reject (in a .gz file the
+        offset is that in its content).
+        """
+        if "files" in shard:
+            for file in shard["files"]:
+                yield from self._scan_file(file)
+        else:
+            yield from self._scan_lines(shard["lines"], shard["start"], shard["end"])
+
+    @functools.cached_property
+    def _corpus(self) -> str | None:
+        """The name of the corpus in a BEIR folder, None for other paths."""
+        fs, root = open_root(self.spec.path)
+        names = ("corpus.jsonl", "corpus.jsonl.gz")
+        return next((name for name in names if fs.isfile(f"{root}/{name}")), None)
+
+    @functools.cached_property
+    def _folder(self) -> tuple[Any, str]:
+        """The file system, and the folder that file names are relative to."""
+        fs, root = open_root(self.spec.path)
+        return (fs, root) if fs.isdir(root) else (fs, root.rpartition("/")[0])
+
+    def _files(self) -> Iterator[tuple[str, int | None]]:
+        """(path relative to the folder, bytes) of all that is read."""
+        fs, root = open_root(self.spec.path)
+        if self._corpus:
+            yield self._corpus, fs.size(f"{root}/{self._corpus}")
+        elif fs.isdir(root):
+            for file, num_bytes in walk(fs, root):
+                if num_bytes is None or _is_text(file) or _is_lines(file):
+                    yield file, num_bytes
+        else:
+            yield root.rpartition("/")[2], fs.size(root)
+
+    def _scan_file(self, file: str) -> Iterator[Item | Reject]:
+        fs, folder = self._folder
+        try:
+            content = fs.cat_file(f"{folder}/{file}")
+        except OSError as error:
+            yield self._unreadable(file, error)
+            return
+        problem = item_id_problem(file)
+        if problem:
+            yield self._reject(file, "bad id", problem, content)
+            return
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            yield self._reject(file, "not UTF-8", str(error), content)
+            return
+        yield from self._items(file, None, text, None, content)
+
+    def _scan_lines(self, file: str, start: int, end: int | None) -> Iterator[Item | Reject]:
+        fs, folder = self._folder
+        compression = "gzip" if file.lower().endswith(".gz") else None
+        offset = start
+        try:
+            with fs.open(
+                f"{folder}/{file}", "rb", compression=compression, block_size=BYTES_PER_SHARD
+            ) as stream:
+                for offset, line in read_lines(stream, start, end):
+                    if line.strip():
+                        yield from self._scan_line(f"{file}:{offset}", line)
+                    offset += len(line)
+        except _UNREADABLE as error:
+            yield self._unreadable(f"{file}:{offset}", error)
+
+    def _scan_line(self, where: str, line: bytes) -> Iterator[Item | Reject]:
+        try:
+            record = _parse(line)
+        except UnicodeError as error:
+            yield self._reject(where, "not UTF-8", str(error), line)
+            return
+        except (ValueError, RecursionError) as error:
+            yield self._reject(where, "not JSON", str(error), line)
+            return
+        if not isinstance(record, dict):
+            yield self._reject(where, "not a JSON object", f"a {type(record).__name__}", line)
+            return
+        id_field = self.spec.id_field or ("_id" if "_id" in record else "id")
+        document_id = record.pop(id_field, None)
+        if document_id is None:
+            wanted = self.spec.id_field or "_id or id"
+            yield self._reject(where, "missing id", f"no field {wanted}", line)
+            return
+        if isinstance(document_id, int) and not isinstance(document_id, bool):
+            document_id = str(document_id)
+        if problem := item_id_problem(document_id):
+            yield self._reject(where, "bad id", f"{document_id!r}: {problem}", line)
+            return
+        title = record.pop(self.spec.title_field, None)
+        text = record.pop(self.spec.text_field, None)
+        if not isinstance(text, str):
+            detail = f"field {self.spec.text_field}: {type(text).__name__}"
+            yield self._reject(document_id, "text is not a string", detail, line)
+        elif not isinstance(title, str | None):
+            detail = f"field {self.spec.title_field}: {type(title).__name__}"
+            yield self._reject(document_id, "title is not a string", detail, line)
+        else:
+            text = join_title(title or "", text)
+            yield from self._items(document_id, title or None, text, record or None, line)
+
+    def _items(
+        self,
+        document_id: str,
+        title: str | None,
+        text: str,
+        metadata: dict[str, Any] | None,
+        content: bytes,
+    ) -> Iterator[Item | Reject]:
+        """The items of one document: the whole, or its windows."""
+        if not text.strip():
+            yield self._reject(document_id, "empty text", "", content)
+            return
+        cuts = windows(text, self.spec.passages) if self.spec.passages else []
+        for window in cuts or [None]:
+            start, end = window or (0, len(text))
+            item_id = f"{document_id}#{start}-{end}" if window else document_id
+            if problem := item_id_problem(item_id):
+                yield self._reject(item_id, "bad id", problem, content)
+                continue
+            yield Item(
+                item_id=item_id,
+                parent_id=document_id,
+                source=self.collection,
+                modality="text",
+                revision=_revision(title, text[start:end], metadata),
+                span=("characters", start, end) if window else None,
+                title=title,
+                text=text[start:end],
+                metadata=metadata,
+            )
+
+    def _reject(self, item_id: str, reason: str, detail: str, content: bytes) -> Reject:
+        revision = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return self._list_reject(item_id, reason, detail, revision)
+
+    def _unreadable(self, item_id: str, error: Exception) -> Reject:
+        detail = f"{type(error).__name__}: {error}"
+        return self._list_reject(item_id, "unreadable file", detail, retryable=True)
+
+    def _list_reject(
+        self, item_id: str, reason: str, detail: str, revision: str = "", retryable: bool = False
+    ) -> Reject:
+        item_id, detail = escaped(item_id), escaped(detail[:500])
+        return Reject(item_id, self.collection, "list", reason, detail, revision, retryable)
+
+
+def join_title(title: str, text: str) -> str:
+    """The text that is encoded: it starts with its title.
+
+    >>> join_title("On wings", "On wings. They lift."), join_title("On wings", "They lift.")
+    ('On wings. They lift.', 'On wings\\nThey lift.')
+    """
+    if not title.strip():
+        return text
+    if not text.strip():
+        return title
+    starts_with_it = text.startswith(title) and not text[len(title) : len(title) + 1].isalnum()
+    return text if starts_with_it else f"{title}\n{text}"
+
+
+def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
+    """The (start, end) of each window in code points; none for a text that stays whole.
+
+    >>> windows("a bc d ef", Passages(max_words=3, overlap_words=1))
+    [(0, 6), (5, 9)]
+    >>> windows("a bc d", Passages(max_words=3, overlap_words=1))
+    []
+    """
+    words = [match.span() for match in _WORD.finditer(text)]
+    size, overlap = passages.max_words, passages.overlap_words
+    if len(words) <= size:
+        return []
+    # No window starts within the last `overlap` words: the one before holds them already.
+    firsts = range(0, len(words) - overlap, size - overlap)
+    return [(words[i][0], words[min(i + size, len(words)) - 1][1]) for i in firsts]
+
+
+def read_lines(stream: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of the lines that start in [start, end); None = the stream's end."""
+    offset = start
+    if start:
+        stream.seek(start - 1)
+        newline = stream.read(end - start + 1).find(b"\n")
+        if newline < 0:  # inside a line that began before and goes on behind
+            return
+        offset = start + newline
+        stream.seek(offset)
+    while (end is None or offset < end) and (line := stream.readline()):
+        yield offset, line
+        offset += len(line)
+
+
+def _parse(line: bytes) -> Any:
+    text = line.decode("utf-8").removeprefix("\ufeff")
+    value = json.loads(text, parse_constant=_refuse_constant)
+    if "\\u" in text:  # an escaped half of a surrogate pair is no text: raises UnicodeEncodeError
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _revision(title: str | None, text: str, metadata: dict[str, Any] | None) -> str:
+    stored = json.dumps([title, text, metadata], ensure_ascii=False)
+    return hashlib.blake2b(stored.encode(), digest_size=8).hexdigest()
+
+
+def _is_text(path: str) -> bool:
+    return path.lower().endswith(TEXT_SUFFIXES)
+
+
+def _is_lines(path: str) -> bool:
+    return path.lower().endswith(LINES_SUFFIXES)

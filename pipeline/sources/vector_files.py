@@ -1,0 +1,449 @@
+"""The files that `pipeline.sources.vectors` reads: .npy arrays, and Parquet and Arrow columns."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow import types
+
+from pipeline.config import SpecError
+from pipeline.sources.files import walk
+
+if TYPE_CHECKING:
+    from pipeline.sources.vectors import Vectors
+
+ROWS_PER_SHARD = 1000
+ROWS_PER_BLOCK = 256  # what is in memory at a time
+PARQUET, ARROW = (".parquet",), (".arrow", ".feather", ".ipc")
+LEGAL_PATH = (
+    "a folder with vectors.npy and ids.txt, a folder of .parquet files, or a file that ends in "
+    + ", ".join(PARQUET + ARROW)
+)
+
+#: What reading a damaged file may raise; `pa.ArrowInvalid` is a ValueError.
+UNREADABLE = (OSError, ValueError, pa.ArrowException)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows, flat: row i has `lengths[i]` vectors, vector j has `widths[j]` numbers.
+
+    Attributes:
+        lengths: (n,) int64.
+        widths: (T,) int64, T = the sum of `lengths`.
+        values: the numbers of all vectors, float32.
+        strings: for each column of strings that is there, n UTF-8 strings; empty when decoding.
+    """
+
+    lengths: np.ndarray
+    widths: np.ndarray
+    values: np.ndarray
+    strings: dict[str, list[bytes | None]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @functools.cached_property
+    def row_starts(self) -> np.ndarray:
+        """(n + 1,): where each row starts, counted in vectors."""
+        return starts(self.lengths)
+
+    @functools.cached_property
+    def value_starts(self) -> np.ndarray:
+        """(n + 1,): where each row starts, counted in numbers."""
+        return starts(self.widths)[self.row_starts]
+
+    def numbers(self, row: int) -> np.ndarray:
+        """The numbers of a row's vectors, one after the other."""
+        return self.values[self.value_starts[row] : self.value_starts[row + 1]]
+
+
+def starts(sizes: np.ndarray) -> np.ndarray:
+    """Where parts of these sizes start, and the end of the last one.
+
+    >>> starts(np.array([2, 0, 3])).tolist()
+    [0, 2, 2, 5]
+    """
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+class NpyArray:
+    """A C-ordered .npy file at any fsspec URI, of which ranges of bytes are read.
+
+    Raises:
+        OSError: the file cannot be read, or holds less than its header says.
+        ValueError: the header is malformed, or says what cannot be read by ranges.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str):
+        self._fs, self._path = fs, path
+        with fs.open(path, "rb") as stream:
+            version = np.lib.format.read_magic(stream)
+            if version == (1, 0):
+                header = np.lib.format.read_array_header_1_0(stream)
+            elif version == (2, 0):
+                header = np.lib.format.read_array_header_2_0(stream)
+            else:
+                raise ValueError(f"format version {version}")
+            self._offset = stream.tell()
+        self.shape, fortran_order, self.dtype = header
+        if fortran_order and len(self.shape) > 1:
+            raise ValueError("Fortran order; save np.ascontiguousarray(array)")
+        if self.dtype.kind not in "fiu":
+            raise ValueError(f"dtype {self.dtype}; use floats or integers")
+        num_bytes = self._offset + self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        if fs.size(path) < num_bytes:
+            raise OSError(f"{fs.size(path)} bytes, of which the header promises {num_bytes}")
+
+    def values(self, start: int, end: int) -> np.ndarray:
+        """(end - start,): the numbers from `start` to `end` of the flattened array."""
+        if start == end:
+            return np.empty(0, self.dtype)
+        first, last = (self._offset + self.dtype.itemsize * i for i in (start, end))
+        content = self._fs.cat_file(self._path, start=first, end=last)
+        if len(content) < last - first:
+            raise OSError(f"{self._path} ends before byte {last}")
+        return np.frombuffer(content, self.dtype)
+
+
+class NpyFiles:
+    """A folder with vectors.npy, ids.txt and, if items differ in length, lengths.npy."""
+
+    VECTORS, IDS, LENGTHS = "vectors.npy", "ids.txt", "lengths.npy"
+
+    def __init__(self, fs: AbstractFileSystem, root: str, spec: Vectors.Spec):
+        self._fs, self._root, self._spec = fs, root, spec
+
+    def check(self) -> None:
+        """Raises `SpecError` if files are missing, malformed, or do not fit each other."""
+        shape, dim = self._vectors.shape, self._spec.dim
+        if len(shape) not in ((2,) if self._lengths else (2, 3)):
+            legal = "(T, D) beside lengths.npy" if self._lengths else "(n, N, D) or (n, D)"
+            raise self._error(f"holds vectors.npy of shape {shape}", f"the shape {legal}")
+        if shape[-1] != dim:
+            raise SpecError("dim", dim, f"{shape[-1]}, the width of vectors.npy")
+        with self._open(self.IDS) as stream:
+            num_ids = sum(1 for _ in iter(stream.readline, b""))
+        if num_ids != self._num_rows:
+            counted = self.LENGTHS if self._lengths else self.VECTORS
+            problem = f"holds {num_ids} ids and {self._num_rows} rows of {counted}"
+            raise self._error(problem, "one line of ids.txt for each row")
+        if num_ids == 0:
+            raise self._error("holds no items", "vectors of at least one item")
+        if self._lengths:
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        if self._lengths.dtype.kind not in "iu" or len(self._lengths.shape) != 1:
+            array = f"{self._lengths.dtype} of shape {self._lengths.shape}"
+            raise self._error(f"holds lengths.npy as {array}", "integers of shape (n,)")
+        num_vectors = 0
+        for row in range(0, self._num_rows, 1 << 16):
+            lengths = self._row_lengths(row, min(row + (1 << 16), self._num_rows))
+            if lengths.min() < 0:
+                raise self._error(f"holds the length {lengths.min()}", "lengths >= 0")
+            num_vectors += int(lengths.sum())
+        if num_vectors != self._vectors.shape[0]:
+            problem = f"holds {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
+            raise self._error(problem, "lengths.npy that sums up to the rows of vectors.npy")
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Ranges of rows, with where their ids start in bytes and their vectors in rows."""
+        with self._open(self.IDS) as stream:
+            lines = iter(stream.readline, b"")
+            ids = vector = 0
+            for row in range(0, self._num_rows, ROWS_PER_SHARD):
+                end = min(row + ROWS_PER_SHARD, self._num_rows)
+                ids_end = ids + sum(map(len, itertools.islice(lines, end - row)))
+                shard = {"file": self.VECTORS, "row": row, "end": end, "vector": vector}
+                yield {**shard, "ids": [ids, ids_end]}
+                ids, vector = ids_end, vector + int(self._row_lengths(row, end).sum())
+
+    def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
+        """All rows of a shard with their ids."""
+        ids = self._ids(*shard["ids"])
+        for rows in _runs(np.arange(shard["end"] - shard["row"])):
+            yield self._block(shard, rows, {"id": ids[rows[0] : rows[-1] + 1]})
+
+    def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
+        """(N, D) float32 of each of the rows at `positions`, ascending."""
+        for rows in _runs(np.asarray(positions, dtype=np.int64)):
+            block = self._block(shard, rows)
+            for i in range(len(block)):
+                yield block.numbers(i).reshape(-1, self._spec.dim)
+
+    def _block(
+        self, shard: dict[str, Any], rows: np.ndarray, strings: dict[str, list] | None = None
+    ) -> Block:
+        """The block of consecutive rows, counted from the start of the shard."""
+        lengths = self._row_lengths(shard["row"], shard["row"] + int(rows[-1]) + 1)
+        vectors = shard["vector"] + starts(lengths)
+        width = self._vectors.shape[-1]
+        first, last = int(vectors[rows[0]]), int(vectors[rows[-1] + 1])
+        values = self._vectors.values(first * width, last * width)
+        return Block(lengths[rows], np.full(last - first, width), _float32(values), strings or {})
+
+    def _row_lengths(self, start: int, end: int) -> np.ndarray:
+        if self._lengths:
+            return self._lengths.values(start, end).astype(np.int64)
+        num_vectors = self._vectors.shape[1] if len(self._vectors.shape) == 3 else 1
+        return np.full(end - start, num_vectors, dtype=np.int64)
+
+    def _ids(self, start: int, end: int) -> list[bytes]:
+        content = self._fs.cat_file(f"{self._root}/{self.IDS}", start=start, end=end)
+        content = content.removeprefix(b"\xef\xbb\xbf") if start == 0 else content
+        return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]
+
+    @functools.cached_property
+    def _vectors(self) -> NpyArray:
+        return self._array(self.VECTORS)
+
+    @functools.cached_property
+    def _lengths(self) -> NpyArray | None:
+        there = self._fs.exists(f"{self._root}/{self.LENGTHS}")
+        return self._array(self.LENGTHS) if there else None
+
+    @property
+    def _num_rows(self) -> int:
+        return (self._lengths or self._vectors).shape[0]
+
+    def _array(self, name: str) -> NpyArray:
+        try:
+            return NpyArray(self._fs, f"{self._root}/{name}")
+        except FileNotFoundError:
+            raise self._error(f"holds no {name}", f"a folder with {name}") from None
+        except (OSError, ValueError) as error:
+            raise self._error(f"holds an unreadable {name} ({error})", "an .npy file") from None
+
+    def _open(self, name: str) -> Any:
+        try:
+            return self._fs.open(f"{self._root}/{name}", "rb")
+        except FileNotFoundError:
+            raise self._error(f"holds no {name}", f"a folder with {name}") from None
+
+    def _error(self, problem: str, legal: str) -> SpecError:
+        return SpecError("path", self._spec.path, legal, problem)
+
+
+class ColumnFiles:
+    """Parquet or Arrow IPC files with a column of ids and one of lists of vectors.
+
+    A *chunk* is what can be entered by itself: a row group, or a record batch.
+    """
+
+    STRINGS = ("title", "text", "parent_id")
+
+    def __init__(self, fs: AbstractFileSystem, root: str, spec: Vectors.Spec):
+        self._fs, self._spec = fs, spec
+        self._single = None if fs.isdir(root) else root.rpartition("/")[2]
+        self._folder = root.rpartition("/")[0] if self._single else root
+
+    def check(self) -> None:
+        """Raises `SpecError` if no file can be read, or the first that can has not the columns."""
+        problem, legal = "holds no vectors", LEGAL_PATH
+        for file in self._names():
+            legal = "files with at least one row"
+            try:
+                with self._open(file) as reader:
+                    self._check_schema(reader.schema)
+                    if any(reader.num_rows(chunk) for chunk in range(reader.num_chunks)):
+                        return
+                problem = "holds no rows"
+            except SpecError:
+                raise
+            except UNREADABLE as error:
+                problem = f"holds {file}, which cannot be read ({error})"
+        raise SpecError("path", self._spec.path, legal, problem)
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Runs of chunks of a file, each [index, rows]; none for a file that cannot be read."""
+        for file in self._names():
+            try:
+                chunks = self._chunks(file)
+            except UNREADABLE:
+                yield {"file": file, "row": 0, "chunks": []}  # listing it says why
+                continue
+            row, run = 0, []
+            for chunk in chunks:
+                run.append(chunk)
+                num_rows = sum(n for _, n in run)
+                if num_rows >= ROWS_PER_SHARD or chunk is chunks[-1]:
+                    yield {"file": file, "row": row, "chunks": run}
+                    row, run = row + num_rows, []
+
+    def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
+        """All rows of a shard with their ids, titles, texts and parents."""
+        chunks = shard["chunks"] or self._chunks(shard["file"])
+        with self._open(shard["file"]) as reader:
+            self._check_schema(reader.schema)
+            id_column = self._spec.id_column
+            strings = [n for n in self.STRINGS if n in reader.schema.names and n != id_column]
+            columns = [id_column, self._spec.vectors_column, *strings]
+            for chunk, _ in chunks:
+                for batch in reader.batches(chunk, columns):
+                    about = {name: _bytes(batch.column(name)) for name in strings}
+                    about["id"] = _bytes(batch.column(id_column))
+                    yield self._block(batch, about)
+
+    def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
+        """(N, D) float32 of each of the rows at `positions`, ascending."""
+        chunks = shard["chunks"] or self._chunks(shard["file"])
+        first = 0
+        with self._open(shard["file"]) as reader:
+            for chunk, num_rows in chunks:
+                wanted = _within(positions, first, first + num_rows)
+                if len(wanted):
+                    yield from self._chunk_vectors(reader, chunk, wanted)
+                first += num_rows
+
+    def _chunk_vectors(
+        self, reader: _Parquet | _Arrow, chunk: int, positions: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        first = 0
+        for batch in reader.batches(chunk, [self._spec.vectors_column]):
+            wanted = _within(positions, first, first + len(batch))
+            if len(wanted):
+                block = self._block(batch, {})
+                for i in wanted:
+                    yield block.numbers(i).reshape(-1, self._spec.dim)
+            first += len(batch)
+            if first > positions[-1]:
+                return
+
+    def _block(self, batch: pa.RecordBatch, strings: dict[str, list[bytes | None]]) -> Block:
+        vectors = batch.column(self._spec.vectors_column)
+        inner = vectors.flatten()  # leaves out what lies under nulls and outside a slice
+        values = inner.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
+        return Block(_lengths(vectors), _lengths(inner), _float32(values), strings)
+
+    def _names(self) -> Iterator[str]:
+        """Files relative to the folder, in a stable order."""
+        if self._single:
+            if self._single.lower().endswith(PARQUET + ARROW):
+                yield self._single
+            return
+        for file, num_bytes in walk(self._fs, self._folder):
+            if file and (num_bytes is None or file.lower().endswith(PARQUET)):
+                yield file
+
+    def _chunks(self, file: str) -> list[list[int]]:
+        with self._open(file) as reader:
+            return [[chunk, reader.num_rows(chunk)] for chunk in range(reader.num_chunks)]
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[_Parquet | _Arrow]:
+        path = f"{self._folder}/{file}"
+        is_local = isinstance(self._fs, LocalFileSystem)
+        opened = pa.memory_map(path) if is_local else pa.PythonFile(self._fs.open(path, "rb"), "r")
+        with opened as source:
+            yield (_Arrow if file.lower().endswith(ARROW) else _Parquet)(source)
+
+    def _check_schema(self, schema: pa.Schema) -> None:
+        """Raises `SpecError` if a column is missing or of a type that is no use."""
+        spec = self._spec
+        for option in ("id_column", "vectors_column"):
+            name = getattr(spec, option)
+            if name not in schema.names:
+                there = ", ".join(schema.names)
+                raise SpecError(option, name, f"one of the columns {there}", "is not a column")
+        id_type, type = (schema.field(n).type for n in (spec.id_column, spec.vectors_column))
+        if not (_is_string(id_type) or types.is_integer(id_type)):
+            legal = "a column of strings or integers"
+            raise SpecError("id_column", spec.id_column, legal, f"has the type {id_type}")
+        is_nested = _is_list(type) and _is_list(type.value_type)
+        if not is_nested or not types.is_floating(type.value_type.value_type):
+            legal = "a column of lists of lists of floats"
+            raise SpecError("vectors_column", spec.vectors_column, legal, f"has the type {type}")
+        inner = type.value_type
+        if types.is_fixed_size_list(inner) and inner.list_size != spec.dim:
+            raise SpecError("dim", spec.dim, f"{inner.list_size}, the width of the vectors")
+        for name in self.STRINGS:
+            if name in schema.names and not _is_string(schema.field(name).type):
+                problem = f"has a column {name} of the type {schema.field(name).type}"
+                raise SpecError("path", spec.path, f"a column {name} of strings, or none", problem)
+
+
+class _Parquet:
+    def __init__(self, source: pa.NativeFile):
+        self._file = pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+        self.schema = self._file.schema_arrow
+        self.num_chunks = self._file.num_row_groups
+
+    def num_rows(self, chunk: int) -> int:
+        return self._file.metadata.row_group(chunk).num_rows
+
+    def batches(self, chunk: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        return self._file.iter_batches(ROWS_PER_BLOCK, row_groups=[chunk], columns=columns)
+
+
+class _Arrow:
+    def __init__(self, source: pa.NativeFile):
+        self._file = pa.ipc.open_file(source)
+        self.schema = self._file.schema
+        self.num_chunks = self._file.num_record_batches
+
+    def num_rows(self, chunk: int) -> int:
+        return self._file.get_batch(chunk).num_rows
+
+    def batches(self, chunk: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        batch = self._file.get_batch(chunk).select(columns)
+        for column in batch.columns:
+            _validate(column)
+        for row in range(0, len(batch), ROWS_PER_BLOCK):
+            yield batch.slice(row, ROWS_PER_BLOCK)
+
+
+def _runs(positions: np.ndarray) -> Iterator[np.ndarray]:
+    """Ascending positions as runs without gaps, of at most `ROWS_PER_BLOCK`."""
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        for start in range(0, len(run), ROWS_PER_BLOCK):
+            yield run[start : start + ROWS_PER_BLOCK]
+
+
+def _within(positions: Sequence[int], start: int, end: int) -> np.ndarray:
+    """The ascending positions in [start, end), counted from `start`."""
+    positions = np.asarray(positions, dtype=np.int64)
+    return positions[slice(*np.searchsorted(positions, [start, end]))] - start
+
+
+def _lengths(lists: pa.Array) -> np.ndarray:
+    return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is rejected as such
+        return values.astype(np.float32, copy=False)
+
+
+def _validate(column: pa.Array) -> None:
+    """Raises `pa.ArrowInvalid` for offsets that would read outside their buffers.
+
+    Arrow takes the bytes of a file as they are, so damage would end the process. Strings are looked
+    at as bytes: one that is not UTF-8 costs its row, not the file.
+    """
+    plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    column.view(plain.get(column.type, column.type)).validate(full=True)
+
+
+def _bytes(column: pa.Array) -> list[bytes | None]:
+    return column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+
+
+def _is_list(type: pa.DataType) -> bool:
+    return types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type)
+
+
+def _is_string(type: pa.DataType) -> bool:
+    type = type.value_type if types.is_dictionary(type) else type
+    return types.is_string(type) or types.is_large_string(type) or types.is_string_view(type)

@@ -1,0 +1,243 @@
+"""What a stage of the index job is, and how stages become Ray Data operators.
+
+A row of the Ray Data pipeline is a `Unit`: a fixed group of items that is encoded together, written
+together and committed together or not at all. Batches are formed inside a unit only, so a resumed
+job forms the very batches of an unbroken one, and its vectors are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+
+from pipeline.config import Spec
+from pipeline.schema import REJECT, Reject
+
+if TYPE_CHECKING:
+    import ray.data
+
+#: Errors of the machine rather than of the item: the next run tries such items again.
+RETRYABLE = (TimeoutError, OSError, MemoryError)
+
+
+class Resources(Spec):
+    """What one actor of a stage takes, and how many actors there may be."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    min_actors: int = 1
+    max_actors: int = 1
+    num_threads: int = 1  # of torch and BLAS in each actor
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fixed group of items on its way through the stages.
+
+    Attributes:
+        name: shard and position in it, for example "00003-0001": equal in every run.
+        items: the items still good, one row each; stages add columns.
+        rejects: (REJECT) what this unit's items lost on the way.
+        seconds: time spent on this unit by stage name.
+        extra: small JSON values for the driver (for example the rows that are replaced).
+    """
+
+    name: str
+    items: pa.Table
+    rejects: pa.Table = field(default_factory=REJECT.empty_table)
+    seconds: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def reject(self, rejects: Sequence[Reject]) -> Unit:
+        """The unit with `rejects` added to its list (the caller has dropped the rows)."""
+        added = pa.Table.from_pylist([r.row() for r in rejects], schema=REJECT)
+        return replace(self, rejects=pa.concat_tables([self.rejects, added]))
+
+    def pack(self) -> dict[str, Any]:
+        """The unit as one row of a Ray Data block: Ray never splits a row."""
+        about = {"seconds": self.seconds, "extra": self.extra}
+        return {
+            "unit": self.name,
+            "items": to_ipc(self.items),
+            "rejects": to_ipc(self.rejects),
+            "about": json.dumps(about),
+        }
+
+    @classmethod
+    def unpack(cls, row: pa.Table, i: int) -> Unit:
+        """Row `i` of a block of packed units."""
+        about = json.loads(row["about"][i].as_py())
+        items, rejects = (from_ipc(row[name][i].as_buffer()) for name in ("items", "rejects"))
+        return cls(row["unit"][i].as_py(), items, rejects, about["seconds"], about["extra"])
+
+
+PACKED = pa.schema(
+    [
+        pa.field("unit", pa.string()),
+        pa.field("items", pa.large_binary()),
+        pa.field("rejects", pa.large_binary()),
+        pa.field("about", pa.string()),
+    ]
+)
+
+
+def packed_table(units: Sequence[Unit]) -> pa.Table:
+    """A block of packed units."""
+    return pa.Table.from_pylist([unit.pack() for unit in units], schema=PACKED)
+
+
+class Stage(ABC):
+    """One step of the pipeline on the items of a unit.
+
+    Subclasses are small and picklable; `setup` runs once an actor and loads what is heavy. A stage
+    must be retry-safe: running it twice on one unit gives the same columns and no other effect.
+    """
+
+    name: ClassVar[str]
+    needs: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+
+    def setup(self) -> None:  # noqa: B027 - most stages have nothing to load
+        """Loads what is heavy, once in each actor."""
+
+    @abstractmethod
+    def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
+        """Adds this stage's columns; leaves out the rows it rejects.
+
+        Args:
+            items: at least one row, with the columns in `needs`.
+        """
+
+    def seconds(self, elapsed: float) -> dict[str, float]:
+        """The time of the last `process` by name; a stage that does two things tells them apart."""
+        return {self.name: elapsed}
+
+
+def run_stage(stage: Stage, unit: Unit) -> Unit:
+    """Runs a stage on a unit; an exception costs the items that cause it, not the job.
+
+    After an exception the items are tried one by one. If then every one of several items fails, the
+    fault is the stage's and not an item's: the exception is raised.
+    """
+    if unit.items.num_rows == 0:
+        return unit
+    start = time.perf_counter()
+    try:
+        items, rejects = stage.process(unit.items)
+        seconds = stage.seconds(time.perf_counter() - start)
+    except Exception as error:
+        if unit.items.num_rows > 1:
+            items, rejects = _one_by_one(stage, unit.items, error)
+        else:
+            items, rejects = unit.items.slice(0, 0), [_failed(stage, unit.items, error)]
+        seconds = {stage.name: time.perf_counter() - start}
+    unit = replace(unit, items=items, seconds={**unit.seconds, **seconds})
+    return unit.reject(rejects) if rejects else unit
+
+
+def _one_by_one(stage: Stage, items: pa.Table, first_error: Exception):
+    done, rejects, num_failed = [], [], 0
+    for i in range(items.num_rows):
+        try:
+            table, rejected = stage.process(items.slice(i, 1))
+            done.append(table)
+            rejects += rejected
+        except Exception as error:
+            rejects.append(_failed(stage, items.slice(i, 1), error))
+            num_failed += 1
+    if num_failed == items.num_rows:
+        raise first_error
+    return pa.concat_tables(done), rejects
+
+
+def _failed(stage: Stage, item: pa.Table, error: Exception) -> Reject:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    detail = f"{error} ({os.path.basename(last.filename)}:{last.lineno})"
+    return Reject(
+        item_id=item["item_id"][0].as_py(),
+        source=item["source"][0].as_py(),
+        stage=stage.name,
+        reason=type(error).__name__,
+        detail=" ".join(detail.split())[:500],
+        revision=item["revision"][0].as_py(),
+        retryable=isinstance(error, RETRYABLE) or "out of memory" in str(error).lower(),
+    )
+
+
+class StageActor:
+    """Runs one or more stages in one Ray Data actor: between them nothing is copied."""
+
+    def __init__(self, stages: Sequence[Stage], num_threads: int):
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self.stages = stages
+        for stage in stages:
+            stage.setup()
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        units = [Unit.unpack(block, i) for i in range(block.num_rows)]
+        for stage in self.stages:
+            units = [run_stage(stage, unit) for unit in units]
+        return packed_table(units)
+
+
+def chain(
+    dataset: ray.data.Dataset,
+    groups: Sequence[tuple[Sequence[Stage], Resources]],
+    columns: Sequence[str],
+) -> ray.data.Dataset:
+    """Maps groups of stages over a dataset of packed units, a pool of actors for each group.
+
+    Args:
+        dataset: rows as `Unit.pack` makes them.
+        groups: the stages that share an actor, and what such an actor takes.
+        columns: the item columns that are there at the start.
+
+    Raises:
+        ValueError: a stage needs a column that no earlier one adds; said before any work begins.
+    """
+    from ray.data import ActorPoolStrategy
+
+    there = set(columns)
+    for stages, resources in groups:
+        for stage in stages:
+            missing = sorted(set(stage.needs) - there)
+            if missing:
+                raise ValueError(
+                    f"stage {stage.name!r} needs columns {missing}; there: {sorted(there)}"
+                )
+            there |= set(stage.adds)
+        dataset = dataset.map_batches(
+            StageActor,
+            fn_constructor_kwargs={"stages": list(stages), "num_threads": resources.num_threads},
+            batch_size=1,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=ActorPoolStrategy(min_size=resources.min_actors, max_size=resources.max_actors),
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+        )
+    return dataset
+
+
+def to_ipc(table: pa.Table) -> bytes:
+    """A table as the bytes of an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def from_ipc(buffer: pa.Buffer | bytes) -> pa.Table:
+    """The table that `to_ipc` wrote."""
+    with pa.ipc.open_stream(buffer) as reader:
+        return reader.read_all()

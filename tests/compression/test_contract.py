@@ -1,0 +1,156 @@
+"""What every registered compressor keeps, whoever wrote it: the registry says which there are."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pipeline.compression import Compressor
+from pipeline.config import SpecError, parse
+from pipeline.registry import COMPRESSORS
+
+NUM_VECTORS = 5
+LENGTHS = [9, 1, 0, 23, 5, 4, 40, 6]
+
+
+def build(name, ragged, num_vectors=NUM_VECTORS) -> Compressor:
+    cls = COMPRESSORS.load(name)
+    budget = {"num_vectors": num_vectors} if "num_vectors" in cls.Spec.model_fields else {}
+    spec = parse(cls.Spec, {"name": name, **budget})
+    artefact = None
+    if cls.needs_fit:
+        artefact = cls.fit(spec, [ragged([30] * 16, seed=9, boxes=True, taps=cls.needs_taps)])
+    return COMPRESSORS.build(spec, artefact)
+
+
+@pytest.fixture(params=COMPRESSORS.names())
+def compressor(request, ragged):
+    return build(request.param, ragged)
+
+
+def make(compressor, ragged, lengths=LENGTHS, **options):
+    return ragged(lengths, taps=compressor.needs_taps, **options)
+
+
+def budget(compressor):
+    return getattr(compressor.spec, "num_vectors", None) or 10**9
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("unit", [False, True])
+def test_shapes_mask_and_unit_length(compressor, ragged, boxes, unit):
+    batch = make(compressor, ragged, boxes=boxes, unit=unit)
+    result = compressor.compress(batch)
+    num_items, width, _ = result.vectors.shape
+    assert num_items == len(batch) and width <= min(budget(compressor), max(LENGTHS))
+    assert result.vectors.is_floating_point()
+    assert result.normalised == compressor.normalised
+    for length, num_outputs in zip(LENGTHS, result.lengths.tolist(), strict=True):
+        assert bool(num_outputs) == bool(length)
+        assert num_outputs <= min(length, budget(compressor))
+    # Real outputs come first.
+    assert torch.equal(result.mask, torch.arange(width) < result.lengths.unsqueeze(1))
+    if compressor.normalised:
+        lengths = result.vectors[result.mask].norm(dim=1)
+        torch.testing.assert_close(lengths, torch.ones_like(lengths))
+
+
+def test_items_within_the_budget_keep_their_tokens(compressor, ragged, unit_items):
+    batch = make(compressor, ragged)
+    result = compressor.compress(batch)
+    for i, item in enumerate(unit_items(batch)):
+        if len(item) <= budget(compressor):
+            kept = result.vectors[i, result.mask[i]].double()
+            torch.testing.assert_close(kept, torch.from_numpy(item), atol=1e-6, rtol=0)
+
+
+def test_support_says_which_output_stands_for_each_token(compressor, ragged):
+    batch = make(compressor, ragged)
+    result = compressor.compress(batch)
+    if result.support is None:  # the outputs are the inputs, in order
+        assert torch.equal(result.lengths, batch.lengths)
+        return
+    assert result.support.shape == batch.mask.shape and result.support.dtype == torch.int64
+    assert (result.support[~batch.mask] == -1).all()
+    for i, num_outputs in enumerate(result.lengths.tolist()):
+        support = result.support[i, batch.mask[i]].tolist()
+        if compressor.support_form == "indices":
+            # Each output is one token, unchanged and in the original order.
+            assert [k for k in support if k >= 0] == list(range(num_outputs))
+        else:
+            assert all(0 <= k < num_outputs for k in support)
+
+
+def test_two_runs_are_equal_bit_for_bit(compressor, ragged):
+    batch = make(compressor, ragged, boxes=True)
+    assert_equal(compressor.compress(batch), compressor.compress(batch))
+
+
+def test_an_item_does_not_depend_on_its_batch(compressor, ragged):
+    batch = make(compressor, ragged, boxes=True)
+    together = compressor.compress(batch)
+    for i in range(len(batch)):
+        real = batch.mask[i]
+        alone = dataclasses.replace(
+            batch,
+            vectors=batch.vectors[i : i + 1, real],
+            mask=torch.ones(1, int(real.sum()), dtype=torch.bool),
+            extents=batch.extents[i : i + 1, real],
+            taps={name: tap[i : i + 1, real] for name, tap in batch.taps.items()},
+        )
+        result = compressor.compress(alone)
+        torch.testing.assert_close(
+            result.vectors[result.mask], together.vectors[i, together.mask[i]], atol=1e-6, rtol=0
+        )
+        if result.support is not None:
+            assert torch.equal(result.support[0], together.support[i, real])
+
+
+@pytest.mark.parametrize("garbage", [float("inf"), 1e30, -7.0])
+def test_what_lies_under_the_mask_never_leaks(compressor, ragged, garbage):
+    clean = compressor.compress(make(compressor, ragged, boxes=True, garbage=0.0))
+    for value in (garbage, float("nan")):
+        batch = make(compressor, ragged, boxes=True, garbage=value)
+        assert_equal(compressor.compress(batch), clean)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("num_padding", [0, 2])
+def test_empty_batches_and_tiny_items(compressor, ragged, lengths, num_padding):
+    batch = make(compressor, ragged, lengths, num_padding=num_padding, boxes=True)
+    result = compressor.compress(batch)
+    assert result.lengths.tolist() == lengths
+    assert result.support is None or result.support.shape == batch.mask.shape
+
+
+@pytest.mark.parametrize("name", COMPRESSORS.names())
+@pytest.mark.parametrize("num_vectors", [1, 2, 39, 40, 1000])
+def test_any_budget(name, ragged, num_vectors):
+    compressor = build(name, ragged, num_vectors)
+    result = compressor.compress(make(compressor, ragged))
+    assert result.vectors[result.mask].isfinite().all()
+    assert result.lengths.max() <= min(budget(compressor), max(LENGTHS))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS.names())
+def test_specs_say_what_is_wrong(name):
+    cls = COMPRESSORS.load(name)
+    with pytest.raises(SpecError) as error:
+        parse(cls.Spec, {"name": name, "num_vector": 3})
+    legal = ", ".join(cls.Spec.model_fields)
+    assert str(error.value) == f"num_vector: 3 stands under an unknown key; legal: {legal}"
+    if "num_vectors" in cls.Spec.model_fields:
+        with pytest.raises(SpecError) as error:
+            parse(cls.Spec, {"name": name, "num_vectors": 0})
+        assert str(error.value) == (
+            "num_vectors: 0 is not legal; legal: greater than or equal to 1"
+        )
+        with pytest.raises(SpecError, match="num_vectors: None is missing"):
+            parse(cls.Spec, {"name": name})
+
+
+def assert_equal(a, b):
+    """Equal bits in all that has a meaning."""
+    assert torch.equal(a.mask, b.mask)
+    assert torch.equal(a.vectors[a.mask], b.vectors[b.mask])
+    assert (a.support is None and b.support is None) or torch.equal(a.support, b.support)

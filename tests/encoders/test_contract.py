@@ -1,0 +1,140 @@
+"""What every registered encoder must keep to; a new one needs a line in `SPECS`."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.config import parse
+from pipeline.registry import ENCODERS
+from pipeline.schema import vectors_type
+from pipeline.tokens import KINDS, unit_vectors
+
+#: A small spec of each encoder, beside its name.
+SPECS = {
+    "minilm": {"window": 32, "overlap_tokens": 8},
+    "precomputed": {"dim": 4, "label": "random"},
+    "sleeping": {"seconds": 0, "batch_size": 3, "num_tokens": 6, "dim": 4},
+}
+
+TEXTS = [
+    "A slender delta wing at low speed.",
+    "lift",
+    " ".join(f"word{i}" for i in range(60)),
+    "",
+    "Überschall 超音速 🙂",
+    "drag",
+]
+
+
+def make_items() -> pa.Table:
+    """Items of ragged lengths with every column that an encoder may read."""
+    generator = np.random.default_rng(0)
+    vectors = [generator.normal(size=(n, 4)).tolist() for n in (3, 1, 40, 0, 2, 1)]
+    return pa.table(
+        {
+            "item_id": [f"item-{i}" for i in range(len(TEXTS))],
+            "text": TEXTS,
+            "vectors": pa.array(vectors, vectors_type(4, pa.float32())),
+        }
+    )
+
+
+ITEMS = make_items()
+
+
+@pytest.fixture(scope="module", params=ENCODERS.names())
+def encoder(request):
+    return ENCODERS.build(make_spec(request.param))
+
+
+def make_spec(name: str):
+    return ENCODERS.resolve({"name": name, **SPECS[name]})
+
+
+def test_spec_survives_a_round_trip(encoder):
+    assert parse(type(encoder.spec), encoder.spec.model_dump(mode="json")) == encoder.spec
+
+
+def test_check_accepts_what_can_be_built(encoder):
+    type(encoder).check(encoder.spec)
+
+
+def test_needed_columns_are_declared(encoder):
+    list(encoder.encode(ITEMS.select(list(encoder.needs))))
+
+
+def test_every_item_is_encoded_once(encoder):
+    rows = np.concatenate([rows for rows, _ in encoder.encode(ITEMS)])
+    assert sorted(rows.tolist()) == list(range(len(TEXTS)))
+
+
+def test_shapes_and_types(encoder):
+    for rows, batch in encoder.encode(ITEMS):
+        B, N, D = batch.vectors.shape
+        assert len(rows) == B and encoder.dim == D
+        assert batch.vectors.dtype in (torch.float32, torch.float16)
+        assert batch.normalised == encoder.normalised
+        assert (batch.pooled is None) == (encoder.pooled_dim is None)
+        assert (batch.spans is not None) == encoder.has_spans
+        assert (batch.extents is not None) == encoder.has_extents
+        if batch.pooled is not None:
+            assert batch.pooled.shape == (B, encoder.pooled_dim)
+            torch.testing.assert_close(batch.pooled.norm(dim=-1), torch.ones(B))
+        if batch.spans is not None:
+            assert batch.spans.shape == (B, N, 2) and batch.spans.dtype == torch.int32
+        if batch.kind is not None:
+            assert batch.kind.shape == (B, N) and batch.kind.dtype == torch.int8
+            assert batch.kind.max() < len(KINDS)
+
+
+def test_vectors_are_finite_and_as_long_as_declared(encoder):
+    for _, batch in encoder.encode(ITEMS):
+        vectors = batch.vectors[batch.mask].float()
+        assert torch.isfinite(vectors).all()
+        if encoder.normalised:
+            norms = vectors.norm(dim=-1)
+            torch.testing.assert_close(norms, torch.ones_like(norms), atol=2e-3, rtol=0)
+
+
+def test_equal_input_gives_equal_bits(encoder):
+    rebuilt = type(encoder)(encoder.spec)
+    assert rebuilt.fingerprint == encoder.fingerprint
+    pairs = zip(encoder.encode(ITEMS), rebuilt.encode(ITEMS), strict=True)
+    for (rows, batch), (other_rows, other) in pairs:
+        assert np.array_equal(rows, other_rows) and torch.equal(batch.mask, other.mask)
+        assert torch.equal(unit_vectors(batch), unit_vectors(other))
+
+
+def test_an_item_alone_has_the_vectors_it_has_among_others(encoder):
+    for rows, batch in encoder.encode(ITEMS):
+        for i, row in enumerate(rows):
+            _, alone = next(iter(encoder.encode(ITEMS.slice(row, 1))))
+            assert len(alone) == 1 and alone.lengths[0] == batch.lengths[i]
+            torch.testing.assert_close(
+                alone.vectors[0][alone.mask[0]],
+                batch.vectors[i][batch.mask[i]],
+                atol=1e-5,
+                rtol=0,
+            )
+
+
+def test_empty_table_has_no_batch(encoder):
+    assert list(encoder.encode(ITEMS.slice(0, 0))) == []
+
+
+def test_queries(encoder):
+    texts = ["wing lift", "drag"]
+    if encoder.spec.name == "precomputed":  # its queries are vectors
+        queries = encoder.query_batch([np.eye(4)[:3], np.eye(4)[:1]])
+    else:
+        queries = encoder.encode_queries(texts)
+    tokens = queries.tokens
+    assert len(tokens) == 2 and tokens.vectors.shape[2] == encoder.dim
+    assert tokens.normalised == encoder.normalised
+    assert [len(names) for names in queries.token_texts] == tokens.lengths.tolist()
+    if tokens.spans is not None:
+        for text, spans, names in zip(
+            texts, tokens.spans.tolist(), queries.token_texts, strict=True
+        ):
+            assert [text[start:end] for start, end in spans[: len(names)]] == names

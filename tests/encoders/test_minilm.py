@@ -1,0 +1,398 @@
+"""MiniLM against plain transformers and sentence-transformers, on real text and real weights."""
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Config
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.encoders.minilm import BUNDLED, MiniLM, _find_folder
+from pipeline.tokens import PROMPT, SPECIAL, TEXT
+
+FOLDER = _find_folder(MiniLM.Spec(), [])
+CORPUS = Path(__file__).parents[2] / "jobs/data/cranfield/corpus.jsonl"
+
+
+@pytest.fixture(scope="module")
+def abstracts() -> list[str]:
+    with CORPUS.open(encoding="utf-8") as file:
+        return [json.loads(line)["text"] for line in itertools.islice(file, 40)]
+
+
+@pytest.fixture(scope="module")
+def long_text(abstracts) -> str:
+    """About 1,500 tokens, with accents, CJK and an emoji that is outside the vocabulary."""
+    return "Café Zürich 日本語 🙂 — naïve. " + " ".join(abstracts)[:8000]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> MiniLM:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The same model by nothing but transformers."""
+    return AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER).eval()
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random BERT of 2 layers, width 48 and 128 positions with the bundled vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    model = BertModel(
+        BertConfig(
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=128,
+        )
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
+    return folder
+
+
+def build(**fields) -> MiniLM:
+    return MiniLM(config.parse(MiniLM.Spec, fields))
+
+
+def table(texts) -> pa.Table:
+    return pa.table({"text": pa.array(texts, pa.string())})
+
+
+def encode(encoder: MiniLM, texts) -> list[dict]:
+    """Each text's tokens, in the order of the texts."""
+    results = {}
+    for rows, batch in encoder.encode(table(texts)):
+        for i, row in enumerate(rows):
+            mask = batch.mask[i]
+            assert row not in results
+            results[row] = {
+                "vectors": batch.vectors[i][mask],
+                "spans": batch.spans[i][mask],
+                "kind": batch.kind[i][mask],
+                "pooled": None if batch.pooled is None else batch.pooled[i],
+            }
+    return [results[row] for row in range(len(texts))]
+
+
+def test_pooled_vector_equals_sentence_transformers(encoder, abstracts):
+    reference = SentenceTransformer(str(FOLDER), device="cpu")
+    assert reference.max_seq_length == encoder.spec.window == 256
+    num_tokens = [len(reference.tokenizer(text)["input_ids"]) for text in abstracts]
+    whole = [text for text, n in zip(abstracts, num_tokens, strict=True) if n <= 256]
+    assert len(whole) > 20
+    ours = torch.stack([item["pooled"] for item in encode(encoder, whole)])
+    theirs = torch.from_numpy(reference.encode(whole))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [-1, 6, 3, -3, 0])
+def test_token_vectors_equal_plain_transformers(plain, abstracts, layer):
+    tokenizer, model = plain
+    inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
+    hidden_states = model(**inputs, output_hidden_states=True).hidden_states
+    expected = torch.nn.functional.normalize(hidden_states[layer][0, 1:-1], dim=-1)
+    ours = encode(build(layer=layer), abstracts[:1])[0]
+    torch.testing.assert_close(ours["vectors"], expected.detach(), atol=1e-6, rtol=0)
+
+
+def test_batching_changes_nothing_and_equal_input_gives_equal_bits(encoder, abstracts):
+    texts = abstracts[:12]
+    together = encode(encoder, texts)
+    alone = [encode(encoder, [text])[0] for text in texts]
+    small = encode(build(max_batch_tokens=256), texts)
+    again = encode(encoder, texts)
+    for a, b, c, d in zip(together, alone, small, again, strict=True):
+        for field in ("vectors", "pooled"):
+            torch.testing.assert_close(a[field], b[field], atol=1e-5, rtol=0)
+            torch.testing.assert_close(a[field], c[field], atol=1e-5, rtol=0)
+            assert torch.equal(a[field], d[field])
+
+
+def test_batches_keep_to_their_budget(encoder, abstracts, long_text):
+    budget = 1024
+    texts = [*abstracts, long_text]
+    small = build(max_batch_tokens=budget)
+    sizes = []
+    small.model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    batches = list(small.encode(table(texts)))
+    assert max(sizes) <= budget
+    assert len(sizes) > len(batches) > 5  # the long text takes several passes
+    assert sorted(np.concatenate([rows for rows, _ in batches])) == list(range(len(texts)))
+
+
+@pytest.mark.parametrize("overlap_tokens", [0, 1, 63, 64, 128])
+def test_long_text_has_every_token_once_in_order(encoder, plain, long_text, overlap_tokens):
+    tokenizer, _ = plain
+    whole = tokenizer(
+        long_text, add_special_tokens=False, truncation=False, return_offsets_mapping=True
+    )
+    item = encode(build(overlap_tokens=overlap_tokens), [long_text])[0]
+    assert len(whole["input_ids"]) > 1500
+    assert item["spans"].tolist() == [list(span) for span in whole["offset_mapping"]]
+    assert (item["spans"][1:, 0] >= item["spans"][:-1, 1]).all()
+    assert set(item["kind"].tolist()) == {TEXT}
+    for (start, end), token in zip(
+        item["spans"].tolist(), tokenizer.convert_ids_to_tokens(whole["input_ids"]), strict=True
+    ):
+        piece = long_text[start:end].lower()
+        stripped = piece.replace("é", "e").replace("ü", "u").replace("ï", "i")
+        assert stripped == token.removeprefix("##") or (piece, token) in {
+            ("🙂", "[UNK]"),
+            ("語", "[UNK]"),
+        }
+
+
+@pytest.mark.parametrize(("window", "overlap_tokens"), [(256, 64), (33, 7), (32, 16)])
+def test_windows_are_merged_far_from_their_edges(plain, long_text, window, overlap_tokens):
+    """A slow merge: of the windows that hold a token the one with the widest margin."""
+    tokenizer, model = plain
+    text = long_text[:2500]
+    ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
+    room = window - 2
+    best = [(-1.0, torch.empty(0))] * len(ids)
+    sums, num_tokens = torch.zeros(384), 0
+    for start in range(0, len(ids), room - overlap_tokens):
+        stop = min(start + room, len(ids))
+        inputs = torch.tensor([[101, *ids[start:stop], 102]])
+        with torch.no_grad():
+            states = model(inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[0]
+        sums, num_tokens = sums + states.sum(dim=0), num_tokens + len(states)
+        for position in range(start, stop):
+            left = position - start if start else math.inf
+            right = stop - 1 - position if stop < len(ids) else math.inf
+            if min(left, right) > best[position][0]:
+                best[position] = (min(left, right), states[1 + position - start])
+        if stop == len(ids):
+            break
+    expected = torch.nn.functional.normalize(torch.stack([state for _, state in best]), dim=-1)
+    item = encode(build(window=window, overlap_tokens=overlap_tokens), [text])[0]
+    torch.testing.assert_close(item["vectors"], expected, atol=1e-5, rtol=0)
+    pooled = torch.nn.functional.normalize(sums / num_tokens, dim=-1)
+    torch.testing.assert_close(item["pooled"], pooled, atol=1e-5, rtol=0)
+
+
+def test_special_tokens_stand_once_around_a_long_text(encoder, long_text):
+    kept = encode(build(keep_special=True), [long_text])[0]
+    dropped = encode(encoder, [long_text])[0]
+    assert kept["kind"][[0, -1]].tolist() == [SPECIAL, SPECIAL]
+    assert kept["spans"][[0, -1]].tolist() == [[-1, -1], [-1, -1]]
+    assert torch.equal(kept["vectors"][1:-1], dropped["vectors"])
+    assert torch.equal(kept["pooled"], dropped["pooled"])
+
+
+def test_text_outside_the_vocabulary_is_kept(encoder):
+    item = encode(encoder, ["🙂 [SEP] lift"])[0]
+    assert item["spans"].tolist() == [[0, 1], [2, 7], [8, 12]]
+    assert item["kind"].tolist() == [TEXT, TEXT, TEXT]
+
+
+@pytest.mark.parametrize("text", ["", "  \n", None])
+def test_empty_text_has_its_pooled_vector_as_only_token(encoder, text):
+    item, other = encode(encoder, [text, "lift and drag"])
+    assert item["kind"].tolist() == [SPECIAL] and item["spans"].tolist() == [[-1, -1]]
+    torch.testing.assert_close(item["vectors"][0], item["pooled"])
+    assert len(other["vectors"]) == 3
+    assert len(encode(build(pooling="none"), [text])[0]["vectors"]) == 0
+    assert len(encode(build(keep_special=True), [text])[0]["vectors"]) == 2
+
+
+def test_one_token_text(encoder):
+    item = encode(encoder, ["lift"])[0]
+    assert item["vectors"].shape == (1, 384) and item["spans"].tolist() == [[0, 4]]
+
+
+def test_pooling_choices(plain, abstracts):
+    tokenizer, model = plain
+    inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
+    cls_state = model(**inputs).last_hidden_state[0, 0].detach()
+    pooled = encode(build(pooling="cls"), abstracts[:1])[0]["pooled"]
+    torch.testing.assert_close(pooled, cls_state / cls_state.norm(), atol=1e-6, rtol=0)
+    unpooled = build(pooling="none")
+    assert unpooled.pooled_dim is None
+    assert encode(unpooled, abstracts[:1])[0]["pooled"] is None
+
+
+def test_prefix_is_prompt_and_spans_belong_to_the_text(encoder):
+    prefixed = build(document_prefix="passage: ", query_prefix="query: ")
+    item = encode(prefixed, ["wing lift"])[0]
+    assert item["kind"].tolist() == [PROMPT, PROMPT, TEXT, TEXT]
+    assert item["spans"].tolist() == [[-1, -1], [-1, -1], [0, 4], [5, 9]]
+    whole = encode(encoder, ["passage: wing lift"])[0]
+    assert torch.equal(item["vectors"], whole["vectors"])
+    assert prefixed.encode_queries(["wing"]).token_texts == [["query", ":", "wing"]]
+
+
+def test_queries_have_their_own_characters_as_token_texts(encoder):
+    queries = encoder.encode_queries(["Aeroelastic WINGS", "café"])
+    assert queries.token_texts == [["Aero", "ela", "stic", "WINGS"], ["café"]]
+    assert queries.tokens.lengths.tolist() == [4, 1]
+    item = encode(encoder, ["Aeroelastic WINGS"])[0]
+    torch.testing.assert_close(queries.tokens.vectors[0], item["vectors"], atol=1e-6, rtol=0)
+
+
+def test_long_query_is_not_cut(encoder, long_text):
+    queries = encoder.encode_queries(["lift", long_text])
+    item = encode(encoder, [long_text])[0]
+    assert queries.tokens.lengths.tolist() == [1, len(item["vectors"])]
+    assert len(queries.token_texts[1]) == len(item["vectors"])
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["lift", " \t"]])
+def test_empty_query_is_an_error(encoder, texts):
+    with pytest.raises(ValueError, match="^query: "):
+        encoder.encode_queries(texts)
+
+
+def test_query_without_tokens(encoder):
+    only_a_control_character = "\u200b"
+    queries = encoder.encode_queries([only_a_control_character])
+    torch.testing.assert_close(queries.tokens.vectors[:, 0], queries.tokens.pooled)
+    assert queries.token_texts == [[only_a_control_character]]
+    with pytest.raises(ValueError, match="a token"):
+        build(pooling="none").encode_queries([only_a_control_character])
+
+
+def test_eager_attention_and_half_precision_agree_with_the_default(encoder, abstracts):
+    reference = encode(encoder, abstracts[:2])
+    eager = encode(build(attention="eager"), abstracts[:2])
+    half = encode(build(dtype="bfloat16"), abstracts[:2])
+    for a, b, c in zip(reference, eager, half, strict=True):
+        torch.testing.assert_close(a["vectors"], b["vectors"], atol=1e-5, rtol=0)
+        assert c["vectors"].dtype == torch.float32
+        assert ((a["vectors"] * c["vectors"]).sum(dim=-1) > 0.99).all()
+
+
+def test_local_checkpoint_of_another_width(tiny_folder, abstracts, monkeypatch):
+    monkeypatch.chdir(tiny_folder.parent)
+    tiny = build(model=tiny_folder.name, window=128, overlap_tokens=16, layer=1)
+    assert tiny.spec.model == str(tiny_folder)  # workers run in other directories
+    assert tiny.dim == tiny.pooled_dim == 48
+    item = encode(tiny, abstracts[:1])[0]
+    model = BertModel.from_pretrained(tiny_folder).eval()
+    ids = tiny.tokenizer(abstracts[0][:200], return_tensors="pt")["input_ids"]
+    states = model(ids, output_hidden_states=True).hidden_states[1][0, 1:-1].detach()
+    short = encode(tiny, [abstracts[0][:200]])[0]
+    expected = torch.nn.functional.normalize(states, dim=-1)
+    torch.testing.assert_close(short["vectors"], expected, atol=1e-6, rtol=0)
+    assert len(item["vectors"]) > len(short["vectors"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"model": "/no/such/folder"}, "model"),
+        ({"model": "no/such/folder"}, "model"),
+        ({"model": "~/no-such-folder"}, "model"),
+        ({"layer": 7}, "layer"),
+        ({"layer": -8}, "layer"),
+        ({"window": 513}, "window"),
+    ],
+)
+def test_check_says_what_is_wrong(fields, field):
+    spec = config.parse(MiniLM.Spec, fields)
+    for call in (MiniLM.check, MiniLM):
+        with pytest.raises(SpecError) as caught:
+            call(spec)
+        assert caught.value.field == field and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"window": 64, "overlap_tokens": 33}, "overlap_tokens"),
+        ({"max_batch_tokens": 100}, "max_batch_tokens"),
+        ({"pooling": "max"}, "pooling"),
+        ({"windows": 5}, "windows"),
+    ],
+)
+def test_spec_refuses_what_cannot_be(fields, field):
+    with pytest.raises(SpecError) as caught:
+        config.parse(MiniLM.Spec, fields)
+    assert caught.value.field == field
+
+
+def test_check_of_incomplete_checkpoints(tiny_folder, tmp_path):
+    MiniLM.check(MiniLM.Spec(model=str(tiny_folder), window=128, layer=-3))
+    for file, said in [
+        ("model.safetensors", "no safetensors"),
+        ("config.json", "no config.json"),
+    ]:
+        folder = tmp_path / file
+        shutil.copytree(tiny_folder, folder)
+        (folder / file).unlink()
+        with pytest.raises(SpecError, match=said):
+            MiniLM.check(MiniLM.Spec(model=str(folder)))
+    T5Config().save_pretrained(tmp_path / "config.json")  # the folder whose config was deleted
+    with pytest.raises(SpecError, match="is a t5; legal: a text encoder"):
+        MiniLM.check(MiniLM.Spec(model=str(tmp_path / "config.json")))
+
+
+def test_check_loads_no_weights(tiny_folder, tmp_path):
+    folder = tmp_path / "broken-weights"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    MiniLM.check(MiniLM.Spec(model=str(folder), window=128))
+
+
+def test_hub_name_that_is_out_of_reach(monkeypatch, tmp_path):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SpecError, match="'some/model' is not a folder, and the hub does not"):
+        MiniLM.check(MiniLM.Spec(model="some/model"))
+
+
+def test_fingerprint_changes_iff_query_vectors_may(tiny_folder, tmp_path):
+    base = {"model": str(tiny_folder), "window": 128, "overlap_tokens": 16}
+    reference = build(**base).fingerprint
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_folder, copy)
+    for same in (
+        {"model": str(copy)},
+        {"max_batch_tokens": 1000},
+        {"document_prefix": "passage: "},
+    ):
+        assert build(**base | same).fingerprint == reference, same
+    fingerprints = {reference}
+    for other in (
+        {"model": BUNDLED},
+        {"layer": 1},
+        {"pooling": "cls"},
+        {"keep_special": True},
+        {"window": 64},
+        {"overlap_tokens": 8},
+        {"dtype": "bfloat16"},
+        {"query_prefix": "query: "},
+    ):
+        fingerprints.add(build(**base | other).fingerprint)
+    assert len(fingerprints) == 9
+
+    for file in ("tokenizer.json", "config.json"):
+        changed = tmp_path / f"changed-{file}"
+        shutil.copytree(tiny_folder, changed)
+        (changed / file).write_text((changed / file).read_text() + "\n")
+        fingerprints.add(build(**base | {"model": str(changed)}).fingerprint)
+    changed = tmp_path / "changed-weights"
+    shutil.copytree(tiny_folder, changed)
+    model = BertModel.from_pretrained(changed)
+    model.embeddings.word_embeddings.weight.data[7, 7] += 1e-3
+    model.save_pretrained(changed)
+    fingerprints.add(build(**base | {"model": str(changed)}).fingerprint)
+    assert len(fingerprints) == 12

@@ -1,0 +1,104 @@
+"""Vectors that come with the items."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.encoders.precomputed import Precomputed
+from pipeline.schema import vectors_type
+
+ITEMS = [[[3.0, 4.0], [0.0, 2.0]], [[1.0, 0.0]], None, []]
+
+
+def build(**fields) -> Precomputed:
+    return Precomputed(config.parse(Precomputed.Spec, {"dim": 2, "label": "mine", **fields}))
+
+
+def table(items, type=None) -> pa.Table:
+    return pa.table({"vectors": pa.array(items, type or vectors_type(2, pa.float32()))})
+
+
+def vectors_of(encoder, items: pa.Table) -> dict[int, list]:
+    return {
+        int(row): batch.vectors[i][batch.mask[i]].tolist()
+        for rows, batch in encoder.encode(items)
+        for i, row in enumerate(rows)
+    }
+
+
+def test_vectors_come_back_with_unit_length():
+    expected = {0: [[0.6, 0.8], [0.0, 1.0]], 1: [[1.0, 0.0]], 2: [], 3: []}
+    result = vectors_of(build(), table(ITEMS))
+    assert {row: np.round(vectors, 6).tolist() for row, vectors in result.items()} == expected
+
+
+@pytest.mark.parametrize("value_type", [pa.float16(), pa.float32(), pa.float64()])
+def test_vectors_come_back_as_they_are(value_type):
+    raw = build(normalise=False)
+    assert not raw.normalised
+    result = vectors_of(raw, table(ITEMS, vectors_type(2, value_type)))
+    assert result == {row: vectors or [] for row, vectors in enumerate(ITEMS)}
+
+
+def test_slices_and_chunks_of_a_table():
+    whole = pa.concat_tables([table(ITEMS), table(ITEMS)])
+    result = vectors_of(build(normalise=False), whole.slice(1, 5))
+    assert result == {i: (ITEMS * 2)[i + 1] or [] for i in range(5)}
+
+
+def test_batches_keep_to_their_budget():
+    items = table([[[1.0, 0.0]] * (i % 7 + 1) for i in range(50)])
+    batches = list(build(max_batch_tokens=12).encode(items))
+    assert all(batch.mask.numel() <= 12 for _, batch in batches)
+    assert sorted(np.concatenate([rows for rows, _ in batches])) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    "type", [vectors_type(3, pa.float32()), vectors_type(2, pa.int32()), pa.list_(pa.float32())]
+)
+def test_other_widths_and_types_are_errors(type):
+    with pytest.raises(SpecError, match=r"legal: list<fixed_size_list<float>\[2\]> \(dim=2\)"):
+        list(build().encode(table([None], type)))
+
+
+def test_null_vector_is_an_error():
+    with pytest.raises(SpecError, match="^vectors: "):
+        list(build().encode(table([[[1.0, 0.0], None]])))
+
+
+def test_queries_are_vectors_not_texts():
+    encoder = build()
+    with pytest.raises(ValueError, match="legal: query vectors"):
+        encoder.encode_queries(["lift"])
+    queries = encoder.query_batch([np.array([[3, 4]]), np.array([[0.0, 2.0], [5.0, 0.0]])])
+    assert queries.tokens.lengths.tolist() == [1, 2] and queries.tokens.normalised
+    torch.testing.assert_close(queries.tokens.vectors[0, 0], torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(queries.tokens.vectors[1], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert [len(texts) for texts in queries.token_texts] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "queries",
+    [[], [np.zeros((1, 3))], [np.zeros(2)], [np.zeros((0, 2))], [np.array([[1.0, np.nan]])]],
+)
+def test_illegal_query_vectors(queries):
+    with pytest.raises(SpecError, match="^query: "):
+        build().query_batch(queries)
+
+
+def test_fingerprint_follows_label_width_and_scaling():
+    reference = build().fingerprint
+    assert build(max_batch_tokens=5).fingerprint == reference
+    others = [build(label="other"), build(dim=3), build(normalise=False)]
+    assert len({reference, *(other.fingerprint for other in others)}) == 4
+
+
+@pytest.mark.parametrize("field", ["dim", "label"])
+def test_required_fields(field):
+    fields = {"dim": 2, "label": "mine"}
+    del fields[field]
+    with pytest.raises(SpecError, match=f"^{field}: .* is missing"):
+        config.parse(Precomputed.Spec, fields)

@@ -1,0 +1,78 @@
+"""Benchmarks in BEIR's form: the shipped one, and everything a folder can have wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.registry import BENCHMARKS
+
+CRANFIELD = Path(__file__).parents[2] / "jobs/data/cranfield"
+
+
+def load(path, **fields):
+    return BENCHMARKS.build(
+        BENCHMARKS.resolve({"name": "beir", "path": str(path), **fields})
+    ).load()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "queries.jsonl").write_text(
+        '{"_id": "1", "text": "wing"}\n\n{"_id": "2", "text": "heat", "metadata": {}}\n'
+        '{"_id": "3", "text": "never judged"}\n'
+    )
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text(
+        "query-id\tcorpus-id\tscore\n1\ta\t2\n1\tb\t0\n2\ta\t0\n9\ta\t1\n"
+    )
+    return tmp_path
+
+
+def test_cranfield():
+    judged = load(CRANFIELD)
+    assert len(judged.queries) == 113
+    assert judged.num_unjudged == judged.num_orphans == 0
+    assert sum(map(len, judged.qrels.values())) == 971
+    assert sum(grade == 0 for grades in judged.qrels.values() for grade in grades.values()) == 113
+    assert judged.qrels["1"]["184"] == 1
+
+
+def test_judgments_of_grade_0_stay_and_unjudged_queries_go(folder):
+    judged = load(folder)
+    assert judged.queries == {"1": "wing", "2": "heat"}
+    assert judged.qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
+    assert (judged.num_unjudged, judged.num_orphans) == (1, 1)
+
+
+def test_windows_line_ends_and_byte_order_marks(folder):
+    for file in (folder / "queries.jsonl", folder / "qrels" / "test.tsv"):
+        text = file.read_text().replace("\n", "\r\n")
+        file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load(folder).qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
+
+
+def test_missing_files(folder):
+    with pytest.raises(SpecError, match=r"benchmark\.split: .*dev\.tsv' does not exist"):
+        load(folder, split="dev")
+    with pytest.raises(SpecError, match=r"benchmark\.path: .*queries\.jsonl' does not exist"):
+        load(folder / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("qrels/test.tsv", "1\ta\t1\n1\tb\n", "stands in line 2 of"),
+        ("qrels/test.tsv", "1\ta\tgood\n", "stands in line 1 of"),
+        ("qrels/test.tsv", "8\ta\t1\n", "has no judged query"),
+        ("queries.jsonl", '{"_id": "1"}\n', "stands in line 1 of"),
+        ("queries.jsonl", '{"_id": "1", "text": "a"\n', "stands in line 1 of"),
+        ("queries.jsonl", '{"_id": "1", "text": " "}\n', "stands in line 1 of"),
+        ("queries.jsonl", '{"_id": "1", "text": "a"}\n' * 2, "is there twice"),
+        ("queries.jsonl", "", "is empty"),
+    ],
+)
+def test_broken_files(folder, file, text, problem):
+    (folder / file).write_text(text)
+    with pytest.raises(SpecError, match=problem):
+        load(folder)

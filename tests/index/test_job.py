@@ -1,0 +1,242 @@
+"""The index job on real Ray and Lance: what is indexed and rejected, what a second run does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.index import job
+from pipeline.index.reader import Index
+from pipeline.index.writer import IndexWriter, LeaseHeld
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+SLEEPING = {"name": "sleeping", "seconds": 0.0, "num_tokens": 12, "dim": 16}
+
+
+def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> job.IndexSpec:
+    """A spec with a quick encoder and two representations."""
+    source = source if isinstance(source, dict) else {"name": "text", "path": str(source)}
+    given = {
+        "index": str(tmp_path / "index"),
+        "source": source,
+        "encoder": SLEEPING,
+        "representations": [
+            {"compressor": "none"},
+            {"compressor": {"name": "samer", "num_vectors": 4}},
+        ],
+        "unit_items": 2,
+        **fields,
+    }
+    return config.parse(job.IndexSpec, given)
+
+
+def run(a_spec: job.IndexSpec, **options: Any) -> job.Progress:
+    """Runs the job, quietly."""
+    return job.run(a_spec, job.IndexResources(), job="test", report=lambda line: None, **options)
+
+
+def rows(a_spec: job.IndexSpec) -> dict[str, dict[str, Any]]:
+    """Every row of the index by item id; none may be there twice."""
+    table = Index(a_spec.index).dataset.to_table()
+    there = {row["item_id"]: row for row in table.to_pylist()}
+    assert len(there) == table.num_rows
+    return there
+
+
+def rejects(a_spec: job.IndexSpec) -> dict[str, str]:
+    """Reasons by item id."""
+    return {r["item_id"]: r["reason"] for r in Index(a_spec.index).rejects().to_pylist()}
+
+
+def test_a_second_run_does_only_what_is_new_or_changed(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one", b="two", c="three"))
+    first = run(a_spec)
+    assert (first.listed, first.new, first.rejected) == (3, 3, 0)
+    before = rows(a_spec)
+    assert [len(before["a"][name]) for name in ("full", "samer_4")] == [12, 4]
+
+    again = run(a_spec)
+    assert (again.unchanged, again.done, again.commits) == (3, 0, 0)
+
+    collection(a="one", b="two, changed", c="three", d="four")
+    third = run(a_spec)
+    assert (third.unchanged, third.new, third.replaced) == (2, 1, 1)
+    after = rows(a_spec)
+    assert set(after) == {"a", "b", "c", "d"}
+    assert after["b"]["text"] == "two, changed"
+    assert after["a"] == before["a"]
+
+
+def test_items_that_left_the_source_go_only_when_asked(tmp_path, collection):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"_id": "x", "text": "of another collection"}))
+    run(spec(tmp_path, other))
+    a_spec = spec(tmp_path, collection(a="one", b="two", c="three"))
+    run(a_spec)
+    collection(a="one", c="three")
+    assert run(a_spec).removed == 0
+    assert set(rows(a_spec)) == {"a", "b", "c", "x"}
+    assert run(a_spec, remove_missing=True).removed == 1
+    assert set(rows(a_spec)) == {"a", "c", "x"}
+
+
+def test_what_cannot_be_indexed_is_rejected_and_the_sum_holds(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "good.txt").write_text("readable words")
+    (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (folder / "empty.txt").touch()
+    a_spec = spec(tmp_path, folder)
+    first = run(a_spec)
+    assert (first.listed, first.new, first.rejected) == (3, 1, 2)
+    assert rejects(a_spec) == {"latin.txt": "not UTF-8", "empty.txt": "empty text"}
+
+    again = run(a_spec)
+    assert (again.unchanged, again.rejected_before, again.rejected) == (1, 2, 0)
+
+    (folder / "empty.txt").write_text("words at last")
+    third = run(a_spec)
+    assert (third.new, third.rejected_before) == (1, 1)
+    assert rejects(a_spec) == {"latin.txt": "not UTF-8"}
+
+
+def test_duplicate_ids_keep_the_first(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    lines = [{"_id": "a", "text": f"text {i}"} for i in range(3)] + [{"_id": "b", "text": "b"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    a_spec = spec(tmp_path, path)
+    for _ in range(2):  # the second run changes nothing
+        progress = run(a_spec)
+        assert (progress.listed, progress.indexed, progress.rejected) == (4, 2, 2)
+        assert rows(a_spec)["a"]["text"] == "text 0"
+        assert list(rejects(a_spec).values()) == ["duplicate id"] * 2
+
+
+def test_an_id_of_another_collection_is_not_replaced(tmp_path, collection):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"_id": "a", "text": "the first a"}))
+    run(spec(tmp_path, other))
+    a_spec = spec(tmp_path, collection(a="another a", b="two"))
+    progress = run(a_spec)
+    assert (progress.new, progress.rejected) == (1, 1)
+    assert rows(a_spec)["a"]["text"] == "the first a"
+    assert list(rejects(a_spec).values()) == ["id of another source"]
+
+
+def test_own_vectors_and_what_is_wrong_with_them(tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(4, 3, 8)).tolist()
+    vectors[1][2][5] = float("nan")
+    vectors[2] = [row[:7] for row in vectors[2]]
+    table = pa.table({"id": ["good", "nan", "narrow", "none"], "vectors": [*vectors[:3], []]})
+    path = tmp_path / "mine.parquet"
+    pq.write_table(table, path)
+    source = {"name": "vectors", "path": str(path), "dim": 8}
+    encoder = {"name": "precomputed", "dim": 8, "label": "mine"}
+    a_spec = spec(tmp_path, source, encoder=encoder)
+    run(a_spec)
+    assert set(rows(a_spec)) == {"good"}
+    stored = np.array(rows(a_spec)["good"]["full"], dtype=np.float64)
+    expected = np.array(vectors[0])
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(stored, expected, atol=1e-3)
+    assert rejects(a_spec) == {
+        "nan": "non-finite vectors",
+        "narrow": "wrong width",
+        "none": "no vectors",
+    }
+
+
+def test_limit_takes_the_first_items(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="1", b="2", c="3", d="4"))
+    assert run(a_spec, limit=3).listed == 3
+    assert set(rows(a_spec)) == {"a", "b", "c"}
+    assert run(a_spec).unchanged == 3
+
+
+def test_separate_compression_actors_give_the_same_rows(tmp_path, collection):
+    documents = {f"d{i}": f"text {i}" for i in range(5)}
+    together = spec(tmp_path, collection(**documents))
+    run(together)
+    apart = spec(tmp_path, collection(**documents), index=str(tmp_path / "apart"))
+    profile = config.parse(job.IndexResources, {"compress": {"num_cpus": 0.5}})
+    job.run(apart, profile, job="test", report=lambda line: None)
+    assert rows(apart) == rows(together)
+
+
+def test_a_dry_run_writes_nothing(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one", b=" "))
+    lines: list[str] = []
+    job.dry_run(a_spec, job.IndexResources(), None, lines.append)
+    said = "\n".join(lines)
+    assert "listed 1 items, 1 of the source rejected" in said
+    assert "12 tokens an item" in said
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_index_made_by_another_encoder_is_refused(tmp_path, collection):
+    run(spec(tmp_path, collection(a="one")))
+    other = spec(tmp_path, collection(a="one", b="two"), encoder={**SLEEPING, "dim": 24})
+    with pytest.raises(SpecError, match="encoder: 'sleeping' differs from the index's"):
+        run(other)
+    assert set(rows(other)) == {"a"}
+
+
+def test_other_settings_or_new_representations_are_refused(tmp_path, collection):
+    run(spec(tmp_path, collection(a="one")))
+    samer = {"name": "samer", "num_vectors": 4, "gamma": 0.5}
+    with pytest.raises(SpecError, match="representations.samer_4.compressor.*another `id`"):
+        run(spec(tmp_path, collection(a="one"), representations=[{"compressor": samer}]))
+    hpool = {"name": "hpool", "num_vectors": 4}
+    with pytest.raises(SpecError, match="hpool_4.*jobs.recompress"):
+        run(spec(tmp_path, collection(a="one"), representations=[{"compressor": hpool}]))
+
+
+def test_a_second_job_is_told_who_writes(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one"))
+    holder = IndexWriter(a_spec.index, "the-first-job")
+    with pytest.raises(LeaseHeld, match="is being written by job the-first-job"):
+        run(a_spec)
+    holder.release()
+    assert run(a_spec).new == 1
+
+
+def test_a_half_deleted_index_is_refused(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one"))
+    run(a_spec)
+    for file in (tmp_path / "index/items.lance/data").iterdir():
+        file.unlink()
+    with pytest.raises(SpecError, match=r"is damaged; legal: a whole index \(1 of 1 data files"):
+        run(a_spec)
+    for file in (tmp_path / "index/items.lance/_versions").iterdir():
+        file.unlink()
+    with pytest.raises(SpecError, match="is damaged"):
+        run(a_spec)
+
+
+def test_a_run_that_committed_nothing_binds_nobody(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a=" "))
+    assert run(a_spec).new == 0
+    other = spec(
+        tmp_path,
+        collection(a="words"),
+        encoder={**SLEEPING, "dim": 24},
+        representations=[{"compressor": {"name": "hpool", "num_vectors": 3}}],
+    )
+    assert run(other).new == 1
+    assert list(Index(other.index).representations()) == ["hpool_3"]
+
+
+def test_an_item_of_too_many_tokens_is_rejected(tmp_path, collection):
+    long = {**SLEEPING, "num_tokens": 65535, "dim": 2}
+    a_spec = spec(tmp_path, collection(a="words"), encoder=long)
+    assert run(a_spec).rejected == 1
+    assert rejects(a_spec)["a"].startswith("more than 65,534 tokens")

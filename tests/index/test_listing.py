@@ -1,0 +1,314 @@
+"""The listing: what is to be done with each item, and which items go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipeline.config import parse
+from pipeline.index import listing
+from pipeline.index.listing import ListingJob, ShardTally
+from pipeline.index.reader import part
+from pipeline.index.stages import write_table
+from pipeline.index.writer import IndexWriter, open_or_create
+from pipeline.schema import ITEM, REJECT, Item, Reject
+from pipeline.sources import text
+
+Place = tuple[int, int]  # shard, position
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a collection."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+def write(folder: Path, **texts: str) -> None:
+    """Writes documents in one .jsonl file each, named by the keyword: a shard each."""
+    for name, documents in texts.items():
+        lines = [
+            json.dumps({"_id": item_id, "text": words})
+            for item_id, _, words in (entry.partition("=") for entry in documents.split("; "))
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def a_job(folder: Path, name: str = "job", **fields: Any) -> ListingJob:
+    """A listing job over the folder; the index lies beside it."""
+    index = str(folder.parent / "index")
+    open_or_create(index)
+    spec = parse(text.Text.Spec, {"name": "text", "path": str(folder)})
+    given = {"spec_digest": "this spec", **fields}
+    return ListingJob(index, part(index, "jobs", name), spec, **given)
+
+
+def list_all(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
+    """Plans and lists; duplicates are marked, and the tallies have their counts."""
+    num_shards = listing.plan(job, limit)
+    tallies = [listing.list_shard(job, shard) for shard in range(num_shards)]
+    changed = listing.mark_duplicates(job, num_shards)
+    return [
+        ShardTally(t.shard, changed.get(t.shard, t.counts), t.rejects, t.num_known_rejects)
+        for t in tallies
+    ]
+
+
+def counts(tallies: list[ShardTally]) -> dict[str, int]:
+    """The statuses that occur, summed over the shards."""
+    return {
+        status: total
+        for status in listing.STATUSES
+        if (total := sum(t.counts[status] for t in tallies))
+    }
+
+
+def units(job: ListingJob, num_shards: int, unit_items: int = 2) -> dict[str, list[str]]:
+    """The item ids of each unit that is left to do."""
+    return {
+        unit.name: unit.items["item_id"].to_pylist()
+        for shard in range(num_shards)
+        for unit in listing.read_units(job, shard, unit_items)
+    }
+
+
+def store(job: ListingJob, *item_ids: str, source: str = "notes") -> IndexWriter:
+    """Commits rows for listed items as the index job would, one fragment for all."""
+    num_shards = listing.plan(job, None)
+    for shard in range(num_shards):
+        listing.list_shard(job, shard)
+    every = pa.concat_tables(
+        unit.items for shard in range(num_shards) for unit in listing.read_units(job, shard, 100)
+    )
+    rows = [{**row, "source": source} for row in every.to_pylist() if row["item_id"] in item_ids]
+    assert {row["item_id"] for row in rows} == set(item_ids)
+    writer = IndexWriter(job.index, "writer")
+    table = pa.Table.from_pylist(rows, schema=ITEM)
+    writer.commit(write_table(table, part(job.index, "items.lance")))
+    writer.release()
+    return writer
+
+
+def set_reject(job: ListingJob, item_id: str, revision: str, **fields: Any) -> None:
+    """Records a reject as an earlier run would have."""
+    row = {
+        **Reject(item_id, "notes", "encode", "too odd", revision=revision).row(),
+        "spec": job.spec_digest,
+        **fields,
+    }
+    writer = IndexWriter(job.index, "writer")
+    writer.set_rejects(pa.Table.from_pylist([row], schema=REJECT))
+    writer.release()
+
+
+def revision_of(job: ListingJob, item_id: str) -> str:
+    """The revision that the source lists for an item."""
+    source = text.Text(job.source)
+    entries = [entry for shard in source.shards() for entry in source.scan(shard)]
+    return next(e.revision for e in entries if isinstance(e, Item) and e.item_id == item_id)
+
+
+# -- units -----------------------------------------------------------------------------------
+
+
+def test_units_are_cut_by_position_and_do_not_move(folder):
+    write(folder, a="a0=x; a1=x; a2=x; a3=x; a4=x", b="b0=x; b1=x; b2=x")
+    first = a_job(folder)
+    list_all(first)
+    everything = units(first, 2)
+    assert everything == {
+        "000000-000000": ["a0", "a1"],
+        "000000-000001": ["a2", "a3"],
+        "000000-000002": ["a4"],
+        "000001-000000": ["b0", "b1"],
+        "000001-000001": ["b2"],
+    }
+    store(first, "a1", "a2", "a3", "b0")
+    resumed = a_job(folder, "resumed")
+    assert counts(list_all(resumed)) == {"new": 4, "done": 4}
+    assert units(resumed, 2) == {
+        "000000-000000": ["a0"],
+        "000000-000002": ["a4"],
+        "000001-000000": ["b1"],
+        "000001-000001": ["b2"],
+    }
+
+
+def test_a_line_that_cannot_be_listed_keeps_its_position(folder):
+    (folder / "a.jsonl").write_text(
+        '{"_id": "a", "text": "x"}\nnot json\n{"_id": "c", "text": "x"}'
+    )
+    job = a_job(folder)
+    (tally,) = list_all(job)
+    assert tally.rejects["reason"].to_pylist() == ["not JSON"]
+    assert tally.rejects["spec"].to_pylist() == ["this spec"]
+    assert units(job, 1) == {"000000-000000": ["a"], "000000-000001": ["c"]}
+
+
+def test_a_limit_counts_listed_entries_over_shards(folder):
+    write(folder, a="a0=x; a1=x", b="b0=x; b1=x", c="c0=x")
+    job = a_job(folder)
+    tallies = list_all(job, limit=3)
+    assert len(tallies) == 2
+    assert units(job, 2) == {"000000-000000": ["a0", "a1"], "000001-000000": ["b0"]}
+
+
+def test_an_item_that_comes_after_its_shard_was_listed_waits_for_the_next_run(folder):
+    write(folder, a="a0=x")
+    job = a_job(folder)
+    list_all(job)
+    with (folder / "a.jsonl").open("a") as file:
+        file.write('\n{"_id": "late", "text": "x"}')
+    assert units(job, 1) == {"000000-000000": ["a0"]}
+
+
+# -- what is to be done ----------------------------------------------------------------------
+
+
+def test_a_changed_item_names_the_row_it_replaces(folder):
+    write(folder, a="a0=x; a1=x; a2=x")
+    store(a_job(folder), "a0", "a1")
+    write(folder, a="a0=x; a1=changed; a2=x")
+    job = a_job(folder, "next")
+    assert counts(list_all(job)) == {"new": 1, "changed": 1, "done": 1}
+    first, second = listing.read_units(job, 0, 2)
+    assert first.extra == {"replaces": {"0": ["a1"]}}
+    assert second.extra == {"replaces": {}}
+    assert first.items["text"].to_pylist() == ["changed"]
+
+
+def test_duplicates_within_and_across_shards(folder):
+    write(folder, a="same=first; a1=x; same=second", b="b0=x; same=third")
+    job = a_job(folder)
+    assert counts(list_all(job)) == {"new": 3, "duplicate": 2}
+    read = [unit for shard in range(2) for unit in listing.read_units(job, shard, 8)]
+    texts = {row["item_id"]: row["text"] for unit in read for row in unit.items.to_pylist()}
+    assert texts == {"same": "first", "a1": "x", "b0": "x"}
+    rejected = [row for unit in read for row in unit.rejects.to_pylist()]
+    assert [(r["item_id"], r["reason"]) for r in rejected] == [
+        ("same~000000:2", "duplicate id"),
+        ("same~000001:1", "duplicate id"),
+    ]
+    # With the first indexed, the others are duplicates still, not changed items.
+    store_first = pa.Table.from_pylist(
+        [row for unit in read for row in unit.items.to_pylist()], schema=ITEM
+    )
+    writer = IndexWriter(job.index, "writer")
+    writer.commit(write_table(store_first, part(job.index, "items.lance")))
+    assert counts(list_all(a_job(folder, "next"))) == {"done": 3, "duplicate": 2}
+
+
+def test_an_id_of_another_source_is_refused(folder):
+    write(folder, a="a0=x; a1=x")
+    store(a_job(folder), "a0", source="other")
+    job = a_job(folder, "next")
+    assert counts(list_all(job)) == {"new": 1, "foreign": 1}
+    (unit,) = listing.read_units(job, 0, 2)
+    assert unit.items["item_id"].to_pylist() == ["a1"]
+    assert unit.rejects["reason"].to_pylist() == ["id of another source"]
+    assert unit.rejects["item_id"].to_pylist() == ["a0~000000:0"]
+
+
+ITEM_X = Item("x", "x", "notes", "text", "r2")
+ROW_R1, ROW_R2 = ("r1", "notes", 5), ("r2", "notes", 5)
+
+
+@pytest.mark.parametrize(
+    ("stored", "rejected_at", "expected", "fragment"),
+    [
+        (None, None, "new", -1),
+        (None, "r1", "new", -1),
+        (None, "r2", "rejected", -1),
+        (ROW_R2, None, "done", -1),
+        (ROW_R2, "r2", "done", -1),
+        (ROW_R1, None, "changed", 5),
+        (ROW_R1, "r2", "rejected", -1),  # the row of the older revision stays
+        (("r2", "other", 5), None, "foreign", -1),
+        (("r1", "other", 5), "r2", "foreign", -1),
+    ],
+)
+def test_the_status_of_an_item(stored, rejected_at, expected, fragment):
+    known = {"x": rejected_at} if rejected_at else {}
+    status, row = listing._status(ITEM_X, stored, known)
+    assert (listing.STATUSES[status], row) == (expected, fragment)
+
+
+# -- rejects ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reject", "job_fields", "expected"),
+    [
+        ({}, {}, "rejected"),
+        ({"retryable": True}, {}, "new"),
+        ({"spec": "another spec"}, {}, "new"),
+        ({"revision": "an older one"}, {}, "new"),
+        ({}, {"retry_rejects": ("too odd",)}, "new"),
+        ({}, {"retry_rejects": ("another reason",)}, "rejected"),
+    ],
+)
+def test_what_was_rejected_is_tried_again_only_for_a_reason(folder, reject, job_fields, expected):
+    write(folder, a="a0=x")
+    job = a_job(folder, **job_fields)
+    set_reject(job, "a0", **{"revision": revision_of(job, "a0"), **reject})
+    assert counts(list_all(job)) == {expected: 1}
+    assert units(job, 1) == ({"000000-000000": ["a0"]} if expected == "new" else {})
+
+
+def test_what_cannot_be_listed_is_counted_once_it_is_known(folder):
+    write(folder, a="a0= ; a1=x")
+    job = a_job(folder)
+    (first,) = list_all(job)
+    assert (first.rejects.num_rows, first.num_known_rejects) == (1, 0)
+    writer = IndexWriter(job.index, "writer")
+    writer.set_rejects(first.rejects)
+    (second,) = list_all(a_job(folder, "next"))
+    assert (second.rejects.num_rows, second.num_known_rejects) == (0, 1)
+    (other,) = list_all(a_job(folder, "other", spec_digest="another spec"))
+    assert (other.rejects.num_rows, other.num_known_rejects) == (1, 0)
+
+
+# -- rows that went, and samples -------------------------------------------------------------
+
+
+def test_rows_that_are_no_longer_listed(folder):
+    write(folder, a="a0=x; a1=x; it's=x", b="b0=x")
+    store(a_job(folder), "a0", "a1", "it's")
+    store(a_job(folder, "second"), "b0")
+    job = a_job(folder, "same")
+    list_all(job)
+    assert listing.gone_rows(job, 2, "notes") == {}
+    write(folder, a="a0=changed", b="b9=x")
+    job = a_job(folder, "next")
+    list_all(job)
+    assert listing.gone_rows(job, 2, "notes") == {0: ["a1", "it's"], 1: ["b0"]}
+    assert listing.gone_rows(job, 2, "another collection") == {}
+
+
+def test_a_sample_follows_from_its_seed_alone(folder):
+    many = "; ".join(f"a{i}=text {i}" for i in range(40))
+    write(folder, a=many, b="b0=x; b1=x; a0=again")
+    job = a_job(folder)
+    list_all(job)
+
+    def sample(job: ListingJob, size: int, seed: int) -> list[str]:
+        tables = listing.sample_items(job, 2, size, seed)
+        return [item_id for table in tables for item_id in table["item_id"].to_pylist()]
+
+    chosen = sample(job, 10, seed=0)
+    assert len(set(chosen)) == 10
+    assert sample(job, 10, seed=0) == chosen
+    assert set(sample(job, 5, seed=0)) < set(chosen)
+    assert set(sample(job, 10, seed=1)) != set(chosen)
+    assert len(sample(job, 1000, seed=0)) == 42  # duplicates once
+    store(job, *chosen[:5])  # what is indexed already counts like the rest
+    resumed = a_job(folder, "resumed")
+    list_all(resumed)
+    assert sample(resumed, 10, seed=0) == chosen
+    tables = listing.sample_items(job, 2, 10, 0)
+    assert all(t for table in tables for t in table["text"].to_pylist())

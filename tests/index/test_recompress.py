@@ -1,0 +1,256 @@
+"""Recompression: the columns of the index job without the encoder, by fragment, resumable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.index import job, recompress
+from pipeline.index.reader import Index
+from pipeline.index.stages import Compress
+from pipeline.index.status import status
+from pipeline.index.writer import IndexWriter, LeaseHeld
+from pipeline.schema import metadata_of
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+DOCUMENTS = {
+    "wing": "The lift of a wing in a propeller slipstream was measured at many angles.",
+    "heat": "Heat transfer to a blunt body at hypersonic speed, and its boundary layer.",
+    "shell": "Thin cylindrical shells buckle under axial compression.",
+    "bread": "Bake the bread until its crust is golden.",
+    "flow": "Supersonic flow past a cone.",
+    "yeast": "Knead flour, water, salt and yeast.",
+}
+HPOOL = {"compressor": {"name": "hpool", "num_vectors": 4}}
+SAMER = {"compressor": {"name": "samer", "num_vectors": 4}}
+FULL = {"compressor": "none"}
+
+
+def make_index(uri: Path, collection: Path, *representations: dict, **fields: Any) -> None:
+    """Indexes the collection, two items a fragment."""
+    given = {
+        "index": str(uri),
+        "source": {"name": "text", "path": str(collection)},
+        "encoder": "minilm",
+        "representations": list(representations),
+        "unit_items": 2,
+        "fragment_items": 2,
+        **fields,
+    }
+    spec = config.parse(job.IndexSpec, given)
+    job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+
+
+def spec(uri: Path, *representations: dict, **fields: Any) -> recompress.RecompressSpec:
+    """A recompression spec."""
+    given = {"index": str(uri), "representations": list(representations), **fields}
+    return config.parse(recompress.RecompressSpec, given)
+
+
+def run(a_spec: recompress.RecompressSpec) -> recompress.Progress:
+    """Runs the job, quietly."""
+    resources = recompress.RecompressResources()
+    return recompress.run(a_spec, resources, job="2", report=lambda line: None)
+
+
+def rows(uri: Path) -> dict[str, dict[str, Any]]:
+    """Every row of the index by item id; none may be there twice."""
+    table = Index(str(uri)).dataset.to_table()
+    there = {row["item_id"]: row for row in table.to_pylist()}
+    assert len(there) == table.num_rows
+    return there
+
+
+@pytest.fixture(scope="module")
+def original(cluster, tmp_path_factory) -> Path:
+    """An index of three fragments that holds the full tokens only."""
+    folder = tmp_path_factory.mktemp("original") / "collection"  # named as that of the tests
+    folder.mkdir()
+    lines = [json.dumps({"_id": i, "text": text}) for i, text in DOCUMENTS.items()]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    make_index(folder.parent / "index", folder, FULL)
+    assert len(Index(str(folder.parent / "index")).dataset.get_fragments()) == 3
+    return folder.parent / "index"
+
+
+@pytest.fixture
+def uri(original: Path, tmp_path: Path) -> Path:
+    """A copy of that index."""
+    return Path(shutil.copytree(original, tmp_path / "index"))
+
+
+def test_the_columns_are_those_of_the_index_job(tmp_path, collection, uri):
+    make_index(tmp_path / "at_once", collection(**DOCUMENTS), FULL, HPOOL, SAMER)
+    progress = run(spec(uri, HPOOL, SAMER))
+    assert (progress.done, progress.rows) == (3, 6)
+    there, expected = rows(uri), rows(tmp_path / "at_once")
+    assert there.keys() == expected.keys()
+    for item_id, row in expected.items():
+        assert there[item_id].keys() == row.keys()
+        for name in ("hpool_4", "samer_4"):
+            here = np.array(there[item_id][name], dtype=np.float64)
+            # The source has gone through float16 once, and the result once more.
+            np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
+            assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
+        unchanged = [n for n in row if not n.startswith(("hpool", "samer"))]
+        assert all(there[item_id][name] == row[name] for name in unchanged)
+
+    # A search needs nothing but the column's metadata.
+    schema, schema_at_once = (Index(str(u)).dataset.schema for u in (uri, tmp_path / "at_once"))
+    for name in ("hpool_4", "hpool_4_support", "samer_4", "samer_4_support"):
+        assert metadata_of(schema.field(name)) == metadata_of(schema_at_once.field(name))
+    found, best = (
+        open_index(str(u)).search("how do shells buckle", "hpool_4", k=3, score="hybrid")
+        for u in (uri, tmp_path / "at_once")
+    )
+    assert [hit.item_id for hit in found] == [hit.item_id for hit in best]
+    assert found[0].item_id == "shell"
+    assert any(match.spans for match in found[0].matches)
+    np.testing.assert_allclose([h.score for h in found], [h.score for h in best], atol=1e-2)
+    stored = status(str(uri))
+    assert stored["representations"]["samer_4"]["filled"] == 1.0
+    assert [done["kind"] for done in stored["jobs"]] == ["recompress", "index"]
+
+
+def test_a_resume_does_the_rest_and_nothing_twice(uri):
+    a_spec = spec(uri, HPOOL)
+    # A run that came as far as one committed fragment, and died.
+    writer = IndexWriter(str(uri), "died")
+    facts = recompress.stored_facts(Index(str(uri)), "full")
+    (wanted,) = a_spec.every_representation()
+    writer.add_columns(recompress.representation_fields(wanted, facts, None))
+    assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
+    fill = recompress.FillFragment(
+        str(uri), writer.dataset.version, "full", Compress(facts, [wanted], {}, ()), num_threads=1
+    )
+    filled = fill.fill(1)
+    fragment = recompress.FragmentMetadata.from_json(json.dumps(filled["fragment"]))
+    writer.commit_columns([(fragment, filled["fields"])])
+    writer.release()
+    before = rows(uri)
+    assert sum(row["hpool_4"] is not None for row in before.values()) == 2
+    files = data_files(uri, 1)
+
+    progress = run(a_spec)
+    assert (progress.done_before, progress.done, progress.rows) == (1, 2, 4)
+    after = rows(uri)
+    assert all(len(row["hpool_4"]) == 4 for row in after.values())
+    assert data_files(uri, 1) == files
+
+    version = Index(str(uri)).dataset.version
+    progress = run(a_spec)
+    assert (progress.done_before, progress.done, progress.commits) == (3, 0, 0)
+    assert rows(uri) == after
+    # Nothing but the lease was written: taken, fenced, given back.
+    assert Index(str(uri)).dataset.version == version + 3
+
+
+def data_files(uri: Path, number: int) -> list[str]:
+    """The data files of a fragment that hold a column today."""
+    files = Index(str(uri)).dataset.get_fragment(number).data_files()
+    return [file.path for file in files if any(field >= 0 for field in file.fields)]
+
+
+def test_a_failure_keeps_the_fragments_that_were_committed(uri, monkeypatch):
+    a_spec = spec(uri, HPOOL, commit_fragments=1)
+    commit = IndexWriter.commit_columns
+
+    def commit_once(writer, fragments):
+        monkeypatch.setattr(IndexWriter, "commit_columns", fail)
+        return commit(writer, fragments)
+
+    def fail(writer, fragments):
+        raise OSError("the network is gone")
+
+    monkeypatch.setattr(IndexWriter, "commit_columns", commit_once)
+    with pytest.raises(OSError, match="the network is gone"):
+        run(a_spec)
+    monkeypatch.undo()
+    assert sum(row["hpool_4"] is not None for row in rows(uri).values()) == 2
+    assert status(str(uri))["lease"] is None
+    assert status(str(uri))["jobs"][0]["state"] == "failed"
+    progress = run(a_spec)
+    assert (progress.done_before, progress.done) == (1, 2)
+    assert all(row["hpool_4"] for row in rows(uri).values())
+
+
+def test_a_second_representation_leaves_the_first_alone(uri):
+    run(spec(uri, HPOOL))
+    files = [data_files(uri, number) for number in range(3)]
+    one_more = {"compressor": {"name": "random", "num_vectors": 2}, "keep_support": False}
+    progress = run(spec(uri, HPOOL, SAMER, one_more))
+    assert (progress.done, progress.rows) == (3, 6)
+    assert all(row["samer_4"] and row["random_2"] for row in rows(uri).values())
+    for number in range(3):
+        assert data_files(uri, number)[: len(files[number])] == files[number]
+
+
+def test_rows_that_came_later_are_filled_by_another_run(tmp_path, collection, uri):
+    run(spec(uri, HPOOL))
+    first = rows(uri)
+    more = {**DOCUMENTS, "bread": "Bake it until the crust is dark.", "cone": "A cone in a stream."}
+    make_index(uri, collection(**more), FULL)  # the job's spec does not speak of hpool_4
+    assert {i for i, row in rows(uri).items() if row["hpool_4"] is None} == {"bread", "cone"}
+    progress = run(spec(uri, HPOOL))
+    assert progress.rows == 2
+    after = rows(uri)
+    assert all(row["hpool_4"] for row in after.values())
+    assert all(after[i] == first[i] for i in first if i != "bread")
+    assert after["bread"]["hpool_4"] != first["bread"]["hpool_4"]
+
+
+def test_rows_without_full_tokens_stay_empty(collection, uri):
+    run(spec(uri, HPOOL))
+    make_index(uri, collection(**DOCUMENTS, cone="A cone in a stream."), HPOOL)
+    assert rows(uri)["cone"]["full"] is None
+    progress = run(spec(uri, SAMER))  # one fragment has nothing to compress
+    assert (progress.done, progress.rows) == (4, 6)
+    assert {i for i, row in rows(uri).items() if row["samer_4"] is None} == {"cone"}
+    assert run(spec(uri, SAMER)).done == 0
+
+    Index(str(uri)).dataset.optimize.compact_files()  # now one fragment holds both kinds of rows
+    assert len(Index(str(uri)).dataset.get_fragments()) == 1
+    two = {"compressor": {"name": "random", "num_vectors": 2}}
+    assert run(spec(uri, two)).rows == 6
+    after = rows(uri)
+    assert {i for i, row in after.items() if row["random_2"] is None} == {"cone"}
+    assert after["cone"]["hpool_4"]
+    assert status(str(uri))["representations"]["random_2"]["filled"] == pytest.approx(6 / 7)
+
+
+def test_what_is_refused(uri, monkeypatch):
+    """All of it before anything is written, and in one sentence."""
+    run(spec(uri, HPOOL))
+    version = Index(str(uri)).dataset.version
+    other = {"compressor": {"name": "random", "num_vectors": 4, "seed": 1}, "id": "hpool_4"}
+    for source, representation, sentence in [
+        ("full", other, r"representations.hpool_4.compressor: .* differs .*, or another `id`$"),
+        ("hpool_4", SAMER, "source: 'hpool_4' lacks tokens; legal: a representation by the .*none"),
+        ("fully", SAMER, "representation: 'fully' is not in the index; legal: full, hpool_4$"),
+    ]:
+        with pytest.raises(SpecError, match=sentence):
+            run(spec(uri, representation, source=source))
+    with pytest.raises(SpecError, match="representations: .* legal: at least one"):
+        run(spec(uri))
+    with pytest.raises(SpecError, match="'hpool_4' is named twice; legal: a different `id`"):
+        run(spec(uri, HPOOL, HPOOL))
+    with pytest.raises(SpecError, match="holds no index; legal: the URI of an index made by"):
+        run(spec(uri.parent / "none", HPOOL))
+    assert not (uri.parent / "none").exists()
+    assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_support"
+    assert Index(str(uri)).dataset.version <= version + 3  # one of them took the lease
+
+
+def test_a_second_job_is_told_who_writes(uri):
+    holder = IndexWriter(str(uri), "the-first-job")
+    with pytest.raises(LeaseHeld, match="is being written by job the-first-job"):
+        run(spec(uri, HPOOL))
+    holder.release()

@@ -1,0 +1,113 @@
+"""Everything at s3:// URIs, against moto's server: corpus, index, status, search, recompression."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import boto3
+import pytest
+import s3fs
+import yaml
+from moto.server import ThreadedMotoServer
+
+from pipeline import open_index
+from pipeline.config import SpecError
+from pipeline.index.reader import Index
+from pipeline.index.stages import write_table
+from pipeline.index.status import status
+from pipeline.index.writer import IndexWriter
+from pipeline.schema import ITEM
+from tests.conftest import run_jobs
+
+CORPUS = {
+    "wing": "The lift of a wing in a propeller slipstream.",
+    "shell": "Thin cylindrical shells buckle under axial compression.",
+    "bread": "Bake the bread until its crust is golden.",
+}
+
+
+@pytest.fixture
+def s3(monkeypatch) -> Iterator[dict[str, str]]:
+    """A server with an empty bucket called `bucket`; the environment that leads to it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield environment
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def put(key: str, text: str) -> None:
+    """Writes an object into the bucket."""
+    boto3.client("s3").put_object(Bucket="bucket", Key=key, Body=text.encode())
+
+
+def test_index_status_search_and_recompress(s3, tmp_path):
+    uri = "s3://bucket/deep/index"
+    put("corpus.jsonl", "\n".join(json.dumps({"_id": i, "text": t}) for i, t in CORPUS.items()))
+    spec = {
+        "index": uri,
+        "source": {"name": "text", "path": "s3://bucket/corpus.jsonl"},
+        "representations": [{"compressor": "none"}],
+        "fragment_items": 2,
+        "unit_items": 2,
+    }
+    put("specs/index.yaml", yaml.safe_dump(spec))
+    hpool = {"compressor": {"name": "hpool", "num_vectors": 4}}
+    again = {"index": uri, "representations": [hpool]}
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(again))
+    done = run_jobs(
+        ["index", "s3://bucket/specs/index.yaml"],
+        ["index", "s3://bucket/specs/index.yaml"],
+        ["recompress", str(tmp_path / "again.yaml")],
+        ["status", uri],
+        ["search", uri, "how do shells buckle", "--representation", "hpool_4", "--k", "1"],
+        **s3,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "listed 3 = indexed 3 (3 new, 0 replaced, 0 as before) + rejected 0" in done.stdout
+    assert "listed 3 = indexed 3 (0 new, 0 replaced, 3 as before) + rejected 0" in done.stdout
+    assert "2 of 2 fragments to do, 1 representations" in done.stdout
+    assert f"index        {uri}\n" in done.stdout
+    assert "  1  " in done.stdout and "[shells]" in done.stdout
+
+    there = status(uri)
+    assert (there["items"], there["lease"]) == (3, None)
+    assert there["representations"]["hpool_4"]["filled"] == 1.0
+    assert [job["kind"] for job in there["jobs"]] == ["recompress", "index", "index"]
+    assert open_index(uri).search("bake bread", k=1)[0].item_id == "bread"
+
+
+def test_what_others_write_is_seen_by_a_process_that_looked_before(s3):
+    uri = "s3://bucket/index"
+    for number in range(2):
+        writer = IndexWriter(uri, "job")  # looks whether every data file is there
+        row = {"item_id": f"a{number}", "parent_id": "a", "source": "s", "modality": "text"}
+        rows = ITEM.empty_table().from_pylist([{**row, "revision": "1"}], schema=ITEM)
+        writer.commit(write_table(rows, f"{uri}/items.lance"))
+        writer.release()
+    assert IndexWriter(uri, "last").dataset.count_rows() == 2
+
+
+def test_a_bucket_that_is_not_there_is_not_made(s3):
+    with pytest.raises(SpecError, match=r"^index: 's3://typo/index' cannot be written; legal: "):
+        IndexWriter("s3://typo/index", "job")
+    assert [b["Name"] for b in boto3.client("s3").list_buckets()["Buckets"]] == ["bucket"]
+    with pytest.raises(SpecError, match="'s3://typo/index' holds no index"):
+        Index("s3://typo/index")
+    put("letters/from_home.txt", "Dear Ada")
+    with pytest.raises(SpecError, match="'s3://bucket/letters' holds something else; legal: an in"):
+        IndexWriter("s3://bucket/letters", "job")

@@ -1,0 +1,92 @@
+"""The benches: tiny runs give well-formed figures (how fast is not for a test to say)."""
+
+from __future__ import annotations
+
+import json
+
+import lance
+import pytest
+
+from jobs.bench.index_run import bare_loop
+from pipeline import config
+from pipeline.index import job
+from pipeline.index.reader import ITEMS, part
+from tests.conftest import start_job
+
+
+def bench(address: str, *arguments: str) -> tuple[str, str, int]:
+    """Runs the pipeline bench on a cluster that is there; (stdout, stderr, exit code)."""
+    process = start_job("jobs.bench", "pipeline", *arguments, address=address)
+    out, error = process.communicate(timeout=280)
+    return out, error, process.returncode
+
+
+def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collection):
+    source = {"name": "text", "path": str(collection(**{f"d{i}": f"text {i}" for i in range(9)}))}
+    rows = {}
+    for side in ("bare", "ray"):
+        spec = config.parse(
+            job.IndexSpec,
+            {
+                "index": str(tmp_path / side),
+                "source": source,
+                "encoder": {"name": "sleeping", "seconds": 0, "num_tokens": 12, "dim": 16},
+                "representations": [
+                    {"compressor": "none"},
+                    {"compressor": {"name": "samer", "num_vectors": 4}},
+                ],
+                "unit_items": 2,
+                "fragment_items": 4,
+                "commit_items": 4,
+            },
+        )
+        if side == "bare":
+            progress = bare_loop(spec, num_threads=1)
+        else:
+            progress = job.run(spec, job.IndexResources(), job="test", report=lambda line: None)
+        assert (progress.new, progress.commits) == (9, 3)
+        dataset = lance.dataset(part(spec.index, ITEMS))
+        assert [f.count_rows() for f in dataset.get_fragments()] == [4, 4, 1]
+        rows[side] = dataset.to_table()
+    assert rows["bare"].equals(rows["ray"])
+
+
+def test_the_comparison_has_both_sides_and_their_ratio(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--sleeping-items", "128", "--commit-items", "64", "--repeats", "1")
+    out, error, code = bench(cluster, "--only", "sleeping", *sizes, "--out", str(record))
+    assert code == 0, error
+    written = json.loads(record.read_text())
+    assert written["command"].startswith("python -m jobs.bench pipeline --only sleeping")
+    assert written["versions"]["ray"] and written["machine"]["cores"] >= 1
+    assert set(written["figures"]) == {"sleeping_spatial", "sleeping_samer"}
+    for figure in written["figures"].values():
+        assert {run["new"] for side in figure["runs"].values() for run in side} == {128}
+        for start, ratio in figure["ratio"].items():
+            (ray,), (bare,) = (figure[side][start]["values"] for side in ("ray", "bare"))
+            assert ratio["values"] == pytest.approx([ray / bare])
+        ((_, first), (_, last)) = figure["runs"]["bare"][0]["commits"]
+        assert (first, last) == (64, 128)
+    assert out.count("| **ratio** | **") == 2
+
+
+@pytest.mark.heavy
+def test_a_resume_is_split_into_its_steps(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    chosen = ("--only", "resume", "memory", "--small-items", "3000")
+    _, error, code = bench(cluster, *chosen, "--out", str(record))
+    assert code == 0, error
+    figures = json.loads(record.read_text())["figures"]
+    resume = figures["resume"]
+    assert resume["run"]["unchanged"] == 2048  # two of three commits
+    assert resume["run"]["indexed"] == 3000
+    assert resume["seconds"] == pytest.approx(sum(resume["steps"].values()))
+    assert all(seconds >= 0 for seconds in resume["steps"].values())
+    assert set(figures["memory"]["peak_bytes"]) == {"300", "3000"}
+    assert min(figures["memory"]["peak_bytes"].values()) > 50 << 20  # a Python with Ray and torch
+
+
+def test_too_few_items_for_a_steady_state_are_refused(cluster):
+    _, error, code = bench(cluster, "--items", "64", "--commit-items", "64")
+    assert code == 2
+    assert "items: 64 is not legal; legal: more than commit_items (64)" in error

@@ -1,0 +1,254 @@
+"""Search on a real index: against brute force, and what every option promises."""
+
+import shutil
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline import open_index
+from pipeline.config import SpecError
+from pipeline.encoders.minilm import MiniLM
+from pipeline.index.reader import ITEMS
+from pipeline.schema import metadata_of, with_metadata
+from pipeline.search.maxsim import maxsim_oracle
+from pipeline.tokens import flat_from_arrow, pad
+
+QUERIES = ["the lift of a wing", "how to bake bread", "heat at the nose of a body"]
+
+
+@pytest.fixture(scope="module")
+def searcher(index_uri):
+    return open_index(index_uri)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> MiniLM:
+    return MiniLM(MiniLM.Spec())
+
+
+def brute_force(index_uri, encoder, text, representation, score) -> dict[str, float]:
+    """Scores by item id, worked out item by item from the stored columns."""
+    table = lance.dataset(f"{index_uri}/{ITEMS}").to_table()
+    encoded = encoder.encode_queries([text])
+    query_MD = encoded.tokens.vectors[0][encoded.tokens.mask[0]]
+    padded, mask = pad(*flat_from_arrow(table[representation]))
+    late, _ = maxsim_oracle(query_MD, padded, mask, reduce="mean" if score == "hybrid" else "sum")
+    pooled = np.array(table["minilm_pooled"].to_pylist(), np.float32)
+    single = torch.from_numpy(pooled) @ encoded.tokens.pooled[0]
+    scores = {"late": late, "single": single, "hybrid": late + single}[score]
+    found = zip(table["item_id"].to_pylist(), scores.tolist(), strict=True)
+    return {item_id: value for item_id, value in found if value > -np.inf}
+
+
+@pytest.mark.parametrize("representation", ["full", "hpool_4", "hpool_2", "random_4"])
+@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+def test_equals_brute_force(searcher, index_uri, encoder, representation, score):
+    for text in QUERIES:
+        hits = searcher.search(text, representation, k=100, score=score)
+        expected = brute_force(index_uri, encoder, text, representation, score)
+        assert {hit.item_id for hit in hits} == set(expected)
+        assert [hit.rank for hit in hits] == list(range(1, len(hits) + 1))
+        for hit in hits:
+            assert hit.score == pytest.approx(expected[hit.item_id], abs=1e-4)
+        scores = [hit.score for hit in hits]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_hits_carry_what_is_stored(searcher, texts):
+    best = searcher.search("a wing in a slipstream")[0]
+    assert best.parent_id == "wing"
+    assert (best.title, best.text) == (f"On {best.item_id}", texts[best.item_id])
+
+
+def test_an_item_without_vectors_is_no_hit(searcher, texts):
+    found = [hit.item_id for hit in searcher.search("bread", "hpool_2", k=100)]
+    assert set(texts) - set(found) == {"bread/2"}
+
+
+def test_k_best_are_the_first_of_all(searcher):
+    every = searcher.search(QUERIES[0], k=100)
+    assert searcher.search(QUERIES[0], k=3) == every[:3]
+
+
+def test_many_queries_equal_one_by_one(searcher):
+    together = searcher.search(QUERIES, k=4)
+    for text, hits in zip(QUERIES, together, strict=True):
+        alone = searcher.search(text, k=4)
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in alone]
+        for hit, other in zip(hits, alone, strict=True):
+            assert hit.score == pytest.approx(other.score, abs=1e-5)
+
+
+def test_vectors_and_encoded_queries_equal_texts(searcher, encoder):
+    encoded = encoder.encode_queries(QUERIES)
+    by_text = [[hit.item_id for hit in hits] for hits in searcher.search(QUERIES, k=4)]
+    tokens = encoded.tokens
+    vectors = [row[mask].numpy() for row, mask in zip(tokens.vectors, tokens.mask, strict=True)]
+    for asked in (encoded, vectors, [3.0 * query for query in vectors]):
+        assert [[hit.item_id for hit in hits] for hits in searcher.search(asked, k=4)] == by_text
+    assert [hit.item_id for hit in searcher.search(vectors[0], k=4)] == by_text[0]
+    assert [ranking.item_ids for ranking in searcher.rank(encoded, k=4)] == by_text
+
+
+def test_group_by_parent_takes_the_best_part(searcher, texts):
+    every = searcher.search("a wing in a slipstream", k=100)
+    parents = list(dict.fromkeys(hit.parent_id for hit in every))
+    assert len(parents) < len(texts)
+    for k in (1, 3, 100):
+        grouped = searcher.search("a wing in a slipstream", k=k, group_by="parent")
+        assert [hit.parent_id for hit in grouped] == parents[:k]
+        for hit in grouped:
+            best = next(other for other in every if other.parent_id == hit.parent_id)
+            assert (hit.item_id, hit.score) == (best.item_id, best.score)
+
+
+def test_where_leaves_items_out_before_the_best_are_taken(searcher):
+    every = searcher.search("lift", k=100)
+    kept = [hit for hit in every if hit.item_id.startswith("heat") or hit.item_id == "flow"]
+    where = "parent_id = 'heat' OR item_id = 'flow'"
+    for k in (1, 2, 100):
+        hits = searcher.search("lift", k=k, where=where)
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in kept[:k]]
+        assert [hit.score for hit in hits] == pytest.approx([h.score for h in kept[:k]], abs=1e-5)
+        assert hits[0].matches[0].query_token == "lift"
+    grouped = searcher.search("lift", where=where, group_by="parent")
+    assert [hit.parent_id for hit in grouped] == list(dict.fromkeys(h.parent_id for h in kept))
+    assert searcher.search("lift", where="item_id = 'nothing'") == []
+    assert searcher.search("lift", where="item_id = 'nothing'", group_by="parent") == []
+
+
+def test_equal_scores_are_ordered_by_item_id(index_uri, tmp_path):
+    """Copies of one row, written in another order than that of their ids."""
+    shutil.copytree(index_uri, tmp_path / "index")
+    items = str(tmp_path / "index" / ITEMS)
+    row = lance.dataset(items).to_table(filter="item_id = 'flow'")
+    for name in ("z", "b", "m", "a", "y"):
+        copy = row.set_column(0, row.schema.field("item_id"), pa.array([name]))
+        copy = copy.set_column(1, row.schema.field("parent_id"), pa.array([f"of {name}"]))
+        lance.write_dataset(copy, items, mode="append")
+    searcher = open_index(str(tmp_path / "index"))
+    for k in (1, 2, 4, 6):
+        hits = searcher.search("supersonic flow past a cone", k=k)
+        assert [hit.item_id for hit in hits] == ["a", "b", "flow", "m", "y", "z"][:k]
+        grouped = searcher.search("supersonic flow past a cone", k=k, group_by="parent")
+        assert [hit.item_id for hit in grouped] == ["a", "b", "flow", "m", "y", "z"][:k]
+
+
+def test_deleted_items_and_old_versions(index_uri, tmp_path):
+    shutil.copytree(index_uri, tmp_path / "index")
+    uri = str(tmp_path / "index")
+    dataset = lance.dataset(f"{uri}/{ITEMS}")
+    version = dataset.version
+    before = open_index(uri).search(QUERIES[0], k=3)
+    dataset.delete(f"item_id = '{before[0].item_id}'")
+    after = open_index(uri).search(QUERIES[0], k=2)
+    assert [hit.item_id for hit in after] == [hit.item_id for hit in before[1:]]
+    assert after[0].matches == before[1].matches
+    assert open_index(uri, version).search(QUERIES[0], k=3) == before
+
+
+@pytest.mark.parametrize("representation", ["full", "hpool_4", "random_4"])
+def test_matches_name_the_best_vector_and_its_words(searcher, index_uri, encoder, representation):
+    text = "lift of a wing"
+    hit = searcher.search(text, representation, k=1)[0]
+    table = lance.dataset(f"{index_uri}/{ITEMS}").to_table(filter=f"item_id = '{hit.item_id}'")
+    row = table.to_pylist()[0]
+    encoded = encoder.encode_queries([text])
+    query_MD = encoded.tokens.vectors[0][encoded.tokens.mask[0]].numpy()
+    sim_MN = query_MD @ np.array(row[representation], np.float32).T
+    assert [match.query_token for match in hit.matches] == encoded.token_texts[0]
+    assert [match.document_token for match in hit.matches] == sim_MN.argmax(axis=1).tolist()
+    assert hit.score == pytest.approx(sum(match.similarity for match in hit.matches), abs=1e-4)
+    for match in hit.matches:
+        if representation == "full":
+            spans = [row["minilm_spans"][match.document_token]]
+        elif representation == "random_4":
+            chosen = row["random_4_support"][match.document_token]
+            spans = [row["minilm_spans"][chosen]]
+        else:
+            support = row["hpool_4_support"]
+            spans = [
+                span
+                for span, output in zip(row["minilm_spans"], support, strict=True)
+                if output == match.document_token
+            ]
+        characters = {i for start, end in spans for i in range(start, end)}
+        assert characters
+        assert {i for start, end in match.spans for i in range(start, end)} == characters
+
+
+def test_words_match_themselves(searcher):
+    hit = searcher.search("slipstream", "full", k=1)[0]
+    matched = [hit.text[start:end].lower() for match in hit.matches for start, end in match.spans]
+    assert "".join(matched) == "slipstream"
+
+
+def test_without_stored_positions_matches_have_no_spans(index_uri, tmp_path, texts):
+    shutil.copytree(index_uri, tmp_path / "index")
+    uri = str(tmp_path / "index")
+    lance.dataset(f"{uri}/{ITEMS}").drop_columns(["minilm_spans", "hpool_4_support"])
+    searcher = open_index(uri)
+    for representation in ("full", "hpool_4", "random_4"):
+        hits = searcher.search("lift of a wing", representation, k=len(texts))
+        assert len(hits) == len(texts)
+        assert all(hit.matches and not any(m.spans for m in hit.matches) for hit in hits)
+
+
+def test_explanations_only_where_asked(searcher):
+    explained = searcher.search(QUERIES[0])
+    plain = searcher.search(QUERIES[0], explain=False)
+    assert [hit.item_id for hit in plain] == [hit.item_id for hit in explained]
+    assert all(hit.matches for hit in explained)
+    assert not any(hit.matches for hit in plain)
+
+
+def test_default_representation_is_full(searcher):
+    assert searcher.representation()[0] == "full"
+    assert searcher.search("lift", k=2) == searcher.search("lift", "full", k=2)
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "field", "legal"),
+    [
+        ("lift", {"representation": "hpool_9"}, "representation", "full, hpool_4, hpool_2"),
+        ("lift", {"representation": "rerank_tokens"}, "representation", "full, hpool_4"),
+        ("lift", {"k": 0}, "k", "an integer >= 1"),
+        ("lift", {"score": "best"}, "score", "late, single, hybrid"),
+        ("lift", {"group_by": "video"}, "group_by", "parent"),
+        ("lift", {"where": "no such column = 1"}, "where", "a Lance SQL filter"),
+        ("lift", {"where": "colour = 'red'"}, "where", "a Lance SQL filter"),
+        (" ", {}, "query", "at least one word"),
+        (["lift", ""], {}, "query", "at least one word"),
+        (np.ones((2, 5)), {}, "query", "384"),
+        (np.ones(384), {}, "query", "a matrix"),
+        (np.full((1, 384), np.nan), {}, "query", "finite"),
+        (np.ones((1, 384)), {"score": "hybrid"}, "score", "late"),
+    ],
+)
+def test_illegal_arguments(searcher, query, options, field, legal):
+    with pytest.raises(SpecError) as caught:
+        searcher.search(query, **options)
+    assert caught.value.field == field
+    assert legal in str(caught.value)
+
+
+def test_no_index_there(tmp_path):
+    with pytest.raises(SpecError, match="holds no index"):
+        open_index(str(tmp_path / "nothing"))
+
+
+def test_another_encoder_is_refused(index_uri, tmp_path):
+    """The metadata of one representation says that other weights made it."""
+    table = lance.dataset(f"{index_uri}/{ITEMS}").to_table()
+    field = table.schema.field("hpool_4")
+    changed = with_metadata(field, {**metadata_of(field), "fingerprint": "0123"})
+    schema = table.schema.set(table.schema.get_field_index("hpool_4"), changed)
+    lance.write_dataset(table.cast(schema), str(tmp_path / ITEMS))
+    searcher = open_index(str(tmp_path))
+    with pytest.raises(SpecError, match="was made by another encoder") as caught:
+        searcher.search("lift", "hpool_4")
+    assert "fingerprint 0123, this one has" in str(caught.value)
+    assert searcher.search("lift", "full")

@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from pipeline.config import JobError, SpecError, Stopped
 
@@ -48,18 +49,45 @@ def _said(error: object, code: int) -> int:
     return code
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Options may stand anywhere; what is wrong is one sentence and exit code 2."""
+
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Parses a command line, that of this process if it is None."""
+        return self.parse_intermixed_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and ends the process."""
+        self.exit(BAD_INPUT, f"error: {message}; see --help\n")
+
+
+def parser(doc: str) -> Parser:
     """A parser whose help is the job's docstring."""
-    return argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def spec_parser(doc: str, *, profiles: bool = True) -> Parser:
+    """A parser for jobs that run a spec, with the arguments that all of them have.
+
+    Args:
+        profiles: whether the job takes a resources profile.
+    """
+    made = parser(doc)
+    made.add_argument("spec", help="a YAML file, see jobs/specs")
+    made.add_argument("overrides", nargs="*", default=[], help="dotted.field=value")
+    if profiles:
+        made.add_argument("--resources", help="a profile, see cluster/profiles")
+    return made
 
 
 def positive(text: str) -> int:
     """An argument that is an integer of at least 1."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not legal; legal: an integer >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: an integer >= 1")
     return number
 
 

@@ -24,7 +24,7 @@ SEARCHES = [
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the phases one after the other, each timed."""
-    jobs.parser(__doc__).parse_args(arguments)
+    jobs.parser(__doc__).parse(arguments)
     spent = []
 
     def phase(name: str, run, *arguments: str) -> None:

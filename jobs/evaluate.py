@@ -19,10 +19,7 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
-    parser = jobs.parser(__doc__)
-    parser.add_argument("spec", help="a YAML file, see jobs/specs")
-    parser.add_argument("overrides", nargs="*", help="dotted.field=value")
-    args = parser.parse_args(arguments)
+    args = jobs.spec_parser(__doc__, profiles=False).parse(arguments)
 
     from pipeline.eval import evaluation
 

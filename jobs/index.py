@@ -19,12 +19,9 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
-    parser = jobs.parser(__doc__)
-    parser.add_argument("spec", help="a YAML file, see jobs/specs")
-    parser.add_argument("overrides", nargs="*", help="dotted.field=value")
+    parser = jobs.spec_parser(__doc__)
     parser.add_argument("--limit", type=jobs.positive, help="only the first N listed items")
     parser.add_argument("--dry-run", action="store_true", help="list and estimate, write nothing")
-    parser.add_argument("--resources", help="a profile, see cluster/profiles")
     parser.add_argument(
         "--remove-missing",
         action="store_true",
@@ -37,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="REASON",
         help="try items again that were rejected for this reason",
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse(arguments)
     if args.remove_missing and args.limit:
         parser.error("--remove-missing needs the whole listing: leave --limit out")
 
@@ -46,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = config.load(job.IndexSpec, args.spec, args.overrides)
     resources = job.IndexResources()
     if args.resources:
-        resources = config.load(job.IndexResources, args.resources)
+        resources = config.load(job.IndexResources, args.resources, what="resources")
     job.check(spec)
     with jobs.cluster(resources.object_store_bytes):
         if args.dry_run:

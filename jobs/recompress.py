@@ -16,18 +16,14 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
-    parser = jobs.parser(__doc__)
-    parser.add_argument("spec", help="a YAML file, see jobs/specs")
-    parser.add_argument("overrides", nargs="*", help="dotted.field=value")
-    parser.add_argument("--resources", help="a profile, see cluster/profiles")
-    args = parser.parse_args(arguments)
+    args = jobs.spec_parser(__doc__).parse(arguments)
 
     from pipeline.index import recompress
 
     spec = config.load(recompress.RecompressSpec, args.spec, args.overrides)
     resources = recompress.RecompressResources()
     if args.resources:
-        resources = config.load(recompress.RecompressResources, args.resources)
+        resources = config.load(recompress.RecompressResources, args.resources, what="resources")
     with jobs.cluster():
         recompress.run(spec, resources, job=jobs.job_id(), report=jobs.say)
 

@@ -28,10 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and searches."""
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="the URI of an index")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("query", nargs="?", help="a text")
-    asked.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
-    asked.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
+    parser.add_argument("query", nargs="*", default=[], help="a text")
+    parser.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
+    parser.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
     parser.add_argument("--representation", help="default: full if there is one, else the first")
     parser.add_argument("--k", type=jobs.positive, default=10, help="hits for each query")
     parser.add_argument("--score", default="late", help="late, single or hybrid")
@@ -39,8 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
-    args = parser.parse_args(arguments)
+    args = parser.parse(arguments)
+    if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
+        parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
 
+    from pipeline.atomic import check_writable
     from pipeline.eval.metrics import write_run
     from pipeline.eval.topics import read_queries, read_query_vectors
     from pipeline.search.searcher import open_index
@@ -50,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.query_vectors:
         queries = read_query_vectors(args.query_vectors)
     else:
-        queries = {"1": args.query}
+        queries = {"1": " ".join(args.query)}
+    if args.run:
+        check_writable(args.run, "run", as_file=True)
     searcher = open_index(args.index, args.version)
     name, _ = searcher.representation(args.representation)
     how = {

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="the URI of an index")
     parser.add_argument("--json", action="store_true", help="as JSON, for scripts")
-    args = parser.parse_args(arguments)
+    args = parser.parse(arguments)
 
     from pipeline.index.status import status
 

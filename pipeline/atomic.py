@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
+from pathlib import Path
 
 import fsspec
 
-from pipeline.config import absolute
+from pipeline.config import SpecError, absolute
+
+
+def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
+    """Looks whether something can be written at a local path, before the work for it is done.
+
+    Args:
+        as_file: whether it will be a file (else a folder).
+
+    Raises:
+        SpecError: for `field`: no, it cannot.
+    """
+    filesystem, path = fsspec.url_to_fs(absolute(uri))
+    if "file" not in filesystem.protocol:
+        return
+    there = Path(path)
+    if as_file and there.is_dir():
+        raise SpecError(field, uri, "the path of a file", "is a folder")
+    if not as_file and there.is_file():
+        raise SpecError(field, uri, "the path of a folder", "is a file")
+    there = there.parent if as_file else there
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise SpecError(field, uri, "a path under folders", f"lies under the file {there}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SpecError(field, uri, f"a writable path ({there} is not)", "cannot be written")
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:
-    """Writes a file under another name and renames it; makes the folders above it."""
+    """Writes a file under another name and renames it; makes the folders above it.
+
+    Raises:
+        OSError: it cannot be written there, or is a folder.
+    """
     filesystem, path = fsspec.url_to_fs(absolute(uri))
+    if filesystem.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", uri)
     folder, name = posixpath.split(path)
     filesystem.makedirs(folder, exist_ok=True)
     unfinished = posixpath.join(folder, f".{name}.{os.getpid()}.tmp")

@@ -6,10 +6,12 @@ A spec says *what* is computed. How many CPUs, GPUs and actors do it stands in a
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -78,6 +80,16 @@ def _uri(value: str) -> str:
 #: A field that holds a path or URI.
 Uri = Annotated[str, AfterValidator(_uri)]
 
+
+@contextlib.contextmanager
+def within(field: str) -> Iterator[None]:
+    """Names the field that holds the spec of which a `SpecError` inside speaks."""
+    try:
+        yield
+    except SpecError as error:
+        raise error.below(field) from None
+
+
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
@@ -110,8 +122,13 @@ def describe(error: ValidationError) -> SpecError:
     return SpecError(field or "spec", first["input"], legal)
 
 
-def load(spec_class: type[SpecT], path: str, overrides: Iterable[str] = ()) -> SpecT:
+def load(
+    spec_class: type[SpecT], path: str, overrides: Iterable[str] = (), *, what: str = "spec"
+) -> SpecT:
     """Reads a YAML spec and applies dotted overrides such as `encoder.layer=-2`.
+
+    Args:
+        what: what the user calls the file, for messages.
 
     Raises:
         SpecError: the file is missing or not a YAML mapping, or a field is not legal.
@@ -120,13 +137,11 @@ def load(spec_class: type[SpecT], path: str, overrides: Iterable[str] = ()) -> S
         with fsspec.open(path, "r", encoding="utf-8") as file:
             data = yaml.safe_load(file)
     except FileNotFoundError:
-        raise SpecError(
-            "spec", path, "the path of an existing YAML file", "does not exist"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError("spec", path, f"a readable YAML file ({_one_line(error)})") from None
+        raise SpecError(what, path, "the path of an existing YAML file", "does not exist") from None
+    except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
+        raise SpecError(what, path, f"a readable YAML file ({_one_line(error)})") from None
     if not isinstance(data, dict):
-        raise SpecError("spec", path, "a YAML mapping of fields to values", "holds no mapping")
+        raise SpecError(what, path, "a YAML mapping of fields to values", "holds no mapping")
     return parse(spec_class, override(data, overrides))
 
 
@@ -135,31 +150,42 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
 
     >>> override({"encoder": {"layer": -1}}, ["encoder.layer=-2", "index=out/a"])
     {'encoder': {'layer': -2}, 'index': 'out/a'}
+    >>> override({"sweep": {"compressor.num_vectors": [64]}}, ["sweep.compressor.num_vectors=[8]"])
+    {'sweep': {'compressor.num_vectors': [8]}}
     """
-    data = json.loads(json.dumps(data))  # a deep copy: the caller's spec stays as it was
+    data = copy.deepcopy(data)
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals or not path:
             raise SpecError("override", assignment, "dotted.field=value")
-        *parents, last = path.split(".")
-        node: Any = data
-        for part in parents:
-            if isinstance(node, dict) and isinstance(node.get(part), str):
-                node[part] = {"name": node[part]}  # `encoder: minilm` is short for {name: minilm}
-            node = _child(node, part, assignment, create=True)
-        if isinstance(node, list):
-            _child(node, last, assignment)
-            node[int(last)] = yaml.safe_load(value)
-        elif isinstance(node, dict):
-            node[last] = yaml.safe_load(value)
-        else:
-            raise SpecError("override", assignment, "the path of a field inside a mapping")
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            legal = f"a value in YAML's form ({_one_line(error)})"
+            raise SpecError(path, value, legal, "cannot be read") from None
+        _assign(data, path, value, assignment)
     return data
 
 
-def _child(node: Any, part: str, assignment: str, create: bool = False) -> Any:
+def _assign(node: Any, path: str, value: Any, assignment: str) -> None:
+    part, _, rest = path.partition(".")
+    if isinstance(node, dict) and (path in node or not rest):
+        node[path] = value  # the whole path where it is a key itself, as the keys of sweeps are
+        return
+    if isinstance(node, list) and not rest:
+        _child(node, part, assignment)
+        node[int(part)] = value
+        return
+    if isinstance(node, dict) and isinstance(node.get(part), str):
+        node[part] = {"name": node[part]}  # `encoder: minilm` is short for {name: minilm}
+    _assign(_child(node, part, assignment), rest, value, assignment)
+
+
+def _child(node: Any, part: str, assignment: str) -> Any:
     if isinstance(node, dict):
-        return node.setdefault(part, {}) if create else node[part]
+        if node.get(part) is None:
+            node[part] = {}
+        return node[part]
     if isinstance(node, list) and part.isdigit() and int(part) < len(node):
         return node[int(part)]
     legal = f"an index below {len(node)}" if isinstance(node, list) else "a field of a mapping"
@@ -171,14 +197,25 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     >>> expand_sweep({"compressor.name": ["hpool", "samer"], "compressor.num_vectors": [32, 16]})[1]
     {'compressor': {'name': 'hpool', 'num_vectors': 16}}
+    >>> expand_sweep({"compressor": {"name": "hpool", "num_vectors": [32, 16]}})[0]
+    {'compressor': {'name': 'hpool', 'num_vectors': 32}}
     """
     axes = []
-    for field, values in sweep.items():
+    for field, values in _flat(sweep):
         values = values if isinstance(values, list) else [values]
         if not values:
             raise SpecError(f"sweep.{field}", values, "a value or a list of at least one value")
         axes.append([f"{field}={json.dumps(value)}" for value in values])
     return [override({}, assignments) for assignments in itertools.product(*axes)]
+
+
+def _flat(sweep: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a sweep by dotted name, however it is nested."""
+    for field, values in sweep.items():
+        if isinstance(values, Mapping):
+            yield from _flat(values, f"{above}{field}.")
+        else:
+            yield f"{above}{field}", values
 
 
 def dump(spec: Spec) -> dict[str, Any]:

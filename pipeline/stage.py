@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from pipeline.config import Spec
+from pipeline.config import Spec, SpecError
 from pipeline.schema import REJECT, Reject
 
 if TYPE_CHECKING:
@@ -31,11 +32,25 @@ RETRYABLE = (TimeoutError, OSError, MemoryError)
 class Resources(Spec):
     """What one actor of a stage takes, and how many actors there may be."""
 
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    min_actors: int = 1
-    max_actors: int = 1
-    num_threads: int = 1  # of torch and BLAS in each actor
+    num_cpus: NonNegativeFloat = 1.0
+    num_gpus: NonNegativeFloat = 0.0
+    min_actors: PositiveInt = 1
+    max_actors: PositiveInt = 1
+    num_threads: PositiveInt = 1  # of torch and BLAS in each actor
+
+    @model_validator(mode="after")
+    def _pool(self) -> Resources:
+        if self.min_actors > self.max_actors:
+            legal = f"at least min_actors, {self.min_actors}"
+            raise SpecError("max_actors", self.max_actors, legal)
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise SpecError("num_gpus", self.num_gpus, "a share of one GPU, or a whole number")
+        return self
+
+    @property
+    def of_a_task(self) -> dict[str, float]:
+        """As options of a Ray task that does the work of one actor."""
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,12 @@ import jobs
 from pipeline import config
 from pipeline.config import digest
 from pipeline.index import job, listing
-from pipeline.index.columns import EncoderFacts, encoder_fields, representation_fields
+from pipeline.index.columns import (
+    EncoderFacts,
+    encoder_fields,
+    every_representation,
+    representation_fields,
+)
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import JOBS, part
 from pipeline.index.stages import Compress, Encode, Represent, write_table
@@ -65,7 +70,7 @@ def bare_loop(spec: job.IndexSpec, num_threads: int) -> job.Progress:
 
     facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
     own = encoder_fields(facts, spec.keep_positions)
-    representations = spec.every_representation()
+    representations = every_representation(spec)
     writer.add_columns(
         [*own, *(f for r in representations for f in representation_fields(r, facts, None))]
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from pipeline.atomic import write_atomic
+from pipeline.atomic import check_writable, write_atomic
 from pipeline.config import Spec, SpecError, absolute, dump_yaml
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, report
@@ -71,6 +71,7 @@ def run(spec: EvaluateSpec, say: Callable[[str], None]) -> list[Result]:
     Raises:
         SpecError: the benchmark, the index or a representation is not there or not legal.
     """
+    check_writable(spec.output, "output")
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
     plan = list(_plan(spec, searcher))

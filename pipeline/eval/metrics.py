@@ -6,7 +6,9 @@ number here is the one that trec_eval gives for the written run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote, unquote
 
 import ir_measures
 
@@ -63,22 +65,29 @@ def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def write_run(uri: str, run: Run, tag: str) -> None:
     """Writes lines `query Q0 document rank score tag`, whole or not at all.
 
-    Raises:
-        SpecError: an id holds white space, which the format cannot express.
+    White space in ids, which the format cannot express, is written as %20 and the like; `read_run`
+    takes it back.
     """
     lines = []
     for query_id, scores in run.items():
-        _check_id(query_id)
         ranked = sorted(scores.items(), key=lambda entry: -entry[1])  # stable: ties stay in order
         for rank, (document_id, score) in enumerate(ranked, start=1):
-            _check_id(document_id)
-            lines.append(f"{query_id} Q0 {document_id} {rank} {score:.9g} {tag}\n")
+            ids = f"{_word(query_id)} Q0 {_word(document_id)}"
+            lines.append(f"{ids} {rank} {score:.9g} {tag}\n")
     write_atomic(uri, "".join(lines))
 
 
-def _check_id(name: str) -> None:
-    if name.split() != [name]:
-        raise SpecError("run", name, "ids without white space", "cannot stand in a TREC run")
+def _word(name: str) -> str:
+    """An id as one word; a % that would be taken for the code of white space is coded too.
+
+    >>> _word("my file.txt"), _word("50%"), _word("a%20b")
+    ('my%20file.txt', '50%', 'a%2520b')
+    """
+    return re.sub(r"\s|%(?=25|20|0[9A-D])", lambda match: quote(match[0]), name)
+
+
+def _unword(word: str) -> str:
+    return re.sub(r"%(25|20|0[9A-D])", lambda match: unquote(match[0]), word)
 
 
 def read_run(uri: str) -> dict[str, dict[str, float]]:
@@ -91,7 +100,7 @@ def read_run(uri: str) -> dict[str, dict[str, float]]:
     for number, line in lines_of(uri, "run"):
         try:
             query_id, _, document_id, _, score, _ = line.split()
-            run.setdefault(query_id, {})[document_id] = float(score)
+            run.setdefault(_unword(query_id), {})[_unword(document_id)] = float(score)
         except ValueError:
             legal = "query Q0 document rank score tag"
             raise SpecError("run", line[:80], legal, f"stands in line {number} of {uri}") from None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import Spec, SpecError, dump, expand_sweep, parse
+from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
-from pipeline.schema import FORMAT_VERSION, metadata_of, with_metadata
+from pipeline.schema import FORMAT_VERSION, ITEM, metadata_of, with_metadata
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
     from pipeline.encoders import Encoder
+
+
+#: How the names of columns end that come with a representation or an encoder.
+COMPANIONS = ("_support", "_pooled", "_spans", "_extents")
+#: Columns that are there already: stored, or on the way from encoder to compressor.
+TAKEN = (*ITEM.names, "vectors", "spans", "extents", "pooled")
 
 
 class Representation(Spec):
@@ -29,8 +36,11 @@ class Representation(Spec):
     @field_validator("id")
     @classmethod
     def _plain_name(cls, value: str) -> str:
-        if value and not (value.isidentifier() and value.islower()):
-            raise SpecError("", value, "lower-case letters, digits and _, not a digit first")
+        if value and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
+            raise SpecError("", value, "lower-case letters, digits and _, a letter first")
+        if value in TAKEN or value.endswith(COMPANIONS):
+            legal = f"none of {', '.join(TAKEN)}, and no ending {', '.join(COMPANIONS)}"
+            raise SpecError("", value, legal, "is the name of another column")
         return value
 
     @model_validator(mode="after")
@@ -47,28 +57,31 @@ class Representation(Spec):
         return f"{self.id}_support"
 
 
-class WithRepresentations(Spec):
-    """Base of the specs that list representations."""
+class ListsRepresentations(Protocol):
+    """What `every_representation` reads of a spec."""
 
-    representations: list[Representation] = Field(default_factory=list)
-    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
+    representations: list[Representation]
+    sweep: dict[str, Any]
 
-    def every_representation(self) -> list[Representation]:
-        """The listed representations and the product of the sweep, each name once.
 
-        Raises:
-            SpecError: none at all, or two of the same name.
-        """
-        swept = expand_sweep(self.sweep) if self.sweep else []
-        every = [*self.representations, *(parse(Representation, fields) for fields in swept)]
-        if not every:
-            raise SpecError("representations", [], "at least one, here or in `sweep`")
-        names = [r.id for r in every]
-        for name in names:
-            if names.count(name) > 1:
-                legal = "a different `id` for each"
-                raise SpecError("representations", name, legal, "is named twice")
-        return every
+def every_representation(spec: ListsRepresentations) -> list[Representation]:
+    """The listed representations and the product of the sweep, each name once.
+
+    Raises:
+        SpecError: none at all, two of the same name, or a swept one that is not legal.
+    """
+    every = list(spec.representations)
+    for fields in expand_sweep(spec.sweep) if spec.sweep else []:
+        with within("sweep"):
+            every.append(parse(Representation, fields))
+    if not every:
+        raise SpecError("representations", [], "at least one, here or in `sweep`")
+    names = [r.id for r in every]
+    for name in names:
+        if names.count(name) > 1:
+            legal = "a different `id` for each"
+            raise SpecError("representations", name, legal, "is named twice")
+    return every
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,24 @@ import numpy as np
 import pyarrow as pa
 import ray
 from lance.fragment import FragmentMetadata
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml
+from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
 from pipeline.index import listing
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
-    WithRepresentations,
     by_role,
     encoder_fields,
+    every_representation,
     other_setting,
     refuse_other_settings,
     representation_fields,
 )
 from pipeline.index.listing import ListingJob, ShardTally
-from pipeline.index.reader import part
-from pipeline.index.session import Session, rows_of
+from pipeline.index.reader import check_location, part
+from pipeline.index.session import Session, a_row_a_block, rows_of
 from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
@@ -53,17 +53,19 @@ class FitSample(Spec):
     seed: int = 0
 
 
-class IndexSpec(WithRepresentations):
+class IndexSpec(Spec):
     """What `jobs.index` computes."""
 
     index: Uri
     source: SourceSpec
     encoder: EncoderSpec = Field(default="minilm")
+    representations: list[Representation] = Field(default_factory=list)
+    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
     keep_positions: bool = True  # where each token stood: needed for marked words and maps
     unit_items: PositiveInt = 64  # items that are encoded, written and committed together
     fragment_items: PositiveInt = 512  # items of one written fragment, at most
     commit_items: PositiveInt = 1024  # the driver commits after so many items ...
-    commit_seconds: float = 30.0  # ... or so many seconds, whichever comes first
+    commit_seconds: PositiveFloat = 30.0  # ... or so many seconds, whichever comes first
     fit: FitSample = FitSample()
 
 
@@ -74,7 +76,8 @@ class IndexResources(Spec):
     encode: Resources = Resources(num_cpus=1.0, num_threads=2)
     compress: Resources | None = None  # None: in the encoder's actor
     write: Resources = Resources(num_cpus=0.25)
-    object_store_bytes: int | None = None  # of a local cluster
+    # Of a local cluster; Ray takes no less than 75 MiB.
+    object_store_bytes: int | None = Field(default=None, ge=75 * 2**20)
 
 
 @dataclass
@@ -165,9 +168,12 @@ def run(
 
 def check(spec: IndexSpec) -> None:
     """Raises `SpecError` for what can be known to fail before any work."""
-    spec.every_representation()
-    SOURCES.build(spec.source).check()
-    ENCODERS.load(spec.encoder.name).check(spec.encoder)
+    every_representation(spec)
+    check_location(spec.index)
+    with within("source"):
+        SOURCES.build(spec.source).check()
+    with within("encoder"):
+        ENCODERS.load(spec.encoder.name).check(spec.encoder)
 
 
 def dry_run(
@@ -177,13 +183,12 @@ def dry_run(
     check(spec)
     report(dump_yaml(spec).rstrip())
     sample, num_items, rejects = ray.get(_preview.remote(spec.source, limit))
-    report(f"\nlisted {num_items:,} items, {len(rejects):,} of the source rejected")
+    report(f"\nlisted {num_items + len(rejects):,} items, of which {len(rejects):,} cannot be read")
     for reject in rejects[:5]:
         report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
     if not sample.num_rows:
         return
-    options = {"num_cpus": resources.encode.num_cpus, "num_gpus": resources.encode.num_gpus}
-    trial = ray.get(_trial.options(**options).remote(spec, sample))
+    trial = ray.get(_trial.options(**resources.encode.of_a_task).remote(spec, sample))
     report(
         f"tried {sample.num_rows} items: {trial['tokens']:.0f} tokens an item,"
         f" {trial['rate']:,.1f} items/s an actor;"
@@ -221,9 +226,7 @@ class Run:
     def list_source(self, limit: int | None, retry_rejects: tuple[str, ...]) -> None:
         """Lists the source and finds what is left to do; meanwhile learns the encoder's facts."""
         spec = self.spec
-        self._facts = _facts.options(
-            num_cpus=self.resources.encode.num_cpus, num_gpus=self.resources.encode.num_gpus
-        ).remote(spec.encoder)
+        self._facts = _facts.options(**self.resources.encode.of_a_task).remote(spec.encoder)
         deciding = {"source": dump(spec.source), "encoder": dump(spec.encoder)}
         self.listing = ListingJob(
             part(spec.index), self.session.folder, spec.source, digest(deciding), retry_rejects
@@ -285,7 +288,7 @@ class Run:
         spec = self.spec
         with self._phase("load encoder"):
             self.facts: EncoderFacts = ray.get(self._facts)
-        wanted = spec.every_representation()
+        wanted = every_representation(spec)
         empty = self.writer.dataset.count_rows() == 0
         if empty and not self._columns_are(wanted):
             self.writer.drop_columns()  # of a run with another spec that committed nothing
@@ -341,9 +344,7 @@ class Run:
         with self._phase(f"fit {representation.id}"):
             sample = self.spec.fit
             artefact = ray.get(
-                _fit.options(
-                    num_cpus=self.resources.encode.num_cpus, num_gpus=self.resources.encode.num_gpus
-                ).remote(
+                _fit.options(**self.resources.encode.of_a_task).remote(
                     self.listing,
                     self.num_shards,
                     sample.num_items,
@@ -388,10 +389,7 @@ class Run:
 
     def _dataset(self) -> ray.data.Dataset:
         spec, resources = self.spec, self.resources
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        # A block a unit: it is what is scheduled, and what is lost when a process dies.
-        context.target_max_block_size = 1
+        a_row_a_block()
         listing_job, unit_items = self.listing, spec.unit_items
 
         def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
@@ -416,7 +414,7 @@ class Run:
         )
         encode = Encode(spec.encoder, self.facts)
         compress = Compress(
-            self.facts, spec.every_representation(), self.artefacts, self.encoder_columns
+            self.facts, every_representation(spec), self.artefacts, self.encoder_columns
         )
         if resources.compress is None:
             groups = [([Represent(encode, compress)], resources.encode)]
@@ -537,7 +535,7 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     encoder = ENCODERS.build(spec.encoder)
     facts = EncoderFacts.of(encoder, spec.encoder)
     fitted = [
-        r for r in spec.every_representation() if not COMPRESSORS.load(r.compressor.name).needs_fit
+        r for r in every_representation(spec) if not COMPRESSORS.load(r.compressor.name).needs_fit
     ]
     columns = [column.name for column in encoder_fields(facts, spec.keep_positions)]
     stage = Represent(Encode(spec.encoder, facts), Compress(facts, fitted, {}, columns))

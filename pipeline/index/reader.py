@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 import time
@@ -15,15 +14,17 @@ import numpy as np
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
+from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
 from pipeline.index.columns import by_role
+from pipeline.index.lease import Lease
 from pipeline.registry import CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 
-#: The entry of the dataset's config that says who may write (see `pipeline.index.writer`).
-LEASE_KEY = "maxray.lease"
+#: Where an index may lie: what both Lance and fsspec can write.
+SCHEMES = ("file", "s3", "gs", "az")
 
 
 def part(uri: str, *names: str) -> str:
@@ -36,6 +37,27 @@ def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
     return fsspec.url_to_fs(part(uri, *names), use_listings_cache=False)
 
 
+def check_location(uri: str) -> None:
+    """Raises `SpecError` if no index can be written at the URI; looks without writing.
+
+    Of a remote store only the scheme is looked at.
+    """
+    scheme, separator, _ = uri.partition("://")
+    if separator and scheme not in SCHEMES:
+        legal = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
+        raise SpecError("index", uri, legal, f"has the scheme {scheme}")
+    try:
+        open_folder(uri)
+    except ImportError as error:
+        legal = f"an installed file system ({first_line(error)})"
+        raise SpecError("index", uri, legal, "cannot be opened") from None
+    if separator and scheme != "file":
+        return
+    check_writable(uri, "index")
+    if exists(uri) and not holds_parts(uri):
+        raise SpecError("index", uri, "an index, or a new or empty folder", "holds something else")
+
+
 def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     """Opens the items of an index.
 
@@ -46,6 +68,10 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     try:
         dataset = lance.dataset(items, version=version)
     except (ValueError, OSError, FileNotFoundError) as error:
+        if version is not None:
+            last = open_dataset(uri).version
+            legal = f"1 to {last}, as far as they are kept"
+            raise SpecError("version", version, legal, "is not a version of the index") from None
         if holds_parts(uri):
             raise SpecError(
                 "index", uri, f"a whole index ({first_line(error)})", "is damaged"
@@ -173,11 +199,10 @@ class Index:
         except (ValueError, OSError):
             return REJECT.empty_table()
 
-    def lease(self) -> dict[str, Any] | None:
-        """Who writes at present, as the dataset's config says; None if nobody."""
-        text = self.dataset.config().get(LEASE_KEY)
-        lease = json.loads(text) if text else None
-        return lease if lease and lease["owner"] and lease["expires"] >= time.time() else None
+    def lease(self) -> Lease | None:
+        """Who writes at present; None if nobody, or nobody who is known to live."""
+        lease = Lease.of(self.dataset)
+        return None if lease is None or lease.is_free(time.time()) else lease
 
 
 def with_ids(item_ids: Iterable[str]) -> str:

@@ -19,19 +19,19 @@ import numpy as np
 import pyarrow as pa
 import ray
 from lance.fragment import FragmentMetadata
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
-    WithRepresentations,
+    every_representation,
     refuse_other_settings,
     representation_fields,
 )
 from pipeline.index.reader import ITEMS, Index, part
-from pipeline.index.session import Session, rows_of
+from pipeline.index.session import Session, a_row_a_block, rows_of
 from pipeline.index.stages import Compress, batch_from, batches_of, with_columns
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
@@ -40,11 +40,13 @@ from pipeline.stage import Resources
 log = logging.getLogger("maxray.recompress")
 
 
-class RecompressSpec(WithRepresentations):
+class RecompressSpec(Spec):
     """What `jobs.recompress` computes."""
 
     index: Uri
     source: str = "full"  # the representation that holds every token
+    representations: list[Representation] = Field(default_factory=list)
+    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
     commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
     fit_items: PositiveInt = 256
     fit_seed: int = 0
@@ -98,7 +100,7 @@ def run(
         LeaseHeld: another job writes to the index.
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
-    wanted = spec.every_representation()
+    wanted = every_representation(spec)
     facts = stored_facts(Index(spec.index), spec.source)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
@@ -186,9 +188,7 @@ def _fill(
     progress: Progress,
     report: Callable[[str], None],
 ) -> None:
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.target_max_block_size = 1  # a row a block: fragments are scheduled one by one
+    a_row_a_block()
     pool = resources.compress
     rows = ray.data.from_items(
         [{"fragment": fragment} for fragment in left], override_num_blocks=len(left)

@@ -104,6 +104,16 @@ class Session:
         write_atomic(f"{self.folder}/summary.json", text)
 
 
+def a_row_a_block() -> None:
+    """Has Ray Data make a block of every row, here a unit or a fragment number.
+
+    A block is what is scheduled, and what is lost when a process dies.
+    """
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1
+
+
 def rows_of(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
     """The rows of a dataset as they come; None when none came for half a second.
 

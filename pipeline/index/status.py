@@ -33,11 +33,11 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "version": index.version,
         "fragments": len(index.dataset.get_fragments()),
         "items": len(index),
-        "lease": lease and f"{lease['job']} on {lease['host']}, process {lease['pid']}",
+        "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {name: stored(index, name) for name in index.representations()},
         "rejects": dict(reasons.most_common()),
-        "jobs": last_jobs(uri, num_jobs),
+        "jobs": last_jobs(uri, num_jobs, lease and lease.job),
     }
 
 
@@ -86,8 +86,12 @@ def bytes_of_element(type: pa.ListType) -> int:
     return element.bit_width // 8
 
 
-def last_jobs(uri: str, number: int) -> list[dict[str, Any]]:
-    """The summaries of the last jobs, newest first."""
+def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:
+    """The summaries of the last jobs, newest first.
+
+    Args:
+        writer: the job that holds the lease; others that say they run were killed.
+    """
     filesystem, path = open_folder(uri, JOBS)
     if not filesystem.exists(path):
         return []
@@ -100,5 +104,8 @@ def last_jobs(uri: str, number: int) -> list[dict[str, Any]]:
             contextlib.suppress(FileNotFoundError),  # killed before it wrote one
             filesystem.open(f"{folder}/summary.json", "r") as file,
         ):
-            summaries.append(json.load(file))
+            summary = json.load(file)
+            if summary["state"] == "running" and summary["job"] != writer:
+                summary["state"] = "killed"
+            summaries.append(summary)
     return summaries

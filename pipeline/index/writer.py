@@ -10,14 +10,11 @@ cannot add a row when it wakes up.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 import lance
@@ -27,10 +24,11 @@ from lance.commit import CommitConflictError
 from lance.fragment import FragmentMetadata
 
 from pipeline.config import JobError, SpecError
+from pipeline.index.lease import Lease
 from pipeline.index.reader import (
     ITEMS,
-    LEASE_KEY,
     REJECTS,
+    check_location,
     check_whole,
     exists,
     first_line,
@@ -50,30 +48,6 @@ class LeaseHeld(SpecError):
 
 class LeaseLost(JobError):
     """This job's lease expired and was taken by another: it must stop and commits nothing more."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Who may write, and until when (seconds since 1970). An empty `owner` means nobody."""
-
-    owner: str
-    epoch: int
-    expires: float
-    job: str
-    host: str
-    pid: int
-    process_start: str  # tells a process from a later one with the same pid
-
-    def describe(self) -> str:
-        """The holder in words."""
-        until = time.strftime("%H:%M:%S", time.localtime(self.expires))
-        return f"job {self.job} (process {self.pid} on {self.host}, lease until {until})"
-
-    def is_free(self, now: float) -> bool:
-        """Whether it may be taken: given back, expired, or its holder died on this machine."""
-        if not self.owner or self.expires < now:
-            return True
-        return self.host == _host() and _process_start(self.pid) != self.process_start
 
 
 class IndexWriter:
@@ -100,27 +74,20 @@ class IndexWriter:
     # -- the lease ---------------------------------------------------------------------------
 
     def _take(self) -> None:
-        held = _lease(self.dataset)
+        held = Lease.of(self.dataset)
         if held and not held.is_free(time.time()):
             legal = "one writer at a time; wait for it or stop it"
             raise LeaseHeld("index", self.uri, legal, f"is being written by {held.describe()}")
-        lease = Lease(
-            self._owner,
-            held.epoch + 1 if held else 1,
-            time.time() + self.ttl,
-            self.job,
-            _host(),
-            os.getpid(),
-            _process_start(os.getpid()),
-        )
+        epoch = held.epoch + 1 if held else 1
+        lease = Lease.for_this_process(self._owner, epoch, time.time() + self.ttl, self.job)
         try:
-            self.dataset.update_config({LEASE_KEY: json.dumps(asdict(lease))})
+            self.dataset.update_config(lease.entry())
         except (OSError, CommitConflictError) as error:
             if "conflict" not in str(error).lower():
                 raise SpecError(
                     "index", self.uri, f"a writable URI ({first_line(error)})", "cannot be written"
                 ) from None
-            winner = _lease(open_dataset(self.uri))
+            winner = Lease.of(open_dataset(self.uri))
             who = winner.describe() if winner else "another job"
             raise LeaseHeld(
                 "index", self.uri, "one writer at a time", f"was just taken by {who}"
@@ -139,15 +106,15 @@ class IndexWriter:
             LeaseLost: another job took it meanwhile.
         """
         with self._lock:
-            lease = Lease(**{**asdict(self._lease), "expires": time.time() + self.ttl})
-            self._own(lambda: self.dataset.update_config({LEASE_KEY: json.dumps(asdict(lease))}))
+            lease = replace(self._lease, expires=time.time() + self.ttl)
+            self._own(lambda: self.dataset.update_config(lease.entry()))
             self._lease = lease
 
     def release(self) -> None:
         """Gives the lease back; does nothing if another job has it by now."""
         with self._lock, contextlib.suppress(LeaseLost):  # it is lost in the end, either way
-            free = Lease(**{**asdict(self._lease), "owner": "", "expires": 0.0})
-            self._own(lambda: self.dataset.update_config({LEASE_KEY: json.dumps(asdict(free))}))
+            free = replace(self._lease, owner="", expires=0.0)
+            self._own(lambda: self.dataset.update_config(free.entry()))
 
     def _own(self, change: Callable[[], Any]) -> None:
         """Runs a change against this writer's own last version.
@@ -171,7 +138,7 @@ class IndexWriter:
         self._check_own()
 
     def _check_own(self) -> None:
-        held = _lease(self.dataset)
+        held = Lease.of(self.dataset)
         if held is None or held.owner != self._owner:
             who = held.describe() if held and held.owner else "another job that has ended"
             raise LeaseLost(f"the lease on {self.uri} went to {who}")
@@ -293,6 +260,7 @@ def open_or_create(uri: str) -> LanceDataset:
     Raises:
         SpecError: the URI cannot be written, or holds something else or a damaged index.
     """
+    check_location(uri)
     try:
         if not exists(uri):
             try:
@@ -319,29 +287,3 @@ def open_or_create(uri: str) -> LanceDataset:
         raise SpecError(
             "index", uri, f"a writable URI ({first_line(error)})", "cannot be written"
         ) from None
-
-
-def _lease(dataset: LanceDataset) -> Lease | None:
-    text = dataset.config().get(LEASE_KEY)
-    return Lease(**json.loads(text)) if text else None
-
-
-def _host() -> str:
-    # With the kernel's boot id and the namespace of process ids: hosts and containers may share a
-    # name, and a reboot ends every process.
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-            return f"{socket.gethostname()}/{file.read(8)}-{namespace:x}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _process_start(pid: int) -> str:
-    """When a process of this machine started, in the kernel's ticks; "" if it runs no more."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for

@@ -135,8 +135,9 @@ class Searcher:
         there = self.index.representations()
         if name is None:
             if not there:
-                legal = "an index with at least one representation"
-                raise SpecError("index", self.index.uri, legal, "has none")
+                problem = f"has none in version {self.index.version}"
+                legal = "an index, or a version of it, with at least one representation"
+                raise SpecError("index", self.index.uri, legal, problem)
             name = "full" if "full" in there else next(iter(there))
         if name in by_role(self.index.dataset.schema, "rerank"):
             raise SpecError("representation", name, ", ".join(there), "is for reranking alone")

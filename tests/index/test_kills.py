@@ -20,7 +20,9 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
+from pipeline.index.status import status
 from tests.conftest import CRANFIELD, ROOT
 
 NUM_ITEMS = 160
@@ -158,7 +160,10 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, unbroken: pa.Table):
     driver.kill()
     finish(driver)
     rows_before = committed(index)
-    assert Index(str(index)).lease() is not None  # nobody gave it back
+    dataset = Index(str(index)).dataset
+    assert Lease.of(dataset).owner  # nobody gave it back ...
+    (job,) = status(str(index))["jobs"]
+    assert Index(str(index)).lease() is None and job["state"] == "killed"  # ... but it is known
     assert finish(start(folder, index.name, cluster)) == 0
     check_resumed(index, rows_before)
     check_whole(index, unbroken)

@@ -13,6 +13,7 @@ import pytest
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
+from pipeline.index.columns import every_representation
 from pipeline.index.reader import Index
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
@@ -125,7 +126,7 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
     # A run that came as far as one committed fragment, and died.
     writer = IndexWriter(str(uri), "died")
     facts = recompress.stored_facts(Index(str(uri)), "full")
-    (wanted,) = a_spec.every_representation()
+    (wanted,) = every_representation(a_spec)
     writer.add_columns(recompress.representation_fields(wanted, facts, None))
     assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
     fill = recompress.FillFragment(

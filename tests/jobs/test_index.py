@@ -94,27 +94,88 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "source.path={tmp}/nowhere",
-            "path: '{tmp}/nowhere' does not exist; legal: an existing file or folder",
+            "source.path: '{tmp}/nowhere' does not exist; legal: an existing file or folder",
         ),
         (
             "source.path={tmp}/empty",
-            "path: '{tmp}/empty' holds none; legal: a folder that holds .txt, .md, .jsonl,"
+            "source.path: '{tmp}/empty' holds none; legal: a folder that holds .txt, .md, .jsonl,"
             " .jsonl.gz files",
+        ),
+        (
+            "representations.0.id=text",
+            "representations.0.id: 'text' is the name of another column; legal: none of item_id,",
+        ),
+        (
+            "representations.0.id=minilm_pooled",
+            "representations.0.id: 'minilm_pooled' is the name of another column; legal: none of",
+        ),
+        (
+            "representations.0.id=vectors",
+            "representations.0.id: 'vectors' is the name of another column; legal: none of",
+        ),
+        (
+            "representations.0.id=_rowid",
+            "representations.0.id: '_rowid' is not legal; legal: lower-case letters, digits and _,"
+            " a letter first",
+        ),
+        ("commit_seconds=-1", "commit_seconds: -1 is not legal; legal: greater than 0"),
+        (
+            "index=nosuch://host/index",
+            "index: 'nosuch://host/index' has the scheme nosuch; legal: a local path, or a URI with"
+            " one of the schemes file, s3, gs, az",
+        ),
+        (
+            "index={tmp}/spec.yaml",
+            "index: '{tmp}/spec.yaml' is a file; legal: the path of a folder",
+        ),
+        (
+            "index={tmp}/spec.yaml/index",
+            "index: '{tmp}/spec.yaml/index' lies under the file {tmp}/spec.yaml; legal: a path"
+            " under folders",
+        ),
+        (
+            "index={tmp}",
+            "index: '{tmp}' holds something else; legal: an index, or a new or empty folder",
         ),
     ],
 )
-def test_a_spec_that_is_not_legal(tmp_path, spec, override, sentence):
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
+def test_a_spec_that_is_not_legal(tmp_path, spec, override, sentence, dry):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError) as error:
-        index.main([spec(), override.replace("{tmp}", str(tmp_path))])
-    assert str(error.value) == sentence.replace("{tmp}", str(tmp_path))
+        index.main([spec(), *dry, override.replace("{tmp}", str(tmp_path))])
+    assert str(error.value).startswith(sentence.replace("{tmp}", str(tmp_path)))
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.parametrize(
+    ("profile", "sentence"),
+    [
+        (None, "resources: '{path}' does not exist; legal: the path of an existing YAML file"),
+        (
+            "encode: {num_cpus: -1}",
+            "encode.num_cpus: -1 is not legal; legal: greater than or equal",
+        ),
+        ("encode: {num_gpus: 1.5}", "encode.num_gpus: 1.5 is not legal; legal: a share of one GPU"),
+        ("read: {min_actors: 3}", "read.max_actors: 1 is not legal; legal: at least min_actors, 3"),
+        ("write: {max_actors: 0}", "write.max_actors: 0 is not legal; legal: greater than 0"),
+        ("object_store_bytes: 1000", "object_store_bytes: 1000 is not legal; legal: greater than"),
+    ],
+)
+def test_a_profile_that_is_not_legal(tmp_path, spec, profile, sentence):
+    path = tmp_path / "profile.yaml"
+    if profile:
+        path.write_text(profile)
+    with pytest.raises(SpecError) as error:
+        index.main([spec(), "--resources", str(path)])
+    assert str(error.value).startswith(sentence.replace("{path}", str(path)))
     assert not (tmp_path / "index").exists()
 
 
 def test_a_missing_model_folder(tmp_path, spec):
     with pytest.raises(SpecError) as error:
         index.main([spec(encoder={"name": "minilm", "model": str(tmp_path / "model")})])
-    assert re.match(rf"(encoder\.)?model: '{tmp_path}/model' .*; legal: ", str(error.value))
+    assert re.match(rf"encoder\.model: '{tmp_path}/model' .*; legal: ", str(error.value))
     assert not (tmp_path / "index").exists()
 
 
@@ -145,8 +206,8 @@ def test_a_spec_file_that_cannot_be_read(tmp_path, content, sentence, job):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--limit", "0"], "argument --limit: 0 is not legal; legal: an integer >= 1"),
-        (["--limit", "few"], "argument --limit: invalid positive value: 'few'"),
+        (["--limit", "0"], "argument --limit: '0' is not legal; legal: an integer >= 1"),
+        (["--limit", "few"], "argument --limit: 'few' is not legal; legal: an integer >= 1"),
         (["--limit", "1", "--remove-missing"], "--remove-missing needs the whole listing"),
     ],
 )
@@ -164,9 +225,10 @@ def test_options_that_are_not_legal(spec, arguments, complaint, capsys, tmp_path
         (
             "index",
             "sweep={compressor.name: [hpool], compressor.num_vectors: [4, 0]}",
-            "compressor.num_vectors: 0 is not legal; legal: greater than or equal to 1",
+            "sweep.compressor.num_vectors: 0 is not legal; legal: greater than or equal to 1",
         ),
         ("index", "index=/proc/index", "index: '/proc/index' cannot be written; legal: a writable"),
+        ("index", "index=[", "index: '[' cannot be read; legal: a value in YAML's form ("),
         ("recompress", "source=full", "encoder: {'name': 'sleeping'"),
     ],
 )
@@ -186,11 +248,11 @@ def test_a_user_error_is_one_line_and_exit_code_2(
 def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
     index.main(
         [
-            spec(),
+            spec(sweep={"compressor.name": ["hpool", "random"], "compressor.num_vectors": [6]}),
             "encoder.num_tokens=5",
-            "sweep={compressor.name: [hpool, random], compressor.num_vectors: [3, 2]}",
             "--limit",
             "1",
+            "sweep.compressor.num_vectors=[3, 2]",
         ]
     )
     assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 as before) + rejected 0; removed 0" in (
@@ -207,7 +269,7 @@ def test_a_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, c
     resolved, _, said = printed.partition("\n\n")
     assert yaml.safe_load(resolved)["encoder"]["num_tokens"] == 6
     assert yaml.safe_load(resolved)["unit_items"] == 64
-    assert "listed 2 items, 0 of the source rejected" in said
+    assert "listed 2 items, of which 0 cannot be read" in said
     assert re.search(r"full +\d+ bytes an item", said)
     assert not (tmp_path / "index").exists()
 

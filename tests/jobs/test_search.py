@@ -13,6 +13,7 @@ from jobs import search
 from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.eval.metrics import read_run
+from pipeline.index.writer import IndexWriter
 
 TEXTS = {"1": "the lift of a wing", "b": "how to bake bread"}
 
@@ -107,11 +108,39 @@ def test_where_and_no_hits(index_uri, capsys):
 
 
 def test_a_failed_run_leaves_no_file(index_uri, tmp_path):
-    (tmp_path / "queries.tsv").write_text("1\twing\ntwo words\tlift\n")
-    out = tmp_path / "a.trec"
-    with pytest.raises(SpecError, match="cannot stand in a TREC run"):
-        search.main([index_uri, "--queries", str(tmp_path / "queries.tsv"), "--run", str(out)])
-    assert not out.exists()
+    (tmp_path / "queries.tsv").write_text("1\twing\n2\t \n")
+    with pytest.raises(SpecError, match="stands in line 2"):
+        search.main([index_uri, "--queries", str(tmp_path / "queries.tsv"), "--run", str(tmp_path)])
+    with pytest.raises(SpecError, match="is a folder; legal: the path of a file"):
+        search.main([index_uri, "wing", "--run", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["queries.tsv"]
+
+
+def test_options_stand_anywhere_and_words_need_no_quotes(index_uri, capsys):
+    search.main([index_uri, "the lift of a wing", "--k", "2"])
+    expected = capsys.readouterr().out
+    search.main(["--k", "2", index_uri, "the", "lift", "--score", "late", "of", "a", "wing"])
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("asked", [[], ["wing", "--queries", "queries.tsv"]])
+def test_one_way_to_ask(index_uri, asked, capsys):
+    with pytest.raises(SystemExit) as exit:
+        search.main([index_uri, *asked])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: one of QUERY, --queries and --query-vectors is needed, and only one; see --help\n"
+    )
+
+
+def test_versions_that_cannot_be_searched(index_uri, tmp_path):
+    sentence = r"^version: 999 is not a version of the index; legal: 1 to \d+, as far as"
+    with pytest.raises(SpecError, match=sentence):
+        search.main([index_uri, "wing", "--version", "999"])
+    IndexWriter(str(tmp_path / "empty"), "a-job").release()
+    sentence = "^index: '.*' has none in version 1; legal: an index, or a version of it, with"
+    with pytest.raises(SpecError, match=sentence):
+        search.main([str(tmp_path / "empty"), "wing", "--version", "1"])
 
 
 def test_verbs_are_listed():

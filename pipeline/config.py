@@ -119,6 +119,7 @@ def describe(error: ValidationError) -> SpecError:
     if first["type"] == "missing":
         return SpecError(field, None, "a value (the field is required)", "is missing")
     legal = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    legal = legal.replace("a valid list", "a list").replace("a valid dictionary", "a mapping")
     return SpecError(field or "spec", first["input"], legal)
 
 

@@ -52,7 +52,9 @@ class Registry:
         if isinstance(value, Spec):
             return value
         value = {"name": value} if isinstance(value, str) else value
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        if isinstance(value, Mapping) and "name" not in value:
+            raise SpecError("name", None, ", ".join(self.names()), "is missing")
+        if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, ", ".join(self.names()), "names no component")
         return parse(self.load(value["name"]).Spec, value)
 

@@ -37,7 +37,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import check_location, part
-from pipeline.index.session import Session, a_row_a_block, rows_of
+from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
@@ -124,7 +124,7 @@ class Progress:
     def line(self, elapsed: float) -> str:
         """The progress line."""
         rate = (self.new + self.replaced) / elapsed
-        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "starting"
+        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "nothing written yet"
         share = 100 * self.done / self.to_do if self.to_do else 100.0
         rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.rates().items())
         return (
@@ -365,6 +365,7 @@ class Run:
         # Fragments that were committed are safe; those still on the way are redone by the next run.
         pending = Pending()
         self.progress.stream_started = time.time()
+        self.report(f"{self.progress.to_do:,} items to do: actors start and load the encoder")
         start = time.perf_counter()
         said = committed = start
         with self._phase("stream"):
@@ -389,7 +390,7 @@ class Run:
 
     def _dataset(self) -> ray.data.Dataset:
         spec, resources = self.spec, self.resources
-        a_row_a_block()
+        configure_ray_data()
         listing_job, unit_items = self.listing, spec.unit_items
 
         def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:

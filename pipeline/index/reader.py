@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
 import time
@@ -158,14 +159,31 @@ class Index:
             )
         return there[name]
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raises `SpecError` if data files turn out to be missing or damaged while they are read.
+
+        What is done with the rows inside must not raise errors of Arrow itself.
+        """
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            legal = f"a whole index ({first_line(error)})"
+            raise SpecError("index", self.uri, legal, "is damaged") from None
+
     def batches(
         self, columns: Sequence[str], *, where: str | None = None, batch_rows: int = 1024
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in storage order, in batches; memory does not grow with the index."""
+        """The rows in storage order, in batches; memory does not grow with the index.
+
+        Raises:
+            SpecError: data files are missing or damaged.
+        """
         scanner = self.dataset.scanner(
             columns=list(columns), filter=where, batch_size=batch_rows, scan_in_order=True
         )
-        yield from scanner.to_batches()
+        with self.reading():
+            yield from scanner.to_batches()
 
     def tokens(
         self, representation: str, *, where: str | None = None, batch_rows: int = 1024
@@ -188,7 +206,8 @@ class Index:
         columns = list(columns) if columns else None
         if columns is not None and "item_id" not in columns:
             columns.append("item_id")
-        table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
+        with self.reading():
+            table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
         row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         return table.take([row_of[item_id] for item_id in item_ids if item_id in row_of])
 

@@ -31,7 +31,7 @@ from pipeline.index.columns import (
     representation_fields,
 )
 from pipeline.index.reader import ITEMS, Index, part
-from pipeline.index.session import Session, a_row_a_block, rows_of
+from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, batch_from, batches_of, with_columns
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
@@ -188,7 +188,7 @@ def _fill(
     progress: Progress,
     report: Callable[[str], None],
 ) -> None:
-    a_row_a_block()
+    configure_ray_data()
     pool = resources.compress
     rows = ray.data.from_items(
         [{"fragment": fragment} for fragment in left], override_num_blocks=len(left)
@@ -245,7 +245,7 @@ class FillFragment:
         import torch
 
         torch.set_num_threads(num_threads)
-        self.dataset = lance.dataset(part(index, ITEMS), version=version)
+        self.index = Index(index, version)
         self.source, self.stage = source, stage
         stage.setup()
 
@@ -255,8 +255,9 @@ class FillFragment:
     def fill(self, number: int) -> dict[str, Any]:
         """Fills one fragment; rows without full tokens keep null."""
         start = time.perf_counter()
-        fragment = self.dataset.get_fragment(number)
-        table = read_tokens(fragment, self.source, self.stage.facts)
+        fragment = self.index.dataset.get_fragment(number)
+        with self.index.reading():
+            table = read_tokens(fragment, self.source, self.stage.facts)
         read = time.perf_counter()
         rows, parts = [], []
         for batch_rows, tokens in batches_of(table, self.stage.facts):
@@ -268,7 +269,7 @@ class FillFragment:
             filled = fragment.to_table(columns=[], with_row_id=True, limit=1)
             for name in self.stage.adds:
                 filled = filled.append_column(name, pa.nulls(1))
-        schema = self.dataset.schema
+        schema = self.index.dataset.schema
         fields = [pa.field("_rowid", pa.uint64()), *(schema.field(n) for n in self.stage.adds)]
         filled = filled.select([column.name for column in fields]).cast(pa.schema(fields))
         compressed = time.perf_counter()

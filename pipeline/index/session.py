@@ -104,14 +104,14 @@ class Session:
         write_atomic(f"{self.folder}/summary.json", text)
 
 
-def a_row_a_block() -> None:
-    """Has Ray Data make a block of every row, here a unit or a fragment number.
-
-    A block is what is scheduled, and what is lost when a process dies.
-    """
+def configure_ray_data() -> None:
+    """Settings of Ray Data for the streams of jobs."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    # A row (a unit, or a fragment's number) a block: it is what is scheduled, and what is lost when
+    # a process dies.
     context.target_max_block_size = 1
+    context.raise_original_map_exception = True  # a `SpecError` of a stage stays one
 
 
 def rows_of(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:

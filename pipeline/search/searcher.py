@@ -257,11 +257,10 @@ class Searcher:
     @functools.cached_property
     def _ids(self) -> pa.Table:
         """The item and parent ids of all items, in storage order like everything packed."""
-        return (
-            self.index.dataset.scanner(columns=["item_id", "parent_id"], scan_in_order=True)
-            .to_table()
-            .combine_chunks()
-        )
+        columns = ["item_id", "parent_id"]
+        scanner = self.index.dataset.scanner(columns=columns, scan_in_order=True)
+        with self.index.reading():
+            return scanner.to_table().combine_chunks()
 
     @functools.cached_property
     def _order(self) -> np.ndarray:

@@ -177,7 +177,7 @@ def test_a_dry_run_writes_nothing(tmp_path, collection):
     lines: list[str] = []
     job.dry_run(a_spec, job.IndexResources(), None, lines.append)
     said = "\n".join(lines)
-    assert "listed 1 items, 1 of the source rejected" in said
+    assert "listed 2 items, of which 1 cannot be read" in said
     assert "12 tokens an item" in said
     assert not (tmp_path / "index").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,15 @@ def test_a_second_job_is_told_who_writes(uri):
     with pytest.raises(LeaseHeld, match="is being written by job the-first-job"):
         run(spec(uri, HPOOL))
     holder.release()
+
+
+def test_a_damaged_data_file_is_one_sentence(uri):
+    for file in (uri / "items.lance/data").iterdir():
+        os.truncate(file, 100)
+    for work in (
+        lambda: run(spec(uri, SAMER)),
+        lambda: status(str(uri)),
+        lambda: open_index(str(uri)).search("wings"),
+    ):
+        with pytest.raises(SpecError, match=r"index: '.*' is damaged; legal: a whole index \("):
+            work()

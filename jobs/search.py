@@ -5,8 +5,11 @@
     python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --query-vectors query.npy
+    python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --maps out/maps
 
 Prints hits, the words that matched best marked; with --run it writes a run in TREC's form instead.
+With --maps it also writes each hit, which must be a page, with the matching words lit: by the whole
+query and by each of its tokens, as PNG, and the numbers as JSON.
 Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
 tokens, dim) or as Parquet with the columns `id` and `vectors`.
 """
@@ -16,10 +19,15 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.schema import Hit, Match
+
+if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+    import numpy as np
+
+    from pipeline.search.searcher import Searcher
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
@@ -38,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
+    parser.add_argument("--maps", metavar="FOLDER", help="write similarity maps of the hits")
+    parser.add_argument("--documents", metavar="FOLDER", help="where the PDFs of the maps lie now")
     args = parser.parse(arguments)
+    if args.maps and (args.run or args.queries):
+        parser.error("--maps is for one query, without --run")
     if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
         parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
 
@@ -55,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         queries = {"1": " ".join(args.query)}
     if args.run:
         check_writable(args.run, "run", as_file=True)
+    if args.maps:
+        check_writable(args.maps, "maps")
     searcher = open_index(args.index, args.version)
     name, _ = searcher.representation(args.representation)
     how = {
@@ -80,6 +94,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(queries) > 1:
             print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
         print(page(hits, marks))
+        if args.maps:
+            write_maps(searcher, query, hits, name, args.maps, args.documents)
+
+
+def write_maps(
+    searcher: Searcher,
+    query: str | np.ndarray,
+    hits: Sequence[Hit],
+    representation: str,
+    folder: str,
+    documents: str | None,
+) -> None:
+    """Writes the similarity maps of hits that are pages and says where."""
+    from pipeline.search import maps
+    from pipeline.search.explain import printable
+
+    images = maps.PageImages(searcher.index, documents)
+    for hit in hits:
+        map = maps.similarity_map(searcher, query, hit.item_id, representation)
+        maps.write_maps(folder, hit.rank, images.image(hit.item_id), map)
+        best = map.best_word()
+        print(f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {printable(best.text)}")
 
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:

@@ -84,6 +84,7 @@ COMPRESSORS = Registry(
 SOURCES = Registry(
     "sources",
     {
+        "pages": "pipeline.sources.pages:Pages",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
     },

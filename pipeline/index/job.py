@@ -41,6 +41,7 @@ from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
+from pipeline.sources import Source
 from pipeline.stage import Resources, chain, from_ipc, packed_table
 
 log = logging.getLogger("maxray.index")
@@ -91,6 +92,7 @@ class Progress:
     new: int = 0
     replaced: int = 0
     rejected: int = 0
+    gone: int = 0  # listed, and not there any more when they were to be read
     removed: int = 0
     commits: int = 0
     bytes: int = 0
@@ -110,7 +112,7 @@ class Progress:
     @property
     def done(self) -> int:
         """Items this run has worked off."""
-        return self.new + self.replaced + self.rejected
+        return self.new + self.replaced + self.rejected + self.gone
 
     def rates(self) -> dict[str, float]:
         """Items per second of work in each stage (an actor's rate, not the pool's)."""
@@ -171,9 +173,14 @@ def check(spec: IndexSpec) -> None:
     every_representation(spec)
     check_location(spec.index)
     with within("source"):
-        SOURCES.build(spec.source).check()
+        source_of(spec).check()
     with within("encoder"):
         ENCODERS.load(spec.encoder.name).check(spec.encoder)
+
+
+def source_of(spec: IndexSpec) -> Source:
+    """The spec's source, which reads what its encoder needs."""
+    return SOURCES.build(spec.source, ENCODERS.load(spec.encoder.name).needs)
 
 
 def dry_run(
@@ -182,7 +189,7 @@ def dry_run(
     """Resolves the spec, lists the source, encodes a few items and estimates; writes nothing."""
     check(spec)
     report(dump_yaml(spec).rstrip())
-    sample, num_items, rejects = ray.get(_preview.remote(spec.source, limit))
+    sample, num_items, rejects = ray.get(_preview.remote(spec, limit))
     report(f"\nlisted {num_items + len(rejects):,} items, of which {len(rejects):,} cannot be read")
     for reject in rejects[:5]:
         report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
@@ -229,7 +236,12 @@ class Run:
         self._facts = _facts.options(**self.resources.encode.of_a_task).remote(spec.encoder)
         deciding = {"source": dump(spec.source), "encoder": dump(spec.encoder)}
         self.listing = ListingJob(
-            part(spec.index), self.session.folder, spec.source, digest(deciding), retry_rejects
+            part(spec.index),
+            self.session.folder,
+            spec.source,
+            digest(deciding),
+            retry_rejects,
+            ENCODERS.load(spec.encoder.name).needs,
         )
         light = {"num_cpus": self.resources.read.num_cpus}
         with self._phase("index ids"):
@@ -421,7 +433,7 @@ class Run:
             groups = [([Represent(encode, compress)], resources.encode)]
         else:
             groups = [([encode], resources.encode), ([compress], resources.compress)]
-        payload = SOURCES.build(spec.source).payload
+        payload = self.listing.build_source().payload
         units = chain(units, groups, [*ITEM.names, *payload.names])
         return units.map_batches(
             WriteFragments,
@@ -446,6 +458,7 @@ class Run:
         progress.new += pending.num_items - num_replaced
         progress.replaced += num_replaced
         progress.rejected += sum(table.num_rows for table in pending.rejects)
+        progress.gone += pending.gone
         progress.bytes += pending.num_bytes
         progress.commits += 1
         for name, spent in pending.seconds.items():
@@ -458,7 +471,7 @@ class Run:
 
     def remove_missing(self) -> None:
         """Removes the rows of this source that the listing no longer has, in one commit."""
-        collection = SOURCES.build(self.spec.source).collection
+        collection = self.listing.build_source().collection
         gone = ray.get(_gone.remote(self.listing, self.num_shards, collection))
         self.writer.remove(gone)
         self.progress.removed = sum(map(len, gone.values()))
@@ -472,12 +485,14 @@ class Run:
         progress = self.progress
         self.writer.index_ids()
         rejected = progress.rejected_before + progress.rejected
+        gone = f" + gone since {progress.gone:,}" if progress.gone else ""
         self.report(
             f"listed {progress.listed:,} = indexed {progress.indexed:,} ({progress.new:,} new,"
             f" {progress.replaced:,} replaced, {progress.unchanged:,} as before)"
-            f" + rejected {rejected:,}; removed {progress.removed:,}; {progress.commits} commits"
+            f" + rejected {rejected:,}{gone}; removed {progress.removed:,};"
+            f" {progress.commits} commits"
         )
-        if progress.listed != progress.indexed + rejected:
+        if progress.listed != progress.indexed + rejected + progress.gone:
             raise JobError("the sum does not hold: items were lost on the way; run it again")
 
 
@@ -490,6 +505,7 @@ class Pending:
     replaced: dict[int, list[str]] = field(default_factory=dict)
     rejects: list[pa.Table] = field(default_factory=lambda: [REJECT.empty_table()])
     item_ids: list[str] = field(default_factory=list)
+    gone: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
 
@@ -508,6 +524,7 @@ class Pending:
             self.replaced.setdefault(int(fragment), []).extend(ids)
         self.rejects.append(from_ipc(written["rejects"]))
         self.item_ids += about["item_ids"]
+        self.gone += about["gone"]
         self.num_bytes += about["bytes"]
         for name, spent in about["seconds"].items():
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -525,9 +542,9 @@ def _facts(spec: Spec) -> EncoderFacts:
 
 
 @ray.remote
-def _preview(source: Spec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
+def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
     """The first items decoded, how many items there are, and what cannot be listed."""
-    return listing.preview(SOURCES.build(source), limit, num_sample=32)
+    return listing.preview(source_of(spec), limit, num_sample=32)
 
 
 @ray.remote

@@ -54,6 +54,11 @@ class ListingJob:
     source: Spec
     spec_digest: str  # of all that decides whether an item is rejected
     retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
+    needs: tuple[str, ...] = ("text",)  # the item columns that the encoder reads
+
+    def build_source(self) -> Source:
+        """The source, which reads what the encoder needs."""
+        return SOURCES.build(self.source, self.needs)
 
     def file(self, kind: str, shard: int) -> str:
         """The URI of a shard's file of one kind."""
@@ -77,7 +82,7 @@ def plan(job: ListingJob, limit: int | None) -> int:
         limit: only the first so many items in listing order; then the shards are scanned here, one
             after the other, as far as needed.
     """
-    source = SOURCES.build(job.source)
+    source = job.build_source()
     num_shards, left = 0, limit
     for shard in source.shards():
         if left is not None:
@@ -95,7 +100,7 @@ def plan(job: ListingJob, limit: int | None) -> int:
 
 def list_shard(job: ListingJob, shard: int) -> ShardTally:
     """Scans a shard and writes for each item what is to be done with it."""
-    source = SOURCES.build(job.source)
+    source = job.build_source()
     dataset = _dataset(part(job.index, ITEMS))
     rejected = _dataset(part(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
@@ -169,29 +174,33 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     """Reads what is left to do of a shard, as units of up to `unit_items` listed entries.
 
     Units are cut by position in the listing, before what is done is left out: a resumed job forms
-    the units of the first run.
+    the units of the first run. A last unit without items says how many listed entries are gone.
     """
-    source = SOURCES.build(job.source)
+    source = job.build_source()
     description = _read_json(job.file("shards", shard))
     listed = _read_table(job.file("listed", shard))
-    row_of = {position: row for row, position in enumerate(listed["position"].to_pylist())}
+    positions, hashes = listed["position"].to_numpy(), listed["hash"].to_numpy()
     status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
-    entries = {
-        position: entry
+    to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)))
+    # By id, not by position: a document that cannot be opened now shifts all that stand behind it.
+    rows_of: dict[int, list[int]] = {}
+    for row in to_do[::-1].tolist():
+        rows_of.setdefault(int(hashes[row]), []).append(row)
+    # What was not there when the shard was listed is left to the next run.
+    entries = [
+        (rows.pop(), position, entry)
         for position, entry in _scan(source, description)
-        # What was not there when the shard was listed is left to the next run.
-        if position in row_of and status[row_of[position]] not in (DONE, REJECTED)
-    }
-    wanted = [(p, e) for p, e in entries.items() if status[row_of[p]] in (NEW, CHANGED)]
+        if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
+    ]
+    wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
     decoded = source.decode(description["shard"], wanted) if wanted else iter(())
-    for number, group in itertools.groupby(entries.items(), lambda entry: entry[0] // unit_items):
+    for number, group in itertools.groupby(entries, lambda e: positions[e[0]] // unit_items):
         items: list[Item] = []
         rejects: list[Reject] = []
         replaces: dict[str, list[str]] = {}
-        for position, entry in group:
-            row = row_of[position]
+        for row, _, entry in group:
             if status[row] in (DUPLICATE, FOREIGN):
-                rejects.append(_refused(entry, status[row], f"{shard:06d}:{position}"))
+                rejects.append(_refused(entry, status[row], f"{shard:06d}:{positions[row]}"))
                 continue
             result = next(decoded)
             assert result.item_id == entry.item_id, "decode yields one result an item, in order"
@@ -202,8 +211,11 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
             f"{shard:06d}-{number:06d}",
             items_table(items, source.payload),
             _rejects_table(rejects, job),
-            extra={"replaces": replaces},
+            extra={"replaces": replaces, "gone": 0},
         )
+    if gone := len(to_do) - len(entries):
+        extra = {"replaces": {}, "gone": gone}
+        yield Unit(f"{shard:06d}-gone", items_table([], source.payload), extra=extra)
 
 
 def _refused(item: Item, status: int, place: str) -> Reject:
@@ -253,7 +265,7 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list
         best = np.argsort(keys, kind="stable")[:size]
         ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
         ranked = sorted(ranked)[:size]
-    source = SOURCES.build(job.source)
+    source = job.build_source()
     tables = []
     for shard in sorted({shard for _, shard, _ in ranked}):
         chosen = {position for _, s, position in ranked if s == shard}

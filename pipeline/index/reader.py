@@ -209,7 +209,8 @@ class Index:
         with self.reading():
             table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
         row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
-        return table.take([row_of[item_id] for item_id in item_ids if item_id in row_of])
+        rows = [row_of[item_id] for item_id in item_ids if item_id in row_of]
+        return table.take(pa.array(rows, pa.int64()))
 
     def rejects(self) -> pa.Table:
         """Everything that was rejected, with reasons."""

@@ -29,7 +29,7 @@ from pipeline.stage import Stage, Unit, to_ipc
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
 #: Token columns between an encoding and a compressing actor, where those are apart.
-TOKEN_TYPES = {"vectors": pa.float32(), "spans": pa.int32(), "extents": pa.float32()}
+TOKEN_COLUMNS = ("vectors", "spans", "extents", "pooled")
 #: Tokens of one item, at most: support is stored as uint16, its last value stands for "none".
 MAX_TOKENS = 65534
 #: Padded numbers in one batch of a compressing actor: 256 MiB of float32.
@@ -57,11 +57,9 @@ class Encode(Stage):
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
         parts, rows, rejects = [], [], []
         for batch_rows, batch, bad in self.batches(items):
-            columns = {
-                name: ragged_to_arrow(getattr(batch, name), batch.mask, TOKEN_TYPES[name])
-                for name in self.adds
-                if name != "pooled"
-            }
+            columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
+            for kind, type in position_columns(self.facts).items():
+                columns[kind] = positions_column(batch, kind, type)
             if self.facts.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
             parts.append(pa.table(columns))
@@ -106,9 +104,9 @@ class Compress(Stage):
         columns: dict[str, pa.Array] = {}
         if pooled_id(self.facts) in self.encoder_columns:
             columns[pooled_id(self.facts)] = fixed_lists(batch.pooled, pa.float16())
-        for kind in position_columns(self.facts):
+        for kind, type in position_columns(self.facts).items():
             if (name := f"{self.facts.prefix}_{kind}") in self.encoder_columns:
-                columns[name] = ragged_to_arrow(getattr(batch, kind), batch.mask, TOKEN_TYPES[kind])
+                columns[name] = positions_column(batch, kind, type)
         for representation, compressor, codec in self._compressors:
             result = compressor.compress(batch)
             columns[representation.id] = codec.encode(result)
@@ -179,6 +177,14 @@ def drop_unusable(
     return rows[usable.numpy()], batch.take(usable.nonzero().squeeze(1)), rejects
 
 
+def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
+    """The `spans` or `extents` of the tokens, null where the items give their tokens none."""
+    positions = getattr(batch, kind)
+    if positions is None:
+        return pa.nulls(len(batch), type)
+    return ragged_to_arrow(positions, batch.mask, type.value_type.value_type)
+
+
 def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
     """The support as `list<uint16>`, in the compressor's form; 65535 stands for no output.
 
@@ -221,7 +227,7 @@ def with_columns(items: pa.Table, rows: list[np.ndarray], parts: list[pa.Table])
 
 def token_columns(items: pa.Table) -> list[str]:
     """Which columns of a table `Encode` put there."""
-    return [name for name in (*TOKEN_TYPES, "pooled") if name in items.column_names]
+    return [name for name in TOKEN_COLUMNS if name in items.column_names]
 
 
 def batches_of(items: pa.Table, facts: EncoderFacts) -> Iterator[tuple[np.ndarray, TokenBatch]]:
@@ -244,8 +250,8 @@ def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
     """The token columns of a table as one padded batch."""
     vectors, mask = pad(*flat_from_arrow(items["vectors"]))
     others = {
-        name: pad(*flat_from_arrow(items[name]), fill=-1 if name == "spans" else float("nan"))[0]
-        for name in ("spans", "extents")
+        name: padded_positions(items[name], mask, fill)
+        for name, fill in (("spans", -1), ("extents", float("nan")))
         if name in items.column_names
     }
     pooled = None
@@ -253,6 +259,19 @@ def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
         column = items["pooled"].combine_chunks()
         pooled = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1))
     return TokenBatch(vectors.float(), mask, facts.normalised, pooled=pooled, **others)
+
+
+def padded_positions(
+    column: pa.ChunkedArray, mask: torch.Tensor, fill: float
+) -> torch.Tensor | None:
+    """A column of positions under the mask of its tokens; `fill` in null rows; None if all are."""
+    if column.null_count == len(column):
+        return None
+    flat, lengths = flat_from_arrow(column)
+    there = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
+    padded = torch.full((*mask.shape, flat.shape[1]), fill, dtype=torch.from_numpy(flat[:0]).dtype)
+    padded[there] = torch.from_numpy(flat.copy())
+    return padded
 
 
 def flat_lengths(column: pa.ChunkedArray) -> np.ndarray:
@@ -300,6 +319,7 @@ class WriteFragments:
             "units": [unit.name for unit in units],
             "item_ids": item_ids,
             "replaces": {fragment: ids for fragment, ids in replaces.items() if ids},
+            "gone": sum(unit.extra["gone"] for unit in units),
             "seconds": seconds,
             "bytes": num_bytes,
         }

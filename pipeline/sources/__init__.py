@@ -29,8 +29,9 @@ class Source(ABC):
     Spec: ClassVar[type[Spec]]
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
 
-    def __init__(self, spec: Spec):
-        self.spec = spec
+    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
+        """Args: needs: the item columns that the encoder reads; no others are worth work."""
+        self.spec, self.needs = spec, needs
 
     @property
     def collection(self) -> str:

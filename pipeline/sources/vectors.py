@@ -62,8 +62,8 @@ class Vectors(Source):
 
     spec: Spec
 
-    def __init__(self, spec: Spec):
-        super().__init__(spec)
+    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("vectors",)):
+        super().__init__(spec, needs)
         self.payload = pa.schema([pa.field("vectors", vectors_type(spec.dim, pa.float32()))])
 
     def check(self) -> None:

@@ -1,5 +1,7 @@
 """What every registered encoder must keep to; a new one needs a line in `SPECS`."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -31,11 +33,15 @@ def make_items() -> pa.Table:
     """Items of ragged lengths with every column that an encoder may read."""
     generator = np.random.default_rng(0)
     vectors = [generator.normal(size=(n, 4)).tolist() for n in (3, 1, 40, 0, 2, 1)]
+    spans = [[list(word.span()) for word in re.finditer(r"\S+", text)] for text in TEXTS]
+    boxes = [[[0.1, i / 100, 0.2, (i + 1) / 100] for i in range(len(words))] for words in spans]
     return pa.table(
         {
             "item_id": [f"item-{i}" for i in range(len(TEXTS))],
             "text": TEXTS,
             "vectors": pa.array(vectors, vectors_type(4, pa.float32())),
+            "word_spans": pa.array(spans, pa.list_(pa.list_(pa.int32(), 2))),
+            "word_boxes": pa.array(boxes, pa.list_(pa.list_(pa.float32(), 4))),
         }
     )
 
@@ -81,6 +87,8 @@ def test_shapes_and_types(encoder):
         if batch.pooled is not None:
             assert batch.pooled.shape == (B, encoder.pooled_dim)
             torch.testing.assert_close(batch.pooled.norm(dim=-1), torch.ones(B))
+        if batch.extents is not None:
+            assert batch.extents.shape == (B, N, 6) and batch.extents.dtype == torch.float32
         if batch.spans is not None:
             assert batch.spans.shape == (B, N, 2) and batch.spans.dtype == torch.int32
         if batch.kind is not None:

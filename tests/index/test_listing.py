@@ -167,6 +167,18 @@ def test_an_item_that_comes_after_its_shard_was_listed_waits_for_the_next_run(fo
     assert units(job, 1) == {"000000-000000": ["a0"]}
 
 
+def test_what_is_gone_since_the_listing_shifts_nothing(folder):
+    write(folder, a="a0=x; a1=y; a2=z; a3=w")
+    store(a_job(folder), "a0")
+    job = a_job(folder, "next")
+    list_all(job)
+    write(folder, a="a1=y; a3=w; a4=later")
+    first, second, gone = listing.read_units(job, 0, 2)
+    assert first.items["item_id"].to_pylist() == ["a1"]
+    assert second.items["item_id"].to_pylist() == ["a3"]
+    assert (gone.items.num_rows, gone.extra["gone"]) == (0, 1)
+
+
 # -- what is to be done ----------------------------------------------------------------------
 
 
@@ -177,8 +189,8 @@ def test_a_changed_item_names_the_row_it_replaces(folder):
     job = a_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "changed": 1, "done": 1}
     first, second = listing.read_units(job, 0, 2)
-    assert first.extra == {"replaces": {"0": ["a1"]}}
-    assert second.extra == {"replaces": {}}
+    assert first.extra == {"replaces": {"0": ["a1"]}, "gone": 0}
+    assert second.extra == {"replaces": {}, "gone": 0}
     assert first.items["text"].to_pylist() == ["changed"]
 
 

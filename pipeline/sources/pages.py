@@ -1,0 +1,252 @@
+"""PDF documents page by page: the text layer as words with boxes, and images where asked for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.schema import Item, Reject, item_id_problem
+from pipeline.sources import Source
+from pipeline.sources.files import escaped, existing_root, open_root, walk
+from pipeline.sources.pdf import Unreadable
+from pipeline.sources.pdf_process import RETRYABLE, Limits, pdf_process
+
+SUFFIX = ".pdf"
+#: A shard is a task's work: some documents, few enough that tasks end at about the same time.
+FILES_PER_SHARD = 16
+BYTES_PER_SHARD = 16 << 20
+
+WORDS = pa.schema(
+    [
+        pa.field("word_spans", pa.list_(pa.list_(pa.int32(), 2))),
+        pa.field("word_boxes", pa.list_(pa.list_(pa.float32(), 4))),
+    ]
+)
+IMAGE = pa.schema([pa.field("image", pa.binary())])
+
+
+class Pages(Source):
+    """The pages of PDF documents: one item a page, the document its parent.
+
+    `path` is a folder of .pdf files at any depth, or one such file.
+
+    **Ids.** A document's id is its path below `path`; a page's is `<document>#page=<number>`,
+    numbers from 1, which also opens the page in a browser.
+
+    **Text.** The text layer in reading order: blocks of lines are ordered by cuts along the white
+    space between columns and paragraphs. Payload for encoders that read text: `word_spans`, each
+    word's characters in the text, and `word_boxes`, its box x0 y0 x1 y1 in [0, 1] of the page as it
+    is displayed (rotated, cut to its crop box). A word that is divided by a hyphen has two.
+
+    **Images.** Payload `image`, a JPEG, only for encoders that read it. A page without text is then
+    an item too; for encoders of text it is rejected: `no text layer`, or `empty page` if nothing is
+    drawn on it.
+
+    **Safety.** Pages are read in another process with limits of time and memory. After a crash or a
+    time-out the rest of that document is rejected, and the job goes on.
+
+    **Revision.** A hash of the file's bytes, the page and the settings that change what is stored.
+    """
+
+    class Spec(config.Spec):
+        """Options of the pages source.
+
+        Attributes:
+            path: a local path or an fsspec URI.
+            collection: the name of what is read here; default: the last part of the path.
+            dpi: pixels per inch of page images.
+            max_pixels: a larger image is made smaller.
+            limits: what reading a page may take.
+        """
+
+        name: Literal["pages"] = "pages"
+        path: config.Uri
+        collection: str = ""
+        dpi: PositiveFloat = 144.0
+        max_pixels: PositiveInt = Field(4_000_000, le=100_000_000)
+        limits: Limits = Limits()
+
+    spec: Spec
+
+    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
+        super().__init__(spec, needs)
+        self.payload = pa.schema(
+            [*(WORDS if "text" in needs else []), *(IMAGE if "image" in needs else [])]
+        )
+
+    def check(self) -> None:
+        """Raises `SpecError` if there is no document to read."""
+        fs, root = existing_root(self.spec.path)
+        if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
+            legal = f"a folder, or a file that ends in {SUFFIX}"
+            raise SpecError("path", self.spec.path, legal)
+        if next(self._files(), ("", None)) == ("", None):
+            raise SpecError(
+                "path", self.spec.path, f"a folder that holds {SUFFIX} files", "holds none"
+            )
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Groups of documents `{"files": [...]}`."""
+        group: list[str] = []
+        size = 0
+        for file, num_bytes in self._files():
+            if group and (
+                len(group) == FILES_PER_SHARD or size + (num_bytes or 0) > BYTES_PER_SHARD
+            ):
+                yield {"files": group}
+                group, size = [], 0
+            group.append(file)
+            size += num_bytes or 0
+        if group:
+            yield {"files": group}
+
+    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
+        """Lists the pages of each document; one that cannot be opened is one reject."""
+        for file in shard["files"]:
+            yield from self._scan_file(file)
+
+    def decode(
+        self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
+    ) -> Iterator[Item | Reject]:
+        """Reads the wanted pages: text, title, metadata and the payload."""
+        for document, group in itertools.groupby(items, lambda entry: entry[1].parent_id):
+            pages = [item for _, item in group]
+            yield from self._decode_document(document, pages)
+
+    def image(self, document: str, number: int, dpi: float | None = None) -> bytes:
+        """A page as a JPEG, by default with the resolution of the spec.
+
+        Raises:
+            Unreadable: it cannot be rendered.
+        """
+        settings = {**self._settings, "text": False, "dpi": dpi or self.spec.dpi}
+        with self._local(document) as path:
+            (page,) = pdf_process(self.spec.limits).pages(path, [number], settings)
+        if isinstance(page, Unreadable):
+            raise page
+        return page["image"]
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "text": True,
+            "dpi": self.spec.dpi if "image" in self.needs else 0,
+            "max_pixels": self.spec.max_pixels,
+        }
+
+    @functools.cached_property
+    def _folder(self) -> tuple[Any, str]:
+        """The file system, and the folder that file names are relative to."""
+        fs, root = open_root(self.spec.path)
+        return (fs, root) if fs.isdir(root) else (fs, root.rpartition("/")[0])
+
+    def _files(self) -> Iterator[tuple[str, int | None]]:
+        """(path relative to the folder, bytes) of all that is read."""
+        fs, root = open_root(self.spec.path)
+        if not fs.isdir(root):
+            yield root.rpartition("/")[2], fs.size(root)
+            return
+        for file, num_bytes in walk(fs, root):
+            if num_bytes is None or file.lower().endswith(SUFFIX):
+                yield file, num_bytes
+
+    @contextmanager
+    def _local(self, file: str) -> Iterator[str]:
+        """A local path of a document; one that lies elsewhere is copied for as long as needed."""
+        fs, folder = self._folder
+        if isinstance(fs, LocalFileSystem):
+            yield f"{folder}/{file}"
+            return
+        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
+            fs.get_file(f"{folder}/{file}", copy.name)
+            yield copy.name
+
+    def _scan_file(self, file: str) -> Iterator[Item | Reject]:
+        problem = item_id_problem(f"{file}#page=100000")
+        revision = ""
+        try:
+            if problem:
+                raise Unreadable("bad id", problem)
+            with self._local(file) as path:
+                revision = self._revision(path)
+                about = pdf_process(self.spec.limits).describe(path)
+        except (Unreadable, OSError) as error:
+            yield self._reject(escaped(file), revision, error, "list")
+            return
+        for number in range(1, about["num_pages"] + 1):
+            yield Item(
+                item_id=f"{file}#page={number}",
+                parent_id=file,
+                source=self.collection,
+                modality="page",
+                revision=config.digest([revision, number]),
+                span=("page", number, number),
+                title=about["title"],
+            )
+
+    def _revision(self, path: str) -> str:
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, "blake2b").hexdigest()
+        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.needs else []
+        return config.digest([content, images])
+
+    def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
+        numbers = [int(item.span[1]) for item in items]
+        given = 0
+        try:
+            with self._local(document) as path:
+                process = pdf_process(self.spec.limits)
+                for item, page in zip(
+                    items, process.pages(path, numbers, self._settings), strict=True
+                ):
+                    yield self._item(item, page)
+                    given += 1
+        except OSError as error:  # of the storage
+            for item in items[given:]:
+                yield self._reject(item.item_id, item.revision, error, "decode")
+
+    def _item(self, item: Item, page: dict[str, Any] | Unreadable) -> Item | Reject:
+        if isinstance(page, Unreadable):
+            return self._reject(item.item_id, item.revision, page, "decode")
+        text = page["text"]
+        if not text and "image" not in self.needs:
+            reason = "no text layer" if page["num_objects"] else "empty page"
+            return self._reject(item.item_id, item.revision, Unreadable(reason), "decode")
+        width, height = page["size"]
+        metadata = {"label": page["label"], "width": width, "height": height}
+        payload = {field.name: _plain(page[field.name]) for field in self.payload}
+        return replace(item, text=text or None, metadata=metadata, payload=payload)
+
+    def _reject(
+        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
+    ) -> Reject:
+        if isinstance(error, Unreadable):
+            reason, detail = error.reason, error.detail
+        else:
+            reason, detail = "unreadable", escaped(str(error))
+        return Reject(
+            item_id=item_id,
+            source=self.collection,
+            stage=stage,
+            reason=reason,
+            detail=detail,
+            revision=revision,
+            retryable=reason in RETRYABLE,
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

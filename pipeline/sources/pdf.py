@@ -1,0 +1,330 @@
+"""One PDF in a process of its own: its pages' words with boxes, and their images.
+
+This file is run as a script by `PdfProcess` (in `pipeline.sources.pdf_process`), so it imports
+nothing of this package: the process starts quickly, and what crashes in it is one document.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import resource
+import struct
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+import pypdfium2 as pdfium
+import pypdfium2.raw as raw
+
+#: What PDFium says when a document cannot be opened.
+OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
+
+#: What stands for a hyphen at the end of a line whose word goes on in the next.
+HYPHEN = 0x02
+
+
+class Unreadable(Exception):
+    """A document or page cannot be read: a short reason, good for grouping, and a detail."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        self.reason, self.detail = reason, detail
+        super().__init__(f"{reason}: {detail}")
+
+
+def open_document(path: str) -> pdfium.PdfDocument:
+    """Opens a PDF.
+
+    Raises:
+        Unreadable: it is no PDF, damaged, encrypted, or has no page.
+    """
+    with open(path, "rb") as file:
+        head = file.read(1024)
+    if not head:
+        raise Unreadable("empty file")
+    if b"%PDF-" not in head:
+        raise Unreadable("not a PDF", f"starts with {head[:8]!r}")
+    try:
+        document = pdfium.PdfDocument(path)
+    except pdfium.PdfiumError as error:
+        # PDFium's error of a file without pages is "Success".
+        reason = "no pages" if "Success" in str(error) else None
+        reason = reason or OPEN_ERRORS.get(getattr(error, "err_code", 0), "damaged PDF")
+        raise Unreadable(reason, str(error)) from None
+    if len(document) == 0:
+        raise Unreadable("no pages")
+    return document
+
+
+def describe(path: str) -> dict[str, Any]:
+    """How many pages a document has, and its title or None."""
+    document = open_document(path)
+    title = " ".join(document.get_metadata_value("Title").split())
+    return {"num_pages": len(document), "title": title or None}
+
+
+def read_pages(
+    path: str, numbers: list[int], settings: dict[str, Any]
+) -> Iterator[dict[str, Any] | Unreadable]:
+    """Reads pages, numbered from 1, one result each.
+
+    Args:
+        settings: `text`: whether to read the words; `dpi`: pixels per inch of the image, or 0 for
+            none; `max_pixels`: a larger image is made smaller.
+    """
+    document = open_document(path)
+    for number in numbers:
+        try:
+            page = document[number - 1]
+            yield read_page(page, document.get_page_label(number - 1), settings)
+            page.close()
+        except pdfium.PdfiumError as error:
+            yield Unreadable("damaged page", str(error))
+        except MemoryError:
+            yield Unreadable("out of memory", "the page needs more than the process may take")
+
+
+def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What is asked for of a page.
+
+    Returns:
+        `label`, `size` in points as displayed, `num_objects`; `text`, `word_spans` (W, 2) int32 and
+        `word_boxes` (W, 4) float32 as in `page_words`; `image`, a JPEG.
+    """
+    result = {
+        "label": label or None,
+        "size": tuple(round(side, 1) for side in page.get_size()),
+        "num_objects": raw.FPDFPage_CountObjects(page),
+    }
+    if settings["text"]:
+        result["text"], result["word_spans"], result["word_boxes"] = page_words(page)
+    if settings["dpi"]:
+        result["image"] = render(page, settings["dpi"], settings["max_pixels"])
+    return result
+
+
+def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
+    """The page as a JPEG, as displayed: rotated, and cut to its crop box."""
+    width, height = page.get_size()
+    scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5)
+    image = page.render(scale=scale).to_pil().convert("RGB")
+    jpeg = io.BytesIO()
+    image.save(jpeg, "JPEG", quality=92)
+    return jpeg.getvalue()
+
+
+def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
+    """The words of a page in reading order.
+
+    Lines end with a line break, blocks of lines with two. A word that a hyphen divides between two
+    lines is one word of the text and two boxed parts.
+
+    Returns:
+        (text, spans, boxes): for each boxed part its characters in the text, (W, 2) int32, and its
+        box x0 y0 x1 y1, (W, 4) float32, in [0, 1] of the displayed page from its upper left corner.
+        Words that lie outside of the page are left out.
+    """
+    codes, corners = characters(page)
+    boxes = displayed(page, corners)
+    lines = _lines(codes, boxes)
+    text, length = [], 0
+    spans, piece_boxes = [], []
+    from_right = is_right_to_left("".join(map(chr, codes[codes < 0xD800])))
+    for number, block in enumerate(reading_order(_blocks(lines), from_right)):
+        for row, line in enumerate(block):
+            for column, (string, box, joins) in enumerate(line):
+                if column or row or number:
+                    gap = "" if joins else " " if column else "\n" if row else "\n\n"
+                    text.append(gap)
+                    length += len(gap)
+                text.append(string)
+                spans.append((length, length + len(string)))
+                piece_boxes.append(box)
+                length += len(string)
+    return (
+        "".join(text),
+        np.array(spans, np.int32).reshape(-1, 2),
+        np.array(piece_boxes, np.float32).reshape(-1, 4),
+    )
+
+
+def characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
+    """The characters of a page in the order in which it draws them.
+
+    Returns:
+        (codes, corners): (n,) code points, and (n, 4) left, top, right, bottom in points.
+    """
+    textpage = page.get_textpage()
+    number = textpage.count_chars()
+    codes = np.array([raw.FPDFText_GetUnicode(textpage, i) for i in range(number)], np.int64)
+    rectangles = (raw.FS_RECTF * number)()
+    pointer, size = ctypes.POINTER(raw.FS_RECTF), ctypes.sizeof(raw.FS_RECTF)
+    for i in range(number):  # loose boxes have the font's height: words of a line look alike
+        at = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
+        raw.FPDFText_GetLooseCharBox(textpage, i, at)
+    corners = np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(np.float64)
+    return codes, corners
+
+
+def displayed(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
+    """(n, 4) left, top, right, bottom in points -> x0 y0 x1 y1 in [0, 1] of the displayed page."""
+    unit, far = 10**8, 1000.0  # of a device so fine that its whole pixels do not matter
+    x, y = ctypes.c_int(), ctypes.c_int()
+
+    def at(point_x: float, point_y: float) -> np.ndarray:
+        raw.FPDF_PageToDevice(page, 0, 0, unit, unit, 0, point_x, point_y, x, y)
+        return np.array([x.value, y.value]) / unit
+
+    origin = at(0, 0)
+    matrix = np.stack([at(far, 0) - origin, at(0, far) - origin]) / far
+    first = corners[:, [0, 1]] @ matrix + origin
+    second = corners[:, [2, 3]] @ matrix + origin
+    return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)
+
+
+Piece = tuple[str, np.ndarray, bool]  # the string, its box, whether it goes on the piece before it
+Line = list[Piece]
+
+
+def is_right_to_left(text: str) -> bool:
+    """Whether most letters belong to scripts that are read from the right."""
+    directions = Counter(map(unicodedata.bidirectional, text))
+    return directions["R"] + directions["AL"] > directions["L"]
+
+
+def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
+    """Lines of words as the page draws them; what is not to be seen is left out."""
+    lines: list[Line] = [[]]
+    letters: list[str] = []
+    first = 0
+    joins = False
+
+    def end(stop: int) -> None:
+        if not letters:
+            return
+        own = boxes[first:stop]
+        own = own[(own[:, 2] > own[:, 0]) | (own[:, 3] > own[:, 1])]  # generated ones have none
+        string = "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        letters.clear()
+        if not len(own):
+            return
+        box = np.concatenate([own[:, :2].min(axis=0), own[:, 2:].max(axis=0)])
+        if (box[2:] > 0).all() and (box[:2] < 1).all():
+            lines[-1].append((string, box.clip(0, 1), joins and bool(lines[-1])))
+
+    for i, code in enumerate(codes.tolist()):
+        character = chr(code)
+        if character.isspace() or code < 32 or code in (0xFFFE, 0xFFFF):
+            end(i)
+            joins = code == HYPHEN
+            if character in "\r\n" and lines[-1]:
+                lines.append([])
+        else:
+            if not letters:
+                first = i
+            letters.append(character)
+    end(len(codes))
+    return [line for line in lines if line]
+
+
+def _box(line: Line) -> np.ndarray:
+    boxes = np.stack([box for _, box, _ in line])
+    return np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
+
+
+def _blocks(lines: list[Line]) -> list[tuple[np.ndarray, list[Line]]]:
+    """Runs of lines that the page draws one below the other, with the box around each run."""
+    blocks: list[tuple[np.ndarray, list[Line]]] = []
+    for line in lines:
+        box = _box(line)
+        if blocks:
+            around, block = blocks[-1]
+            before = _box(block[-1])
+            height = max(box[3] - box[1], before[3] - before[1], 1e-6)
+            is_below = -0.5 * height < box[1] - before[3] < 0.8 * height
+            overlaps = min(box[2], around[2]) > max(box[0], around[0])
+            if is_below and overlaps:
+                block.append(line)
+                around[:2] = np.minimum(around[:2], box[:2])
+                around[2:] = np.maximum(around[2:], box[2:])
+                continue
+        blocks.append((box, [line]))
+    return blocks
+
+
+def reading_order(
+    blocks: list[tuple[np.ndarray, list[Line]]], from_right: bool = False
+) -> list[list[Line]]:
+    """Blocks by recursive cuts along white space: columns side by side, then from the top.
+
+    Where a stretch has neither kind of gap its blocks stay as the page draws them.
+    """
+    if len(blocks) < 2:
+        return [lines for _, lines in blocks]
+    boxes = np.stack([box for box, _ in blocks])
+    for axis, least in ((0, 0.012), (1, 0.0)):
+        groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
+        if len(groups) > 1:
+            groups = groups[::-1] if axis == 0 and from_right else groups
+            parts = (reading_order([blocks[i] for i in group], from_right) for group in groups)
+            return [lines for part in parts for lines in part]
+    return [lines for _, lines in blocks]
+
+
+def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
+    """Indices of intervals in two groups, apart at the widest gap; one group if there is none."""
+    order = np.argsort(starts, kind="stable")
+    gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
+    widest = int(gaps.argmax())
+    if gaps[widest] <= least:
+        return [order.tolist()]
+    return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]
+
+
+# -- the process ---------------------------------------------------------------------------------
+
+
+def send(stream: BinaryIO, value: Any) -> None:
+    """Writes a value with its length before it."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def main() -> None:
+    """Answers requests from standard input until it is closed.
+
+    A request is ("describe", path) or ("pages", path, numbers, settings); a reply is what the
+    function of that name gives for it, or a reason and a detail. `is_last`: no page follows.
+    """
+    limit = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the library prints must not get between the replies
+    replies.write(b"!")  # it runs
+    replies.flush()
+    requests = sys.stdin.buffer
+    while head := requests.read(8):
+        (length,) = struct.unpack("<Q", head)
+        kind, *arguments = pickle.loads(requests.read(length))
+        try:
+            if kind == "describe":
+                send(replies, describe(*arguments))
+            else:
+                for result in read_pages(*arguments):
+                    is_page = isinstance(result, dict)
+                    send(replies, result if is_page else {**vars(result), "is_last": False})
+        except Unreadable as error:
+            send(replies, {**vars(error), "is_last": True})
+        except (MemoryError, OSError) as error:
+            reason = "unreadable" if isinstance(error, OSError) else "out of memory"
+            send(replies, {"reason": reason, "detail": str(error), "is_last": True})
+
+
+if __name__ == "__main__":
+    main()

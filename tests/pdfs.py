@@ -1,0 +1,70 @@
+"""PDFs for tests, written out by hand: every word stands where the test put it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: words (x, y, string) in points from the lower left corner, in 10 point Courier."""
+
+    words: Sequence[tuple[float, float, str]] = ()
+    size: tuple[float, float] = (200.0, 100.0)
+    rotate: int = 0
+    crop: tuple[float, float, float, float] | None = None
+    drawing: str = ""  # further operators
+
+    def content(self) -> bytes:
+        """The operators of the page."""
+        shown = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in self.words)
+        return f"{shown}{self.drawing}".encode()
+
+
+def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
+    """A document; `forms` are drawings that can be drawn by name, /X0, /X1, ..."""
+    num_forms = len(forms)
+    first_page = 5 + num_forms
+    kids = " ".join(f"{first_page + 2 * i} 0 R" for i in range(len(pages)))
+    named = " ".join(f"/X{i} {5 + i} 0 R" for i in range(num_forms))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Courier >>",
+        f"<< /Font << /F 3 0 R >> /XObject << {named} >> >>".encode(),
+    ]
+    form = "/Type /XObject /Subtype /Form /BBox [0 0 9999 9999] /Resources 4 0 R"
+    objects += [_stream(drawing.encode(), form) for drawing in forms]
+    for i, page in enumerate(pages):
+        crop = f"/CropBox [{' '.join(map(str, page.crop))}]" if page.crop else ""
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /Resources 4 0 R /Rotate {page.rotate} {crop}"
+            f" /MediaBox [0 0 {page.size[0]} {page.size[1]}]"
+            f" /Contents {first_page + 2 * i + 1} 0 R >>".encode()
+        )
+        objects.append(_stream(page.content()))
+    objects.append(f"<< /Title ({title}) >>".encode())
+
+    data = b"%PDF-1.7\n"
+    offsets = []
+    for number, content in enumerate(objects, start=1):
+        offsets.append(len(data))
+        data += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
+    data += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}".encode()
+    trailer = f"/Root 1 0 R /Info {len(objects)} 0 R /Size {len(objects) + 1}"
+    return data + f"trailer << {trailer} >>\nstartxref\n{data.rfind(b'xref')}\n%%EOF".encode()
+
+
+def _stream(content: bytes, about: str = "") -> bytes:
+    return f"<< {about} /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream"
+
+
+def bomb(depth: int = 12, width: int = 10) -> bytes:
+    """A small document whose page draws width ** depth times: no renderer comes to its end."""
+    forms = [" ".join([f"/X{i + 1} Do"] * width) for i in range(depth)]
+    dot = "BT /F 1 Tf 5 5 Td (x) Tj ET 0 0 1 1 re f"
+    return pdf(
+        Page([(10, 50, "before")], drawing="/X0 Do"), Page([(10, 50, "after")]), forms=[*forms, dot]
+    )

@@ -1,0 +1,122 @@
+"""Similarity maps: the words that light are the words that match."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jobs import search
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.index import job
+from pipeline.search.maps import PageImages, draw, similarity_map
+from tests.pdfs import Page, pdf
+
+#: 200 x 100 points, the words 6 points a letter: every box is known.
+PAGE = [(20, 80, "the harbour of Lisbon"), (20, 50, "sells fresh fish"), (20, 20, "every morning")]
+REPRESENTATIONS = [
+    {"compressor": {"name": name, "num_vectors": 8}} for name in ("hpool", "samer", "random")
+]
+
+
+@pytest.fixture(scope="module")
+def uri(cluster, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("maps")
+    (folder / "pages").mkdir()
+    (folder / "pages/a.pdf").write_bytes(pdf(Page(PAGE), Page([(20, 50, "a crust of bread")])))
+    (folder / "texts").mkdir()
+    (folder / "texts/letter.txt").write_text("Dear Ada, fish is cheap in Lisbon.")
+    for name, path in (("pages", "pages"), ("text", "texts")):
+        given = {
+            "index": str(folder / "index"),
+            "source": {"name": name, "path": str(folder / path)},
+            "representations": [{"compressor": "none"}, *REPRESENTATIONS],
+        }
+        spec = config.parse(job.IndexSpec, given)
+        job.run(spec, job.IndexResources(), job=name, report=lambda line: None)
+    return str(folder / "index")
+
+
+def test_the_first_word_that_lights_is_the_known_one(uri):
+    map = similarity_map(open_index(uri), "fresh fish in Lisbon", "a.pdf#page=1")
+    assert map.query_tokens == ["fresh", "fish", "in", "lisbon"] or map.query_tokens == [
+        "fresh",
+        "fish",
+        "in",
+        "Lisbon",
+    ]
+    assert [map.best_word(token).text for token in (0, 1, 3)] == ["fresh", "fish", "Lisbon"]
+    # "Lisbon" is the letters 15 to 20 of a line that starts at 20 points.
+    box = map.best_word(3).box
+    assert (box[0], box[2]) == pytest.approx(((20 + 15 * 6) / 200, (20 + 21 * 6) / 200), abs=1e-3)
+    assert box[1] < 0.2 < box[3]  # the base line lies 80 points above the lower edge
+
+
+def test_the_credits_are_the_score(uri):
+    searcher = open_index(uri)
+    map = similarity_map(searcher, "fresh fish in Lisbon", "a.pdf#page=1")
+    (hit,) = searcher.search("fresh fish in Lisbon", "full", k=1)
+    assert map.score == pytest.approx(hit.score, abs=1e-4)
+    assert map.values().sum() == pytest.approx(map.score, abs=1e-4)  # a word a credit: no sharing
+
+
+@pytest.mark.parametrize("representation", ["hpool_8", "samer_8", "random_8"])
+def test_a_compressed_item_shows_what_its_vectors_stand_for(uri, representation):
+    searcher = open_index(uri)
+    map = similarity_map(searcher, "fish", "a.pdf#page=1", representation)
+    row = searcher.index.items(["a.pdf#page=1"])
+    stands = np.isfinite(map.values(0))
+    if representation == "random_8":  # it dropped the others
+        assert stands.sum() == 8 == len(row[representation][0])
+    else:
+        assert stands.all()
+        assert map.best_word(0).similarities[0] == np.nanmax(map.values(0))
+        full = similarity_map(searcher, "fish", "a.pdf#page=1").values(0)
+        assert np.corrcoef(full, map.values(0))[0, 1] > 0.5
+
+
+def test_the_picture_is_lit_where_the_word_is(uri):
+    searcher = open_index(uri)
+    image = PageImages(searcher.index).image("a.pdf#page=1", dpi=144)
+    map = similarity_map(searcher, "Lisbon", "a.pdf#page=1")
+    before = np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).astype(int)
+    after = np.asarray(Image.open(io.BytesIO(draw(image, map, 0))).convert("RGB")).astype(int)
+    assert before.shape == after.shape == (200, 400, 3)
+    change = np.abs(after - before).sum(axis=2)
+    x0, y0, x1, y1 = (np.array(map.best_word(0).box) * [400, 200, 400, 200]).astype(int)
+    assert change[y0:y1, x0:x1].mean() > 150
+    assert change[y1 + 40 :].mean() < 30
+
+
+def test_maps_from_the_command_line(uri, tmp_path, capsys):
+    out = tmp_path / "maps"
+    search.main([uri, "fish", "--k", "1", "--where", "modality = 'page'", "--maps", str(out)])
+    assert "brightest: fish" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["1-01-fish.png", "1.json", "1.png"]
+    stored = json.loads((out / "1.json").read_text())
+    assert stored["item_id"] == "a.pdf#page=1"
+    best = max(stored["words"], key=lambda word: word["similarities"][0])
+    assert best["text"] == "fish" and best["credit"] == pytest.approx(stored["score"], abs=1e-3)
+
+
+def test_what_has_no_map(uri, tmp_path):
+    searcher = open_index(uri)
+    with pytest.raises(SpecError, match="has no boxes; legal: an item whose words have boxes"):
+        similarity_map(searcher, "fish", "letter.txt")
+    with pytest.raises(SpecError, match="is not in the index"):
+        similarity_map(searcher, "fish", "b.pdf#page=1")
+    with pytest.raises(SpecError, match="item_id: 'letter.txt' is no page"):
+        PageImages(searcher.index).image("letter.txt")
+    with pytest.raises(SpecError, match="documents: .* cannot be read; legal: a document that can"):
+        PageImages(searcher.index, str(tmp_path)).image("a.pdf#page=1")
+
+
+def test_documents_that_were_moved(uri, tmp_path):
+    searcher = open_index(uri)
+    (tmp_path / "a.pdf").write_bytes(Path(uri).parent.joinpath("pages/a.pdf").read_bytes())
+    assert PageImages(searcher.index, str(tmp_path)).image("a.pdf#page=2").startswith(b"\xff\xd8")

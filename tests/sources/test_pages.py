@@ -1,0 +1,285 @@
+"""PDF pages: words where they stand, and documents that are damaged or hostile."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.config import SpecError
+from pipeline.schema import Item, Reject
+from pipeline.sources.pages import Pages
+from pipeline.sources.pdf import Unreadable, is_right_to_left, reading_order
+from pipeline.sources.pdf_process import Limits, PdfProcess
+from tests.conftest import ROOT
+from tests.pdfs import Page, bomb, pdf
+
+TEXT = {"text": True, "dpi": 0, "max_pixels": 10_000}
+ENCRYPTED = ROOT / "tests/data/encrypted.pdf"
+
+
+def source(path: Path | str, needs: tuple[str, ...] = ("text",), **options: Any) -> Pages:
+    return Pages(Pages.Spec(path=str(path), **options), needs)
+
+
+def read(pages: Pages) -> dict[str, Item | Reject]:
+    """Everything of a source by id: decoded items and rejects."""
+    found = {}
+    for shard in pages.shards():
+        entries = list(enumerate(pages.scan(shard)))
+        wanted = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
+        found |= {entry.item_id: entry for _, entry in entries if isinstance(entry, Reject)}
+        decoded = list(pages.decode(shard, wanted))
+        assert [result.item_id for result in decoded] == [item.item_id for _, item in wanted]
+        found |= {result.item_id: result for result in decoded}
+    return found
+
+
+def only_page(tmp_path: Path, page: Page) -> Item:
+    (tmp_path / "a.pdf").write_bytes(pdf(page))
+    return read(source(tmp_path / "a.pdf"))["a.pdf#page=1"]
+
+
+def boxes(item: Item) -> dict[str, list[float]]:
+    spans, places = item.payload["word_spans"], item.payload["word_boxes"]
+    return {
+        item.text[start:end]: [round(side, 2) for side in box]
+        for (start, end), box in zip(spans, places, strict=True)
+    }
+
+
+# -- what a page says ------------------------------------------------------------------------
+
+
+def test_a_page_is_an_item(tmp_path):
+    (tmp_path / "folder").mkdir()
+    document = pdf(Page([(10, 50, "one")]), Page([(10, 50, "two words")]), title="On  numbers")
+    (tmp_path / "folder/a b.PDF").write_bytes(document)
+    first, second = read(source(tmp_path)).values()
+    assert (first.item_id, second.item_id) == ("folder/a b.PDF#page=1", "folder/a b.PDF#page=2")
+    assert second.parent_id == "folder/a b.PDF"
+    assert (second.modality, second.span, second.title) == ("page", ("page", 2, 2), "On numbers")
+    assert second.text == "two words"
+    assert second.metadata == {"label": None, "width": 200.0, "height": 100.0}
+    assert second.payload["word_spans"] == [[0, 3], [4, 9]]
+    assert first.revision != second.revision
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [  # Courier is 6 points wide at 10 points; "wing" and "lift" are 24 points long
+        (Page(), {"wing": (0.1, 0.22), "lift": (0.5, 0.62)}),
+        (Page(rotate=180), {"wing": (0.78, 0.9), "lift": (0.38, 0.5)}),
+        (Page(crop=(0, 0, 100, 100)), {"wing": (0.2, 0.44)}),  # the other is not to be seen
+        (Page(crop=(100, 0, 200, 100)), {"lift": (0.0, 0.24)}),
+    ],
+)
+def test_boxes_are_those_of_the_displayed_page(tmp_path, page, expected):
+    words = [(20, 50, "wing"), (100, 50, "lift")]
+    found = boxes(only_page(tmp_path, Page(words, rotate=page.rotate, crop=page.crop)))
+    assert {word: (box[0], box[2]) for word, box in found.items()} == expected
+
+
+@pytest.mark.parametrize(("rotate", "edge"), [(90, (0.1, 0.22)), (270, (0.78, 0.9))])
+def test_a_turned_page_is_read_as_displayed(tmp_path, rotate, edge):
+    item = only_page(tmp_path, Page([(20, 50, "wing")], rotate=rotate))
+    assert (item.metadata["width"], item.metadata["height"]) == (100.0, 200.0)
+    (box,) = boxes(item).values()
+    assert (box[1], box[3]) == edge  # the words run down or up the page
+
+
+def test_columns_are_read_one_after_the_other(tmp_path):
+    left, right = (
+        [(x, y, f"{column}{row}") for row, y in ((1, 80), (2, 68), (3, 56))]
+        for column, x in (("a", 10), ("b", 120))
+    )
+    wide = [(10, 5, "footer"), (10, 92, "a-heading-over-both-columns")]
+    page = Page([*right, wide[0], *left, wide[1]], size=(200, 110))  # not drawn in this order
+    text = only_page(tmp_path, page).text
+    columns = ["a1", "a2", "a3", "b1", "b2", "b3"]
+    assert text.split() == ["a-heading-over-both-columns", *columns, "footer"]
+
+
+def test_columns_from_the_right():
+    left, right = (np.array([0.0, 0, 0.4, 1]), ["left"]), (np.array([0.6, 0, 1, 1]), ["right"])
+    assert reading_order([left, right]) == [["left"], ["right"]]
+    assert reading_order([left, right], from_right=True) == [["right"], ["left"]]
+    assert is_right_to_left("שלום 2020") and not is_right_to_left("hello שלום")
+
+
+def test_a_word_over_two_lines_is_one_word_with_two_boxes():
+    document = str(ROOT / "jobs/data/pages/pdf/us-001.pdf")
+    (page,) = PdfProcess(Limits()).pages(document, [1], TEXT)
+    text, spans = page["text"], page["word_spans"].tolist()
+    start = text.index("disability estimates presented")
+    parts = [i for i, (first, _) in enumerate(spans) if start <= first < start + 10]
+    assert [text[slice(*spans[i])] for i in parts] == ["dis", "ability"]
+    first, second = page["word_boxes"][parts]
+    assert (
+        first[0] > second[0] and first[1] < second[1]
+    )  # the end of a line, and the next one's start
+
+
+# -- images ----------------------------------------------------------------------------------
+
+
+def test_images_travel_only_if_they_are_needed(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(
+        pdf(Page([(10, 50, "x")]), Page(drawing="1 0 0 rg 0 0 99 99 re f"))
+    )
+    assert "image" not in read(source(tmp_path))["a.pdf#page=1"].payload
+    found = read(source(tmp_path, ("image",), dpi=72))
+    assert set(found["a.pdf#page=2"].payload) == {"image"}  # no words: an item for such encoders
+    image = Image.open(io.BytesIO(found["a.pdf#page=2"].payload["image"]))
+    assert image.size == (200, 100)
+    red, green, _ = image.getpixel((20, 80))
+    assert red > 200 and green < 60
+
+
+def test_the_revision_tells_what_changes_the_item(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")])))
+
+    def revision(*needs: str, **options: Any) -> str:
+        return read(source(tmp_path, needs, **options))["a.pdf#page=1"].revision
+
+    assert revision("text") == revision("text", dpi=72)
+    assert revision("image") != revision("image", dpi=72)
+    before = revision("text")
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "y")])))
+    assert revision("text") != before
+
+
+def test_a_huge_page_is_made_smaller(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")], size=(14_000, 14_000))))
+    item = read(source(tmp_path, ("text", "image"), max_pixels=1_000_000))["a.pdf#page=1"]
+    width, height = Image.open(io.BytesIO(item.payload["image"])).size
+    assert 900_000 < width * height <= 1_010_000
+
+
+# -- what cannot be read ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty file"),
+        (b"Dear Ada, this is no PDF.", "not a PDF"),
+        (b"%PDF-1.7\nnothing that makes a document", "damaged PDF"),
+        (pdf(Page([(10, 50, "x")]))[:200], "damaged PDF"),
+        (pdf(), "no pages"),
+        (ENCRYPTED.read_bytes(), "encrypted"),
+    ],
+)
+def test_a_document_that_cannot_be_opened_is_one_reject(tmp_path, content, reason):
+    (tmp_path / "bad.pdf").write_bytes(content)
+    (tmp_path / "good.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
+    found = read(source(tmp_path))
+    assert (found["bad.pdf"].reason, found["bad.pdf"].stage) == (reason, "list")
+    assert found["good.pdf#page=1"].text == "fine"
+
+
+def test_pages_without_text(tmp_path):
+    pages = Page(), Page(drawing="0 0 50 50 re f"), Page([(10, 50, "text")])
+    (tmp_path / "a.pdf").write_bytes(pdf(*pages))
+    found = read(source(tmp_path))
+    assert found["a.pdf#page=1"].reason == "empty page"
+    assert found["a.pdf#page=2"].reason == "no text layer"
+    assert found["a.pdf#page=3"].text == "text"
+
+
+def test_ten_thousand_objects(tmp_path):
+    words = [(i % 100 * 40, 9 * (i // 100) + 5, f"w{i}") for i in range(10_000)]
+    item = only_page(tmp_path, Page(words, size=(4000, 1000)))
+    assert len(item.text.split()) == 10_000 == len(item.payload["word_boxes"])
+
+
+def test_a_page_that_hangs_costs_its_document(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(bomb())
+    (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
+    start = time.monotonic()
+    found = read(source(tmp_path, limits={"seconds": 2}))
+    assert time.monotonic() - start < 10
+    assert [found[f"a.pdf#page={n}"].reason for n in (1, 2)] == ["timed out"] * 2
+    assert found["a.pdf#page=1"].retryable
+    assert found["b.pdf#page=1"].text == "fine"
+
+
+def test_a_crash_costs_its_document(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(bomb())
+    (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
+    process = PdfProcess(Limits())
+    process.describe(str(tmp_path / "a.pdf"))
+    results = process.pages(str(tmp_path / "a.pdf"), [1, 2], TEXT)
+    os.kill(process._process.pid, signal.SIGSTOP)  # so that it dies in the middle of the request
+    os.kill(process._process.pid, signal.SIGKILL)
+    first, second = results
+    assert isinstance(first, Unreadable) and first.reason == second.reason == "crashed"
+    (page,) = process.pages(str(tmp_path / "b.pdf"), [1], TEXT)
+    assert page["text"] == "fine"
+
+
+def test_too_little_memory_costs_the_page(tmp_path):
+    page = Page([(10, 50, "x")], size=(14_000, 14_000))
+    (tmp_path / "a.pdf").write_bytes(pdf(page))
+    limits = {"memory_bytes": 400 << 20}
+    options = {"max_pixels": 100_000_000, "dpi": 144, "limits": limits}
+    reject = read(source(tmp_path, ("image",), **options))["a.pdf#page=1"]
+    assert isinstance(reject, Reject)
+    assert reject.reason in ("out of memory", "damaged page", "crashed")
+
+
+def test_a_reader_who_stops_early_gets_no_other_pages_later(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, f"page{i}")]) for i in range(5))))
+    process = PdfProcess(Limits())
+    pages = process.pages(str(tmp_path / "a.pdf"), [1, 2, 3, 4], TEXT)
+    assert next(pages)["text"] == "page0"
+    pages.close()
+    (page,) = process.pages(str(tmp_path / "a.pdf"), [5], TEXT)
+    assert page["text"] == "page4"
+
+
+def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")])))
+    pages = source(tmp_path)
+    (shard,) = pages.shards()
+    listed = list(enumerate(pages.scan(shard)))
+    (tmp_path / "a.pdf").unlink()
+    (reject,) = pages.decode(shard, listed)
+    assert reject.retryable and "a.pdf" in reject.detail
+
+
+def test_documents_that_lie_elsewhere():
+    with fsspec.open("memory://papers/a.pdf", "wb") as file:
+        file.write(pdf(Page([(10, 50, "far")])))
+    assert read(source("memory://papers"))["a.pdf#page=1"].text == "far"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "path: '.*nowhere' does not exist"),
+        ("a.txt", "path: '.*a.txt' is not legal; legal: a folder, or a file that ends in .pdf"),
+        ("", "path: '.*' holds none; legal: a folder that holds .pdf files"),
+    ],
+)
+def test_nothing_to_read(tmp_path, name, sentence):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(SpecError, match=sentence):
+        source(tmp_path / name).check()
+
+
+def test_shards_are_small_enough_to_share_the_work(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.pdf").write_bytes(b"%PDF-")
+    files = [shard["files"] for shard in source(tmp_path).shards()]
+    assert [len(group) for group in files] == [16, 16, 8]
+    assert sorted(itertools.chain(*files)) == [f"{i:02}.pdf" for i in range(40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ from bm25s.tokenization import Tokenizer
 from pipeline.index.reader import Index
 from pipeline.search.searcher import top_rows
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index it builds
+
 #: Everything that decides a ranking. k1 and b are Lucene's own defaults.
 SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
 #: Of a row that BM25 can find.
-HAS_TEXT = "trim(text) <> ''"
+HAS_TEXT = "text <> ''"
 
 
 def has_texts(index: Index) -> bool:

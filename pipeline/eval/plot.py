@@ -52,18 +52,19 @@ def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
     Full tokens, the single vector and BM25 have a line across: what a budget can win or lose lies
     between them. The Pareto front is that of all rows, whatever panel their points stand in.
     """
-    figure = Figure(figsize=(1.2 + 5.4 * len(scores), 5.2), layout="constrained")
+    figure = Figure(figsize=(0.8 + 4.4 * len(scores), 4.8), layout="constrained")
     axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
     methods = sorted({result.method for result in evaluation.results if result.is_compressed})
     for panel, score in zip(axes, scores, strict=True):
         _draw(panel, evaluation, score, methods)
     axes[0].set_ylabel(evaluation.headline)
+    axes[0].set_ylim(*_quality_range(evaluation))  # the same where panels are drawn alone
     handles = {
         label: handle
         for panel in axes
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    columns = min(len(handles), 3 * len(scores))
+    columns = min(len(handles), 2 * len(scores))
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -73,6 +74,12 @@ def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
         labelcolor=REFERENCE,
     )
     return figure
+
+
+def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
+    qualities = [evaluation.quality(result) for result in evaluation.results]
+    margin = max(0.08 * (max(qualities) - min(qualities)), 0.002)
+    return min(qualities) - margin, max(qualities) + 1.5 * margin  # labels stand above the points
 
 
 def _draw(panel: Axes, evaluation: Evaluation, score: str, methods: list[str]) -> None:

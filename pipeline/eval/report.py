@@ -85,7 +85,7 @@ def against_bm25(standing: Standing) -> str:
     """What is to be said of a row that does not reach BM25; empty for one that does."""
     if not standing.below_bm25:
         return ""
-    verdict = "loses to BM25" if standing.loses_to_bm25 else "below BM25, perhaps by chance"
+    verdict = "loses to BM25" if standing.loses_to_bm25 else "below BM25, not significantly"
     return f"{verdict} ({p_equals(standing.p_bm25)})"
 
 
@@ -114,10 +114,10 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         for result, standing in zip(results, evaluation.standings, strict=True)
         if standing.loses_to_bm25
     ]
-    said = f"BM25 reaches {evaluation.quality(bm25):.4f}. "
-    yield said + (
-        f"These lose to BM25: {', '.join(losers)}." if losers else "No row loses to BM25 for sure."
-    )
+    verdict = "No row loses to it significantly."
+    if losers:
+        verdict = f"These lose to it significantly: {', '.join(losers)}."
+    yield f"BM25 reaches {evaluation.quality(bm25):.4f}. {verdict}"
 
 
 def _part(result: Result, whole: Result) -> float:

@@ -16,11 +16,11 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 import pipeline
 from pipeline.atomic import check_writable, write_atomic
-from pipeline.config import Spec, SpecError, absolute, digest, dump, dump_yaml
+from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25, html, plot, report
 from pipeline.eval.cells import Cell, Cells
-from pipeline.eval.examples import Examples, Pictures, choose, compared, describe
+from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compared, describe
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import BM25, RESULTS, SINGLE, Evaluation, Result, in_order, method_name
 from pipeline.eval.topics import read_query_vectors
@@ -111,10 +111,9 @@ def run(
     for line in notes:
         say(line)
 
-    output = absolute(spec.output)
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
-    cells = Cells(output)
-    results, rankings, keys = [], {}, {}
+    cells = Cells(spec.output)
+    results, keys = [], {}
     for number, row in enumerate(plan, start=1):
         key = ranker.key(row)
         cell = cells.read(key, Cell)
@@ -125,8 +124,9 @@ def run(
             speed = f"{cell.queries_per_second:,.0f} queries/s"
         result = _result(searcher, row, cell)
         results.append(result)
-        rankings[result.name], keys[result.name] = cell.rankings, key
-        write_run(posixpath.join(output, "runs", f"{result.name}.trec"), cell.rankings, result.name)
+        keys[result.name] = key
+        run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
+        write_run(run_file, cell.rankings, result.name)
         quality = f"{headline} {result.means[headline]:.4f}"
         say(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
@@ -140,9 +140,24 @@ def run(
         versions=versions(),
         results=in_order(results),
     )
+    examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
+    _write(spec, evaluation, examples, say)
+    return evaluation
+
+
+def _examples(
+    evaluation: Evaluation,
+    judged: JudgedQueries,
+    searcher: Searcher,
+    ranker: _Ranker,
+    cells: Cells,
+    keys: dict[str, str],
+    pictures: Pictures | None,
+) -> Examples:
+    """The examples of the report, as they were kept if all that decides them is as before."""
     shown = compared(evaluation)
     key = Cells.key(
-        rows={result.name: keys[result.name] for result in evaluation.results},
+        rows=keys,
         shown=[result.name for result in shown],
         texts=searcher.index.content_key(["title", "text"]),
         pictures=pictures and f"{pictures.__module__}.{pictures.__qualname__}",
@@ -151,29 +166,31 @@ def run(
     if examples is None:
         chosen = choose(evaluation, shown)
         hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
+        rankings = {name: cells.read(keys[name], Cell).rankings for name in hits}
         examples = describe(evaluation, judged, searcher, chosen, hits, rankings, pictures)
         cells.write(key, examples)
+    return examples
 
+
+def _write(
+    spec: EvaluateSpec, evaluation: Evaluation, examples: Examples, say: Callable[[str], None]
+) -> None:
+    """Writes the result files, and says what they say."""
+    table = report.table(evaluation)
     files = {
         "report.html": html.report([html.Section(evaluation, examples.examples)]),
         "metrics.csv": report.metrics_csv(evaluation),
         "per_query.csv": report.per_query_csv(evaluation),
-        "table.md": report.markdown(report.table(evaluation)),
+        "table.md": report.markdown(table),
         "quality_bytes.png": plot.quality_bytes_png(evaluation),
         RESULTS: evaluation.to_json(),
         "spec.yaml": dump_yaml(spec),
     }
     for name, data in files.items():
-        write_atomic(posixpath.join(output, name), data)
-    for lines in (
-        [report.aligned(report.table(evaluation))],
-        report.summary(evaluation),
-        (posixpath.join(spec.output, name) for name in ("runs", *files)),
-    ):
-        say("")
-        for line in lines:
-            say(line)
-    return evaluation
+        write_atomic(posixpath.join(spec.output, name), data)
+    written = [posixpath.join(spec.output, name) for name in ("runs", *files)]
+    for line in ("", report.aligned(table), "", *report.summary(evaluation), "", *written):
+        say(line)
 
 
 def versions() -> dict[str, str]:
@@ -241,13 +258,13 @@ class _Ranker:
             p95_ms=float(np.percentile(alone, 95)),
         )
 
-    def hits(self, result: Result, query_ids: Sequence[str], k: int = 3) -> list[list[Hit]]:
+    def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
         """The best hits of some queries with all that explains them."""
         if not query_ids:
             return []
         places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
         queries = self._queries(result.representation, [places[q] for q in query_ids])
-        how = {"k": k, "score": result.score, "group_by": self._group_by}
+        how = {"k": NUM_HITS, "score": result.score, "group_by": self._group_by}
         return self._searcher.search(queries, result.representation, **how)
 
     def _words(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:

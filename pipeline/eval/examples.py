@@ -15,11 +15,12 @@ from pipeline.schema import Hit
 from pipeline.search.explain import snippet
 from pipeline.search.searcher import Searcher
 
-#: Draws a hit: (searcher, query text, hit, representation) -> captions and PNG files.
+#: Draws a hit: (searcher, query text, hit, representation) -> captions and PNG files. A function
+#: with a name: under another name it draws the examples anew, else they are kept.
 Pictures = Callable[[Searcher, str, Hit, str], list[tuple[str, bytes]]]
 
-#: How many examples of a kind there are at most, and judged documents of each.
-NUM_DIFFERENT, NUM_FAILED, NUM_JUDGED = 3, 2, 5
+#: How many examples of a kind there are at most, and hits and judged documents of each.
+NUM_DIFFERENT, NUM_FAILED, NUM_HITS, NUM_JUDGED = 3, 2, 3, 5
 #: A query fails if no row reaches this much of the headline measure on it.
 FAILED = 0.2
 

@@ -40,9 +40,10 @@ class Result:
         vectors_per_item: stored vectors, mean over the items; 0 for BM25, as all bytes are.
         vector_bytes: bytes of the vectors that the score reads, mean over the items.
         all_bytes: the same with support and token positions.
-        queries_per_second: scoring and ranking of encoded queries with the vectors in memory.
-        median_ms: milliseconds that one such query takes by itself, half of them less.
-        p95_ms: and 95 % of them.
+        queries_per_second: scoring and ranking of encoded queries with the vectors in memory; of
+            the texts for BM25.
+        median_ms: milliseconds that such a query takes when it comes alone, in the median.
+        p95_ms: and at the 95th percentile.
     """
 
     representation: str
@@ -100,7 +101,7 @@ class Standing:
     Attributes:
         reference: the row it is held against: the full tokens of its encoder under its score, else
             under the late score; without full tokens the row with the most bytes.
-        retention: its mean as a share of the reference's; None if that is 0.
+        retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
         p_reference: of the difference to the reference, corrected; None for the reference itself.
         p_bm25: of the difference to BM25, corrected; None without BM25.
         below_bm25: whether its mean is lower than BM25's.
@@ -246,7 +247,8 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
     front = pareto_front(results, measure)
     rows = []
     for i, (result, reference, bm25) in enumerate(zip(results, references, bm25s, strict=True)):
-        quality, full = result.means[measure], reference.means[measure]
+        quality = result.means[measure]
+        full = reference.means[measure] if reference.method == FULL else 0.0
         rows.append(
             Standing(
                 reference=reference.name,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 #: Signs that are drawn at once: bounds the memory of the test on benchmarks of many queries.
-BLOCK = 1 << 24
+BLOCK = 1 << 22
 
 
 def randomisation_p(

@@ -28,6 +28,7 @@ def test_the_next_best_reference(results):
     assert rows["hpool_32.hybrid"].reference == "full.late"
     rows = named([r for r in results if r.method != "full"])
     assert rows["hpool_16.late"].reference == "hpool_32.late"
+    assert rows["hpool_16.late"].retention is None
     assert rows["hpool_32.hybrid"].reference == "hpool_32.hybrid"
     other = result("other_full", "full", None, encoder="e2", quality=[0.1, 0.1])
     assert named([*results, other])["other_full.late"].reference == "other_full.late"

@@ -214,7 +214,7 @@ def read_results(output: str, field: str) -> Evaluation:
     """
     legal = "the output folder of jobs.evaluate"
     try:
-        with fsspec.open(posixpath.join(absolute(output), RESULTS), encoding="utf-8") as file:
+        with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = json.load(file)
         results = [Result(**row) for row in data.pop("results")]
         return Evaluation(**data, results=results)

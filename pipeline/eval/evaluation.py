@@ -211,6 +211,7 @@ class _Ranker:
         self._group_by = "parent" if spec.judged == "parent" else None
         self._encoded: dict[str, EncodedQueries] = {}
         self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
+        self._hash_of_vectors = self._vectors and _hash_of(self._vectors)
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
@@ -225,7 +226,7 @@ class _Ranker:
                 "content": index.content_key(columns),
                 "encoder": about["fingerprint"],
                 "codec": None if row.score == SINGLE else about["codec"],
-                "vectors": self._vectors and _hash_of(self._vectors),
+                "vectors": self._hash_of_vectors,
             }
         return Cells.key(
             **decides,
@@ -237,7 +238,7 @@ class _Ranker:
 
     def cell(self, row: Row) -> Cell:
         """Ranks every query by the row: all at once, then some one at a time."""
-        rank = self._words(row) if row.score == BM25 else self._meaning(row)
+        rank = self._by_words() if row.score == BM25 else self._by_vectors(row)
         everyone = range(len(self._judged.queries))
         rank(everyone[:1])  # whatever is done once is done now
         start = time.perf_counter()
@@ -267,12 +268,12 @@ class _Ranker:
         how = {"k": NUM_HITS, "score": result.score, "group_by": self._group_by}
         return self._searcher.search(queries, result.representation, **how)
 
-    def _words(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         ranker = bm25.Bm25(self._searcher.index, self._spec.judged)
         texts = list(self._judged.queries.values())
         return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
 
-    def _meaning(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         self._searcher.load(name, row.score)
         how = {"k": self._spec.k, "score": row.score, "group_by": self._group_by}

@@ -3,9 +3,13 @@
     python -m jobs.evaluate jobs/specs/cranfield_evaluate.yaml
     python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
 
-Writes into the spec's `output`: runs/*.trec, metrics.csv, per_query.csv, table.md,
-quality_bytes.png and spec.yaml (the resolved spec). Documents are the items' parents: the best item
-counts. Bytes per item are of the stored numbers: of the vectors only, and of everything (with the
+Beside the representations stands BM25 over the items' texts (bm25=false leaves it out). Judgments
+name the items' parents, of which the best item counts, or the items themselves (judged=item).
+
+Writes into the spec's `output`: report.html (everything, on one page), metrics.csv, per_query.csv,
+table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
+jobs.compare reads. What was computed stays in cells/: the next run computes only what is new or
+changed. Bytes per item are of the stored numbers: of the vectors only, and of everything (with the
 support and the token positions that mark words).
 """
 

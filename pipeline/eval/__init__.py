@@ -16,7 +16,7 @@ class JudgedQueries:
     Attributes:
         queries: text by query id, in the benchmark's order; each has at least one judgment.
         qrels: for each of these the judged documents and their grades; grade 0 is kept, as judged
-            not relevant. Documents are the items' parents.
+            not relevant. Documents are the items' parents, or the items: the spec says which.
         num_unjudged: queries left out because they have no judgment.
         num_orphans: queries left out because they have judgments but no text.
     """

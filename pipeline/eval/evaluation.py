@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import platform
 import posixpath
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+import pipeline
 from pipeline.atomic import check_writable, write_atomic
-from pipeline.config import Spec, SpecError, absolute, dump_yaml
+from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
-from pipeline.eval import JudgedQueries, report
-from pipeline.eval.metrics import DEFAULT_MEASURES, Run, means, parse_measure, per_query, write_run
-from pipeline.eval.report import SINGLE, Result
+from pipeline.eval import JudgedQueries, bm25, html, plot, report
+from pipeline.eval.cells import Cell, Cells
+from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compared, describe
+from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
+from pipeline.eval.results import BM25, RESULTS, SINGLE, Evaluation, Result, in_order, method_name
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.reader import Index
 from pipeline.index.status import stored
 from pipeline.registry import BENCHMARKS, BenchmarkSpec
+from pipeline.schema import Hit
 from pipeline.search.searcher import SCORES, Score, Searcher, open_index
 
 AnyQueries = EncodedQueries | list[np.ndarray]
+
+#: So many queries are scored one at a time for the latency.
+ALONE = 50
 
 
 class EvaluateSpec(Spec):
@@ -38,6 +49,8 @@ class EvaluateSpec(Spec):
         scores: late, hybrid, single; empty for all that the index has vectors for.
         measures: names of ir-measures.
         k: hits per query: no measure sees deeper.
+        judged: what the judgments name: items, or their parents, of which the best item counts.
+        bm25: whether BM25 over the items' texts has a row.
     """
 
     index: str
@@ -48,6 +61,8 @@ class EvaluateSpec(Spec):
     scores: list[Score] = Field(default_factory=list)
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     k: PositiveInt = 100
+    judged: Literal["parent", "item"] = "parent"
+    bm25: bool = True
 
     @field_validator("measures")
     @classmethod
@@ -65,8 +80,20 @@ class EvaluateSpec(Spec):
         return self
 
 
-def run(spec: EvaluateSpec, say: Callable[[str], None]) -> list[Result]:
-    """Evaluates and writes every result file; returns the rows of the table.
+class Row(NamedTuple):
+    """What a row of the table ranks by: a representation and a score, or BM25 twice."""
+
+    representation: str
+    score: str
+
+
+def run(
+    spec: EvaluateSpec, say: Callable[[str], None], pictures: Pictures | None = None
+) -> Evaluation:
+    """Evaluates what has not been evaluated before, and writes every result file.
+
+    Args:
+        pictures: draws what a hit of the report's examples shows, see `Pictures`.
 
     Raises:
         SpecError: the benchmark, the index or a representation is not there or not legal.
@@ -74,51 +101,206 @@ def run(spec: EvaluateSpec, say: Callable[[str], None]) -> list[Result]:
     check_writable(spec.output, "output")
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
+    ranker = _Ranker(spec, judged, searcher)
+    notes = list(_left_out(spec, judged, searcher.index))
     plan = list(_plan(spec, searcher))
-    for line in _left_out(judged, searcher.index):
+    if spec.bm25 and bm25.has_texts(searcher.index):
+        plan.insert(0, Row(BM25, BM25))
+    elif spec.bm25:
+        notes.append("no item has a text: there is no row of BM25")
+    for line in notes:
         say(line)
 
-    output = absolute(spec.output)
-    measure = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
-    encoded: dict[str, AnyQueries] = {}
-    results, every_query = [], {}
-    for name, score in plan:
-        _, about = searcher.representation(name)
-        encoder = about["fingerprint"]
-        if encoder not in encoded:
-            encoded[encoder] = _queries(spec, judged, searcher, name)
-        ranked, seconds = _timed_run(searcher, judged, encoded[encoder], name, score, spec.k)
-        values = per_query(ranked, judged.qrels, spec.measures)
-        speed = len(judged.queries) / seconds
-        result = _result(searcher.index, name, about, score, means(values), speed)
+    headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
+    cells = Cells(spec.output)
+    results, keys = [], {}
+    for number, row in enumerate(plan, start=1):
+        key = ranker.key(row)
+        cell = cells.read(key, Cell)
+        speed = "(as before)"
+        if cell is None:
+            cell = ranker.cell(row)
+            cells.write(key, cell)
+            speed = f"{cell.queries_per_second:,.0f} queries/s"
+        result = _result(searcher, row, cell)
         results.append(result)
-        every_query[result.name] = values
-        write_run(posixpath.join(output, "runs", f"{result.name}.trec"), ranked, result.name)
-        say(f"{result.name}: {measure} {result.means[measure]:.4f}, {speed:,.0f} queries/s")
+        keys[result.name] = key
+        run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
+        write_run(run_file, cell.rankings, result.name)
+        quality = f"{headline} {result.means[headline]:.4f}"
+        say(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
+    evaluation = Evaluation(
+        spec=dump(spec),
+        headline=headline,
+        judgments=ranker.judgments,
+        num_items=len(searcher.index),
+        notes=notes,
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        versions=versions(),
+        results=in_order(results),
+    )
+    examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
+    _write(spec, evaluation, examples, say)
+    return evaluation
+
+
+def _examples(
+    evaluation: Evaluation,
+    judged: JudgedQueries,
+    searcher: Searcher,
+    ranker: _Ranker,
+    cells: Cells,
+    keys: dict[str, str],
+    pictures: Pictures | None,
+) -> Examples:
+    """The examples of the report, as they were kept if all that decides them is as before."""
+    shown = compared(evaluation)
+    key = Cells.key(
+        rows=keys,
+        shown=[result.name for result in shown],
+        texts=searcher.index.content_key(["title", "text"]),
+        pictures=pictures and f"{pictures.__module__}.{pictures.__qualname__}",
+    )
+    examples = cells.read(key, Examples)
+    if examples is None:
+        chosen = choose(evaluation, shown)
+        hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
+        rankings = {name: cells.read(keys[name], Cell).rankings for name in hits}
+        examples = describe(evaluation, judged, searcher, chosen, hits, rankings, pictures)
+        cells.write(key, examples)
+    return examples
+
+
+def _write(
+    spec: EvaluateSpec, evaluation: Evaluation, examples: Examples, say: Callable[[str], None]
+) -> None:
+    """Writes the result files, and says what they say."""
+    table = report.table(evaluation)
     files = {
-        "metrics.csv": report.metrics_csv(results),
-        "per_query.csv": report.per_query_csv(every_query),
-        "table.md": report.markdown(report.table(results)),
-        "quality_bytes.png": report.quality_bytes_png(results, measure),
+        "report.html": html.report([html.Section(evaluation, examples.examples)]),
+        "metrics.csv": report.metrics_csv(evaluation),
+        "per_query.csv": report.per_query_csv(evaluation),
+        "table.md": report.markdown(table),
+        "quality_bytes.png": plot.quality_bytes_png(evaluation),
+        RESULTS: evaluation.to_json(),
         "spec.yaml": dump_yaml(spec),
     }
     for name, data in files.items():
-        write_atomic(posixpath.join(output, name), data)
-    say("")
-    say(report.aligned(report.table(results)))
-    say("")
-    for name in ("runs", *files):
-        say(posixpath.join(spec.output, name))
-    return results
+        write_atomic(posixpath.join(spec.output, name), data)
+    written = [posixpath.join(spec.output, name) for name in ("runs", *files)]
+    for line in ("", report.aligned(table), "", *report.summary(evaluation), "", *written):
+        say(line)
 
 
-def _queries(
-    spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher, representation: str
-) -> AnyQueries:
-    """The judged queries as vectors: the caller's, or those of the representation's encoder."""
-    if not spec.query_vectors:
-        return searcher.encoder(representation).encode_queries(list(judged.queries.values()))
+def versions() -> dict[str, str]:
+    """What an evaluation was made with."""
+    packages = {"torch": "torch", "lance": "pylance", "ray": "ray", "transformers": "transformers"}
+    return {
+        "maxray": pipeline.__version__,
+        **{name: importlib.metadata.version(package) for name, package in packages.items()},
+        "platform": f"{platform.platform()}, Python {platform.python_version()}",
+    }
+
+
+class _Ranker:
+    """Ranks the judged queries by one row after the other; loads what that takes when it must."""
+
+    def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
+        self._spec, self._judged, self._searcher = spec, judged, searcher
+        self._group_by = "parent" if spec.judged == "parent" else None
+        self._encoded: dict[str, EncodedQueries] = {}
+        self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
+        self._hash_of_vectors = self._vectors and _hash_of(self._vectors)
+        self.judgments = digest([judged.queries, judged.qrels, spec.judged])
+
+    def key(self, row: Row) -> str:
+        """The hash of all that decides what `cell` gives."""
+        index = self._searcher.index
+        if row.score == BM25:
+            decides = {"content": index.content_key(["item_id", "parent_id", "text"])}
+        else:
+            about = index.representation(row.representation)
+            columns = ["item_id", "parent_id", *_columns(row, about)]
+            decides = {
+                "content": index.content_key(columns),
+                "encoder": about["fingerprint"],
+                "codec": None if row.score == SINGLE else about["codec"],
+                "vectors": self._hash_of_vectors,
+            }
+        return Cells.key(
+            **decides,
+            score=row.score,
+            judgments=self.judgments,
+            measures=self._spec.measures,
+            k=self._spec.k,
+        )
+
+    def cell(self, row: Row) -> Cell:
+        """Ranks every query by the row: all at once, then some one at a time."""
+        rank = self._by_words() if row.score == BM25 else self._by_vectors(row)
+        everyone = range(len(self._judged.queries))
+        rank(everyone[:1])  # whatever is done once is done now
+        start = time.perf_counter()
+        ranked = rank(everyone)
+        seconds = time.perf_counter() - start
+        alone = []
+        for place in everyone[:ALONE]:
+            start_alone = time.perf_counter()
+            rank([place])
+            alone.append(1000 * (time.perf_counter() - start_alone))
+        rankings = dict(zip(self._judged.queries, ranked, strict=True))
+        return Cell(
+            rankings=rankings,
+            values=per_query(rankings, self._judged.qrels, self._spec.measures),
+            **_sizes(self._searcher.index, row),
+            queries_per_second=len(everyone) / seconds,
+            median_ms=float(np.median(alone)),
+            p95_ms=float(np.percentile(alone, 95)),
+        )
+
+    def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
+        """The best hits of some queries with all that explains them."""
+        if not query_ids:
+            return []
+        places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
+        queries = self._queries(result.representation, [places[q] for q in query_ids])
+        how = {"k": NUM_HITS, "score": result.score, "group_by": self._group_by}
+        return self._searcher.search(queries, result.representation, **how)
+
+    def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+        ranker = bm25.Bm25(self._searcher.index, self._spec.judged)
+        texts = list(self._judged.queries.values())
+        return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
+
+    def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+        name = row.representation
+        self._searcher.load(name, row.score)
+        how = {"k": self._spec.k, "score": row.score, "group_by": self._group_by}
+
+        def rank(places: Sequence[int]) -> list[dict[str, float]]:
+            rankings = self._searcher.rank(self._queries(name, places), name, **how)
+            if self._group_by:
+                return [ranking.scores_by_parent() for ranking in rankings]
+            return [ranking.scores_by_item() for ranking in rankings]
+
+        return rank
+
+    def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
+        """Some of the judged queries as vectors: the caller's, or those of the encoder."""
+        if self._vectors is not None:
+            return [self._vectors[place] for place in places]
+        encoder = self._searcher.index.representation(representation)["fingerprint"]
+        if encoder not in self._encoded:
+            texts = list(self._judged.queries.values())
+            self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
+        encoded = self._encoded[encoder]
+        tokens = encoded.tokens.take(torch.tensor(places))
+        return EncodedQueries(tokens, [encoded.token_texts[place] for place in places])
+
+
+def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
+    """The caller's vectors of the judged queries, in order."""
     vectors = read_query_vectors(spec.query_vectors)
     for query_id in judged.queries:
         if query_id not in vectors:
@@ -127,7 +309,23 @@ def _queries(
     return [vectors[query_id] for query_id in judged.queries]
 
 
-def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[tuple[str, Score]]:
+def _hash_of(vectors: Sequence[np.ndarray]) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    for array in vectors:
+        hashed.update(repr(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
+
+
+def _columns(row: Row, about: dict[str, Any]) -> list[str]:
+    """The columns that a row's vectors and its sizes are read from."""
+    pooled = [] if row.score == "late" else [about["pooled"]]
+    if row.score == SINGLE:
+        return pooled
+    others = [about.get("support"), *about["positions"].values()]
+    return [row.representation, *filter(None, others), *pooled]
+
+
+def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     """The rows of the table; each encoder's single vector once, first.
 
     Raises:
@@ -145,69 +343,43 @@ def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[tuple[str, Score]]
     scores = spec.scores or SCORES
     if SINGLE in scores:
         by_column = {about["pooled"]: name for name, about in abouts.items() if about["pooled"]}
-        yield from ((name, SINGLE) for name in by_column.values())
+        yield from (Row(name, SINGLE) for name in by_column.values())
     for name, about in abouts.items():
         for score in scores:
             if score != SINGLE and (score == "late" or about["pooled"]):
-                yield name, score
+                yield Row(name, score)
 
 
-def _timed_run(
-    searcher: Searcher,
-    judged: JudgedQueries,
-    queries: AnyQueries,
-    name: str,
-    score: Score,
-    k: int,
-) -> tuple[Run, float]:
-    """The run, and the seconds that scoring and ranking took: the vectors are loaded before."""
-    searcher.load(name, score)
-    start = time.perf_counter()
-    rankings = searcher.rank(queries, name, k=k, score=score, group_by="parent")
-    seconds = time.perf_counter() - start
-    ranked = zip(judged.queries, rankings, strict=True)
-    return {query_id: ranking.scores_by_parent() for query_id, ranking in ranked}, seconds
+def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
+    measured = cell.model_dump(exclude={"rankings"})
+    if row.score == BM25:
+        return Result(BM25, BM25, None, BM25, "", **measured)
+    about = searcher.index.representation(row.representation)
+    encoder = about["fingerprint"]
+    if row.score == SINGLE:
+        return Result(about["pooled"], SINGLE, 1, SINGLE, encoder, **measured)
+    compressor = about["compressor"]
+    method, budget = method_name(compressor), compressor.get("num_vectors")
+    return Result(row.representation, method, budget, row.score, encoder, **measured)
 
 
-def _result(
-    index: Index,
-    name: str,
-    about: dict[str, Any],
-    score: Score,
-    measured: dict[str, float],
-    speed: float,
-) -> Result:
-    pooled_bytes = 0.0
-    if score != "late":
-        pooled = index.dataset.schema.field(about["pooled"]).type
-        pooled_bytes = pooled.list_size * pooled.value_type.bit_width / 8
-    if score == SINGLE:
-        return Result(
-            representation=about["pooled"],
-            method=SINGLE,
-            num_vectors=1,
-            score=score,
-            means=measured,
-            vectors_per_item=1.0,
-            vector_bytes=pooled_bytes,
-            all_bytes=pooled_bytes,
-            queries_per_second=speed,
-        )
-    sizes = stored(index, name)
-    return Result(
-        representation=name,
-        method=report.method_name(about["compressor"]),
-        num_vectors=about["compressor"].get("num_vectors"),
-        score=score,
-        means=measured,
-        vectors_per_item=sizes["vectors"] + (score == "hybrid"),
-        vector_bytes=sizes["bytes_vectors"] + pooled_bytes,
-        all_bytes=sizes["bytes_all"] + pooled_bytes,
-        queries_per_second=speed,
-    )
+def _sizes(index: Index, row: Row) -> dict[str, float]:
+    """Vectors and bytes per item of what the row's score reads."""
+    sizes = {"vectors_per_item": 0.0, "vector_bytes": 0.0, "all_bytes": 0.0}
+    if row.score in ("late", "hybrid"):
+        there = stored(index, row.representation)
+        kinds = ("vectors", "bytes_vectors", "bytes_all")
+        sizes = {name: float(there[kind]) for name, kind in zip(sizes, kinds, strict=True)}
+    if row.score in (SINGLE, "hybrid"):
+        pooled = index.representation(row.representation)["pooled"]
+        type = index.dataset.schema.field(pooled).type
+        sizes["vectors_per_item"] += 1
+        for name in ("vector_bytes", "all_bytes"):
+            sizes[name] += type.list_size * type.value_type.bit_width / 8
+    return sizes
 
 
-def _left_out(judged: JudgedQueries, index: Index) -> Iterator[str]:
+def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
     """What of the benchmark does not take part, or cannot be found."""
     yield f"{len(judged.queries)} judged queries"
     if judged.num_unjudged:
@@ -221,7 +393,8 @@ def _left_out(judged: JudgedQueries, index: Index) -> Iterator[str]:
         if grade > 0
     }
     there = set()
-    for batch in index.batches(["parent_id"]):
-        there |= relevant & set(batch["parent_id"].to_pylist())
+    column = f"{spec.judged}_id"
+    for batch in index.batches([column]):
+        there |= relevant & set(batch[column].to_pylist())
     if missing := len(relevant) - len(there):
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"

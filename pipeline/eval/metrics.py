@@ -18,7 +18,7 @@ from pipeline.eval.topics import lines_of
 
 Run = Mapping[str, Mapping[str, float]]
 
-DEFAULT_MEASURES = ("nDCG@10", "R@10", "R@100", "RR@10", "AP")
+DEFAULT_MEASURES = ("nDCG@5", "nDCG@10", "R@5", "R@10", "R@100", "RR@10", "AP")
 
 
 def parse_measure(name: str) -> ir_measures.Measure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import posixpath
 import re
 import time
@@ -16,7 +17,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from pipeline.atomic import check_writable
-from pipeline.config import SpecError, absolute
+from pipeline.config import SpecError, absolute, digest
 from pipeline.index.columns import by_role
 from pipeline.index.lease import Lease
 from pipeline.registry import CODECS
@@ -211,6 +212,30 @@ class Index:
         row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         rows = [row_of[item_id] for item_id in item_ids if item_id in row_of]
         return table.take(pa.array(rows, pa.int64()))
+
+    def content_key(self, columns: Iterable[str]) -> str:
+        """A hash that changes with what the columns hold; unknown ones are left out.
+
+        It is made of names: the fragments, their deletion files, and their data files that hold
+        the columns. So it reads no data, and it stays when other columns are added or when a commit
+        touches no row.
+        """
+        fields = {field.name(): field for field in self.dataset.lance_schema.fields()}
+        ids = {
+            name: [fields[name].id(), *(child.id() for child in fields[name].children())]
+            for name in columns
+            if name in fields
+        }
+        wanted = set(itertools.chain(*ids.values()))
+        fragments = [
+            [
+                fragment.fragment_id,
+                sorted(file.path for file in fragment.data_files() if wanted & set(file.fields)),
+                fragment.deletion_file(),
+            ]
+            for fragment in self.dataset.get_fragments()
+        ]
+        return digest([ids, fragments])
 
     def rejects(self) -> pa.Table:
         """Everything that was rejected, with reasons."""

@@ -32,7 +32,7 @@ def test_a_judged_query_without_hits_counts_as_nothing_found():
 
 @pytest.mark.parametrize("name", ["nDGC@10", "nDCG@x", ""])
 def test_unknown_measure(name):
-    with pytest.raises(SpecError, match="names of ir-measures such as nDCG@10"):
+    with pytest.raises(SpecError, match="names of ir-measures such as nDCG@5"):
         parse_measure(name)
 
 

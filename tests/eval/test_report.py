@@ -1,71 +1,92 @@
-"""Tables and the plot from results given by hand."""
+"""Tables, sentences and the plot from results given by hand."""
 
 import csv
 import io
-from dataclasses import replace
 
+import pytest
 from matplotlib.image import imread
 
+from pipeline.eval.plot import panels, quality_bytes_png, quality_bytes_svg
 from pipeline.eval.report import (
-    Result,
+    against_bm25,
     aligned,
     markdown,
-    method_name,
     metrics_csv,
-    quality_bytes_png,
+    per_query_csv,
+    summary,
     table,
 )
-
-RESULT = Result("hpool_32", "hpool", 32, "late", {"nDCG@10": 0.41}, 31.5, 24192.0, 26000.0, 1234.5)
-RESULTS = [
-    replace(RESULT, representation="minilm_pooled", method="single", num_vectors=1, score="single"),
-    replace(RESULT, representation="full", method="full", num_vectors=None, vector_bytes=150e3),
-    RESULT,
-    replace(RESULT, representation="hpool_16", num_vectors=16, vector_bytes=12e3),
-    replace(RESULT, score="hybrid"),
-]
+from tests.eval.conftest import evaluation_of, result
 
 
-def test_cells():
-    header, *rows = table(RESULTS)
-    row = dict(zip(header, rows[2], strict=True))
+def test_cells(evaluation):
+    header, *rows = table(evaluation)
+    row = dict(zip(header, rows[3], strict=True))
+    p, p_bm25 = row.pop("p"), row.pop("p BM25")
+    assert 0 < float(p) <= 1 and 0 < float(p_bm25) <= 1
     assert row == {
         "representation": "hpool_32",
         "method": "hpool",
         "K": "32",
         "score": "late",
         "nDCG@10": "0.4100",
+        "AP": "0.2050",
+        "retention": "82.0 %",
+        "against": "full.late",
+        "pareto": "*",
         "vectors/item": "31.5",
         "B/item": "24,192",
         "B/item all": "26,000",
         "queries/s": "1,234.5",
+        "ms": "1.50",
+        "ms p95": "2.25",
     }
-    assert rows[1][2] == "all"
+    assert [row[2] for row in rows[:3]] == ["-", "1", "all"]
+    assert dict(zip(header, rows[0], strict=True))["B/item"] == "-"
 
 
-def test_plain_and_markdown_hold_every_cell():
-    cells = table(RESULTS)
+def test_plain_and_markdown_hold_every_cell(evaluation):
+    cells = table(evaluation)
     lines = aligned(cells).splitlines()
-    assert [line.split() for line in lines[1:]] == cells[1:]
+    assert [line.split() for line in lines[1:]] == [" ".join(row).split() for row in cells[1:]]
     assert len({len(line) for line in lines}) == 1  # the last column is one of numbers
     assert markdown(cells).splitlines()[1] == "| " + " | ".join(["---"] * len(cells[0])) + " |"
 
 
-def test_csv_is_not_rounded():
-    rows = list(csv.DictReader(io.StringIO(metrics_csv(RESULTS))))
-    assert [row["representation"] for row in rows] == [r.representation for r in RESULTS]
+def test_csv_is_not_rounded(evaluation):
+    rows = list(csv.DictReader(io.StringIO(metrics_csv(evaluation))))
+    assert [row["representation"] for row in rows] == [r.representation for r in evaluation.results]
     assert float(rows[2]["queries_per_second"]) == 1234.5
-    assert rows[1]["num_vectors"] == ""
+    assert rows[2]["num_vectors"] == rows[2]["p_reference"] == ""
+    assert float(rows[3]["retention"]) == evaluation.standings[3].retention
+    assert (rows[3]["pareto"], rows[5]["pareto"]) == ("True", "False")
+    assert len(per_query_csv(evaluation).splitlines()) == 1 + 2 * len(rows)
 
 
-def test_settings_that_are_not_defaults_name_another_method():
-    plain = {"name": "random", "num_vectors": 8, "seed": 0}
-    assert method_name(plain) == "random"
-    assert method_name({**plain, "seed": 3}) == "random seed=3"
+def test_summary(evaluation):
+    assert list(summary(evaluation)) == [
+        "Best quality: full.late, nDCG@10 0.5000.",
+        "Cheapest with at least 95 % of the quality of the full tokens (full.late, 0.5000): "
+        "hpool_32.hybrid, 0.4900 (98.0 %) with 25,000 of 150,000 bytes per item (16.7 %).",
+        "BM25 reaches 0.3500. No row loses to it significantly.",
+    ]
+    bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
+    lost = evaluation_of([bm25, result(quality=[0.5] * 12)])
+    assert list(summary(lost))[-1].startswith(
+        "BM25 reaches 0.9000. These lose to it significantly: hpool_32.late (p"
+    )
+    assert against_bm25(lost.standings[1]).startswith("loses to BM25 (p ")
+    assert against_bm25(evaluation.standings[5]).startswith("below BM25, not significantly (p = ")
+    assert against_bm25(evaluation.standings[3]) == ""
 
 
-def test_plot_is_a_picture_whatever_there_is_to_draw():
-    for results in (RESULTS, RESULTS[:1], RESULTS[1:2], RESULTS[4:]):
-        picture = imread(io.BytesIO(quality_bytes_png(results, "nDCG@10")))
-        assert picture.std() > 0.01
-        assert min(picture.shape[:2]) > 500
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(0, 2), slice(1, 2), slice(2, 3), slice(4, 5)])
+def test_plot_is_a_picture_whatever_there_is_to_draw(results, rows):
+    evaluation = evaluation_of(results[rows])
+    picture = imread(io.BytesIO(quality_bytes_png(evaluation)))
+    assert picture.std() > 0.01
+    assert min(picture.shape[:2]) > 500
+    for score in panels(evaluation):
+        svg = quality_bytes_svg(evaluation, score)
+        assert svg.startswith("<svg") and "currentColor" in svg
+        assert "<image" not in svg and "purl.org" not in svg

@@ -1,19 +1,26 @@
 """The evaluate job: as a user runs it, and what it says of a spec that cannot be."""
 
 import csv
+import shutil
 import subprocess
 import sys
 
+import lance
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from jobs import evaluate
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.beir import read_qrels
+from pipeline.eval.bm25 import Bm25
+from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import means, per_query, read_run
+from pipeline.index.reader import ITEMS
 from pipeline.registry import ENCODERS
+from pipeline.search.searcher import Searcher
 
 QRELS = {"1": {"wing": 1, "flow": 0}, "b": {"bread": 2, "gone": 1}}
 
@@ -50,14 +57,15 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
         rows = {(row["representation"], row["score"]): row for row in csv.DictReader(file)}
     names = ("full", "hpool_4", "hpool_2", "random_4")
     expected = {(name, score) for name in names for score in ("late", "hybrid")}
-    assert set(rows) == expected | {("minilm_pooled", "single")}
+    assert set(rows) == expected | {("minilm_pooled", "single"), ("bm25", "bm25")}
 
     # Every number follows from the written run.
     qrels = read_qrels(str(tmp_path / "benchmark/qrels/test.tsv"))
     for (name, score), row in rows.items():
-        stem = name if score == "single" else f"{name}.{score}"
+        stem = name if score in ("single", "bm25") else f"{name}.{score}"
         run = read_run(str(out / "runs" / f"{stem}.trec"))
-        assert {len(scores) for scores in run.values()} == {5}  # every parent once
+        # Every parent once; BM25 finds those that share a word with the query.
+        assert {len(scores) for scores in run.values()} == ({1} if name == "bm25" else {5})
         for measure, value in means(per_query(run, qrels, ["nDCG@10", "R@5"])).items():
             assert float(row[measure]) == pytest.approx(value)
     assert float(rows["full", "late"]["R@5"]) == pytest.approx((1 + 1 / 2) / 2)
@@ -71,6 +79,16 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
         assert float(hybrid["vector_bytes"]) == pytest.approx(768 * (vectors + 1))
         assert float(late["all_bytes"]) > float(late["vector_bytes"])
     assert float(rows["hpool_4", "late"]["vectors_per_item"]) == 4
+    assert float(rows["bm25", "bm25"]["all_bytes"]) == 0
+
+    # Each row is held against the full tokens under its score.
+    full = float(rows["full", "hybrid"]["nDCG@10"])
+    retention = float(rows["hpool_2", "hybrid"]["nDCG@10"]) / full
+    assert float(rows["hpool_2", "hybrid"]["retention"]) == pytest.approx(retention)
+    assert rows["hpool_2", "hybrid"]["reference"] == "full.hybrid"
+    assert {row["pareto"] for row in rows.values()} == {"True", "False"}
+    for row in rows.values():
+        assert 0 < float(row["median_ms"]) <= float(row["p95_ms"])
 
     with (out / "per_query.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * len(rows)
@@ -84,7 +102,103 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
 
 def test_what_is_asked_for_alone(spec_file, tmp_path):
     evaluate.main([spec_file, "representations=[hpool_4]", "scores=[late]", "measures=[RR@10]"])
-    assert [file.name for file in (tmp_path / "out/runs").iterdir()] == ["hpool_4.late.trec"]
+    names = {file.name for file in (tmp_path / "out/runs").iterdir()}
+    assert names == {"hpool_4.late.trec", "bm25.trec"}
+
+
+def progress(spec_file, capsys, *overrides) -> dict[str, bool]:
+    """Evaluates; for each row of the plan whether it was computed."""
+    evaluate.main([spec_file, "scores=[late, single]", *overrides])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert [line.split("]")[0] for line in lines] == [
+        f"[{number}/{len(lines)}" for number in range(1, len(lines) + 1)
+    ]
+    return {line.split()[1]: not line.endswith("(as before)") for line in lines}
+
+
+@pytest.fixture
+def own_index(index_uri, tmp_path) -> str:
+    """A copy of the index that a test may change."""
+    shutil.copytree(index_uri, tmp_path / "index")
+    return str(tmp_path / "index")
+
+
+def add_copy(uri: str, source: str, name: str) -> None:
+    """Adds a representation that equals another one."""
+    dataset = lance.dataset(f"{uri}/{ITEMS}")
+    field = dataset.schema.field(source)
+    table = dataset.to_table(columns=[source]).rename_columns([name])
+    schema = pa.schema([field.with_name(name)])
+    dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
+
+
+def test_what_is_known_is_not_computed_again(spec_file, own_index, tmp_path, capsys, monkeypatch):
+    given = f"index={own_index}"
+    first = progress(spec_file, capsys, given)
+    assert all(first.values())
+    report = (tmp_path / "out/metrics.csv").read_text()
+
+    with monkeypatch.context() as patch:  # neither the encoder nor vectors are touched
+        for name in ("encoder", "load", "search", "rank"):
+            patch.setattr(Searcher, name, None)
+        patch.setattr(Bm25, "__init__", None)
+        again = progress(spec_file, capsys, given)
+    assert again == dict.fromkeys(first, False)
+    assert (tmp_path / "out/metrics.csv").read_text() == report
+
+    add_copy(own_index, "hpool_4", "hpool_4_copy")
+    more = progress(spec_file, capsys, given)
+    assert more == {**again, "hpool_4_copy.late": True}
+
+    cells = sorted((tmp_path / "out/cells").iterdir(), key=lambda path: path.stat().st_mtime)
+    cells[0].write_text(cells[0].read_text()[:-20])
+    cells[1].write_text("{}")
+    assert sum(progress(spec_file, capsys, given).values()) == 2
+
+    qrels = tmp_path / "benchmark/qrels/test.tsv"
+    qrels.write_text(qrels.read_text().replace("b\tgone\t1", "b\theat\t1"))
+    assert all(progress(spec_file, capsys, given).values())
+    assert all(progress(spec_file, capsys, given, "k=200").values())
+
+    lance.dataset(f"{own_index}/{ITEMS}").delete("item_id = 'flow'")
+    assert all(progress(spec_file, capsys, given).values())
+
+
+def test_judgments_of_items(spec_file, tmp_path, capsys):
+    qrels = "1\twing/2\t1\n1\theat/1\t0\nb\tbread\t1\nb\tbread/2\t0\n"
+    (tmp_path / "benchmark/qrels/test.tsv").write_text(qrels)
+    evaluate.main([spec_file, "judged=item", "scores=[late]", "representations=[full]"])
+    assert "1 of 2 relevant documents are not in the index" in capsys.readouterr().out
+    for name in ("full.late", "bm25"):
+        run = read_run(str(tmp_path / f"out/runs/{name}.trec"))
+        assert {"wing/1", "wing/2"} <= set(run["1"])
+    page = (tmp_path / "out/report.html").read_text()  # query b, on which every row fails
+    assert "On bread/2" in page and '<span class="badge irrelevant">grade 0</span>' in page
+
+
+def test_without_a_text_there_is_no_bm25(spec_file, own_index, capsys):
+    lance.dataset(f"{own_index}/{ITEMS}").update({"text": "''"})
+    rows = progress(spec_file, capsys, f"index={own_index}")
+    assert "bm25" not in rows and len(rows) == 5
+    assert "bm25" not in progress(spec_file, capsys, "bm25=false")
+
+
+def test_pictures_of_examples(spec_file, tmp_path):
+    qrels = tmp_path / "benchmark/qrels/test.tsv"
+    qrels.write_text(qrels.read_text().replace("b\tbread\t2\n", ""))  # every row fails on b
+    drawn = []
+
+    def draw(searcher, query, hit, representation):
+        drawn.append((query, hit.rank, representation))
+        return [(f"a map of {hit.item_id}", b"\x89PNG")]
+
+    spec = config.load(EvaluateSpec, spec_file)
+    for _ in range(2):
+        run(spec, lambda line: None, pictures=draw)
+    assert drawn and {rank for _, rank, _ in drawn} == {1}
+    assert len(drawn) == len(set(drawn))  # kept with the examples
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count('src="data:image/png;base64,iVBORw=="') == len(drawn)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +209,7 @@ def test_what_is_asked_for_alone(spec_file, tmp_path):
         ("measures=[nDGC@10]", "measures"),
         ("measures=[]", "measures"),
         ("k=50", "k"),
+        ("judged=page", "judged"),
         ("benchmark.split=dev", "benchmark.split"),
         ("benchmark.name=bier", "benchmark.name"),
         ("index=nowhere", "index"),

@@ -1,0 +1,51 @@
+"""Compares two evaluations of the same judged queries, row by row.
+
+    python -m jobs.compare out/cranfield/evaluation out/layer5/evaluation
+    python -m jobs.compare OUT_A OUT_B --output FOLDER
+
+OUT_A and OUT_B are output folders of jobs.evaluate. Prints the means of the rows that both have,
+the difference, and the p value of a paired randomisation test (corrected over the rows by Holm);
+with --output it writes compare.html and compare.csv, with every measure.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+
+import jobs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and compares."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("out_a", metavar="OUT_A", help="the output of an evaluation")
+    parser.add_argument("out_b", metavar="OUT_B", help="the output of another")
+    parser.add_argument("--output", metavar="FOLDER", help="write compare.html and compare.csv")
+    args = parser.parse(arguments)
+
+    from pipeline.atomic import check_writable, write_atomic
+    from pipeline.eval import html
+    from pipeline.eval.compare import compare, csv_rows, table
+    from pipeline.eval.report import aligned, as_csv
+
+    if args.output:
+        check_writable(args.output, "--output")
+    compared = compare(args.out_a, args.out_b)
+    print(aligned(table(compared)))
+    for output, names in zip(compared.outputs, compared.only, strict=True):
+        if names:
+            print(f"only in {output}: {', '.join(names)}")
+    if args.output:
+        files = {
+            "compare.html": html.comparison(compared),
+            "compare.csv": as_csv(csv_rows(compared)),
+        }
+        for name, data in files.items():
+            path = posixpath.join(args.output, name)
+            write_atomic(path, data)
+            print(path)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,111 @@
+"""Two evaluations of the same judged queries, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.config import SpecError
+from pipeline.eval.report import p_value
+from pipeline.eval.results import Evaluation, differences, read_results
+from pipeline.eval.significance import holm, randomisation_p
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One row in both evaluations, under one measure.
+
+    Attributes:
+        name: the row's.
+        a: its mean in the first evaluation.
+        b: and in the second.
+        p: of b - a, corrected over the rows.
+    """
+
+    name: str
+    measure: str
+    a: float
+    b: float
+    p: float
+
+    @property
+    def change(self) -> float:
+        """What the second has more."""
+        return self.b - self.a
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from one evaluation to another.
+
+    Attributes:
+        outputs: the two folders.
+        evaluations: what lies there.
+        differences: by measure, the rows that both have.
+        only: the rows that the first has alone, and the second.
+    """
+
+    outputs: tuple[str, str]
+    evaluations: tuple[Evaluation, Evaluation]
+    differences: dict[str, list[Difference]]
+    only: tuple[list[str], list[str]]
+
+    @property
+    def headline(self) -> str:
+        """The measure that comes first: that of the first evaluation, if both have it."""
+        return next(iter(self.differences))
+
+
+def compare(output_a: str, output_b: str) -> Comparison:
+    """Compares the evaluations in two output folders of `jobs.evaluate`.
+
+    Raises:
+        SpecError: one is not there, or they share no judged queries, no measure or no row.
+    """
+    a, b = read_results(output_a, "OUT_A"), read_results(output_b, "OUT_B")
+    if a.judgments != b.judgments:
+        legal = f"an evaluation on the judged queries of {output_a} ({a.benchmark})"
+        raise SpecError("OUT_B", output_b, legal, f"has other judged queries ({b.benchmark})")
+    measures = [name for name in a.measures if name in b.measures]
+    measures.sort(key=lambda name: name != a.headline)
+    if not measures:
+        raise SpecError("OUT_B", output_b, f"one of {', '.join(a.measures)}", "shares no measure")
+    rows_a, rows_b = ({r.name: r for r in evaluation.results} for evaluation in (a, b))
+    both = [name for name in rows_a if name in rows_b]
+    if not both:
+        raise SpecError("OUT_B", output_b, f"one of {', '.join(rows_a)}", "shares no row")
+    by_measure = {}
+    for measure in measures:
+        gains = [differences(rows_b[name], rows_a[name], measure) for name in both]
+        p_values = holm(randomisation_p(np.stack(gains)).tolist())
+        by_measure[measure] = [
+            Difference(name, measure, rows_a[name].means[measure], rows_b[name].means[measure], p)
+            for name, p in zip(both, p_values, strict=True)
+        ]
+    only = [name for name in rows_a if name not in both], [n for n in rows_b if n not in both]
+    return Comparison((output_a, output_b), (a, b), by_measure, only)
+
+
+def table(compared: Comparison) -> list[list[str]]:
+    """The headline measure of every row as cells, the header first."""
+    rows = [
+        [row.name, f"{row.a:.4f}", f"{row.b:.4f}", f"{row.change:+.4f}", p_value(row.p)]
+        for row in compared.differences[compared.headline]
+    ]
+    return [["row", f"{compared.headline} A", "B", "B - A", "p"], *rows]
+
+
+def csv_rows(compared: Comparison) -> list[list[object]]:
+    """Every measure of every row, the header first; a row that one has alone lacks a mean."""
+    rows: list[list[object]] = [["row", "measure", "a", "b", "difference", "p"]]
+    for differences_of_measure in compared.differences.values():
+        rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences_of_measure]
+    for side, (evaluation, names) in enumerate(
+        zip(compared.evaluations, compared.only, strict=True)
+    ):
+        for name in names:
+            for measure in compared.differences:
+                mean = evaluation.of(name).means[measure]
+                rows.append([name, measure, *([mean, ""] if side == 0 else ["", mean]), "", ""])
+    return rows

@@ -1,0 +1,307 @@
+"""What an evaluation found: its rows, how they stand to each other, and the file of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from pipeline.config import SpecError, absolute
+from pipeline.eval.metrics import means
+from pipeline.eval.significance import holm, randomisation_p
+from pipeline.registry import COMPRESSORS
+
+BM25, SINGLE, FULL = "bm25", "single", "full"
+RESULTS = "results.json"
+
+#: A difference whose corrected p value is below this is called significant.
+ALPHA = 0.05
+#: The share of the full tokens' quality that counts as keeping it.
+KEPT = 0.95
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table: a representation under one score, or BM25.
+
+    Attributes:
+        representation: the searched column.
+        method: the compressor with its settings other than the budget; or full, single, bm25.
+        num_vectors: the budget K; None for the full tokens and BM25.
+        score: late, single, hybrid, bm25.
+        encoder: the fingerprint of the query encoder; empty for BM25.
+        values: each measure for each query.
+        vectors_per_item: stored vectors, mean over the items; 0 for BM25, as all bytes are.
+        vector_bytes: bytes of the vectors that the score reads, mean over the items.
+        all_bytes: the same with support and token positions.
+        queries_per_second: scoring and ranking of encoded queries with the vectors in memory; of
+            the texts for BM25.
+        median_ms: milliseconds that such a query takes when it comes alone, in the median.
+        p95_ms: and at the 95th percentile.
+    """
+
+    representation: str
+    method: str
+    num_vectors: int | None
+    score: str
+    encoder: str
+    values: dict[str, dict[str, float]]
+    vectors_per_item: float
+    vector_bytes: float
+    all_bytes: float
+    queries_per_second: float
+    median_ms: float
+    p95_ms: float
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        alone = self.score in (SINGLE, BM25)
+        return self.representation if alone else f"{self.representation}.{self.score}"
+
+    @functools.cached_property
+    def means(self) -> dict[str, float]:
+        """The mean over the queries, by measure."""
+        return means(self.values)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the row has a budget, and is no reference for those that have."""
+        return self.method not in (BM25, SINGLE, FULL)
+
+
+def method_name(compressor: Mapping[str, Any]) -> str:
+    """A compressor's name, with the settings that are not its defaults; the budget left out.
+
+    >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
+    ('full', 'hpool')
+    """
+    if compressor["name"] == "none":
+        return FULL
+    defaults = COMPRESSORS.load(compressor["name"]).Spec.model_fields
+    changed = [
+        f"{key}={value}"
+        for key, value in compressor.items()
+        if key not in ("name", "num_vectors")
+        and not (key in defaults and value == defaults[key].get_default(call_default_factory=True))
+    ]
+    return " ".join([compressor["name"], *changed])
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a row stands to the others, by the headline measure.
+
+    Attributes:
+        reference: the row it is held against: the full tokens of its encoder under its score, else
+            under the late score; without full tokens the row with the most bytes.
+        retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
+        p_reference: of the difference to the reference, corrected; None for the reference itself.
+        p_bm25: of the difference to BM25, corrected; None without BM25.
+        below_bm25: whether its mean is lower than BM25's.
+        pareto: whether no row has better quality for at most its bytes; BM25, whose postings are
+            not counted, takes no part.
+    """
+
+    reference: str
+    retention: float | None
+    p_reference: float | None
+    p_bm25: float | None
+    below_bm25: bool
+    pareto: bool
+
+    @property
+    def loses_to_bm25(self) -> bool:
+        """Whether it is worse than BM25, and not by chance."""
+        return self.below_bm25 and self.p_bm25 < ALPHA
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that the reports of an evaluation are made of.
+
+    Attributes:
+        spec: the resolved `EvaluateSpec`.
+        headline: the measure that the plot, the tests and the summary speak of.
+        judgments: hash of the judged queries: equal for evaluations that can be compared.
+        num_items: items of the index.
+        notes: what of the benchmark does not take part.
+        made: when, in UTC.
+        versions: of this software, what it stands on, and the platform.
+        results: the rows, in the order of the table.
+    """
+
+    spec: dict[str, Any]
+    headline: str
+    judgments: str
+    num_items: int
+    notes: list[str]
+    made: str
+    versions: dict[str, str]
+    results: list[Result]
+
+    @property
+    def benchmark(self) -> str:
+        """What the benchmark is called in reports.
+
+        >>> spec = {"benchmark": {"name": "beir", "path": "data/cranfield", "split": "test"}}
+        >>> Evaluation(spec, "AP", "", 0, [], "", {}, []).benchmark
+        'beir cranfield test'
+        """
+        parts = map(str, self.spec["benchmark"].values())
+        return " ".join(posixpath.basename(part.rstrip("/")) for part in parts)
+
+    @property
+    def measures(self) -> list[str]:
+        """The names of the measures."""
+        return list(self.results[0].means)
+
+    @property
+    def num_queries(self) -> int:
+        """How many queries were judged."""
+        return len(self.results[0].values)
+
+    @functools.cached_property
+    def standings(self) -> list[Standing]:
+        """How each row stands to the others, in the order of the rows."""
+        return standings(self.results, self.headline)
+
+    def standing(self, result: Result) -> Standing:
+        """How a row stands to the others."""
+        return self.standings[self.results.index(result)]
+
+    def of(self, name: str) -> Result:
+        """The row of that name."""
+        return next(result for result in self.results if result.name == name)
+
+    def value(self, name: str, query_id: str) -> float:
+        """The headline measure of one query in the row of that name."""
+        return self.of(name).values[query_id][self.headline]
+
+    def quality(self, result: Result) -> float:
+        """A row's mean of the headline measure."""
+        return result.means[self.headline]
+
+    def best(self, results: Sequence[Result]) -> Result | None:
+        """The row of the highest quality; the cheaper of equal ones; None of none."""
+        return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
+
+    def frugal(self, results: Sequence[Result]) -> Result | None:
+        """The row with the fewest bytes that keeps the quality of the full tokens."""
+        full = self.best([result for result in self.results if result.method == FULL])
+        if full is None:
+            return None
+        enough = KEPT * self.quality(full)
+        kept = [r for r in results if r.method != BM25 and self.quality(r) >= enough]
+        return min(kept, key=lambda result: result.vector_bytes, default=None)
+
+    def to_json(self) -> str:
+        """The evaluation as `read_results` takes it back."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+def read_results(output: str, field: str) -> Evaluation:
+    """The evaluation that a job wrote into the folder `output`.
+
+    Raises:
+        SpecError: for `field`: there is none, or it is damaged.
+    """
+    legal = "the output folder of jobs.evaluate"
+    try:
+        with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
+            data = json.load(file)
+        results = [Result(**row) for row in data.pop("results")]
+        return Evaluation(**data, results=results)
+    except FileNotFoundError:
+        raise SpecError(field, output, legal, f"holds no {RESULTS}") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise SpecError(field, output, legal, f"holds a damaged {RESULTS}") from None
+
+
+def in_order(results: Sequence[Result]) -> list[Result]:
+    """BM25, single vectors and full tokens, then the methods, each from its largest budget down."""
+    kinds = {BM25: 0, SINGLE: 1, FULL: 2}
+    return sorted(
+        results,
+        key=lambda r: (
+            kinds.get(r.method, 3),
+            r.method,
+            -(r.num_vectors or float("inf")),
+            r.representation,
+            r.score != "late",
+        ),
+    )
+
+
+def standings(results: Sequence[Result], measure: str) -> list[Standing]:
+    """How each row stands to the others; both families of tests are corrected over the rows."""
+    references = [_reference(result, results) for result in results]
+    bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
+    of_reference, of_bm25 = (_p_values(results, others, measure) for others in (references, bm25s))
+    front = pareto_front(results, measure)
+    rows = []
+    for i, (result, reference, bm25) in enumerate(zip(results, references, bm25s, strict=True)):
+        quality = result.means[measure]
+        full = reference.means[measure] if reference.method == FULL else 0.0
+        rows.append(
+            Standing(
+                reference=reference.name,
+                retention=quality / full if full else None,
+                p_reference=of_reference.get(i),
+                p_bm25=of_bm25.get(i),
+                below_bm25=bm25 is not None and quality < bm25.means[measure],
+                pareto=any(result is other for other in front),
+            )
+        )
+    return rows
+
+
+def pareto_front(results: Sequence[Result], measure: str) -> list[Result]:
+    """The rows that none beats in quality for at most their bytes, the cheapest first."""
+    front: list[Result] = []
+    vectors = (result for result in results if result.method != BM25)
+    for result in sorted(vectors, key=lambda r: (r.vector_bytes, -r.means[measure])):
+        if not front or result.means[measure] > front[-1].means[measure]:
+            front.append(result)
+    return front
+
+
+def _reference(result: Result, results: Sequence[Result]) -> Result:
+    peers = [r for r in results if r.method != BM25 and result.encoder in ("", r.encoder)]
+    peers = peers or [result]
+    wanted = [
+        [r for r in peers if r.method == FULL and r.score == result.score],
+        [r for r in peers if r.method == FULL and r.score == "late"],
+        [r for r in peers if r.method == FULL],
+        [r for r in peers if r.score == result.score],
+        peers,
+    ]
+    return max(next(filter(None, wanted)), key=lambda r: r.vector_bytes)
+
+
+def _p_values(
+    results: Sequence[Result], others: Sequence[Result | None], measure: str
+) -> dict[int, float]:
+    """Corrected p values by row, of those that differ from what they are held against."""
+    pairs = {
+        i: differences(result, other, measure)
+        for i, (result, other) in enumerate(zip(results, others, strict=True))
+        if other is not None and other is not result
+    }
+    if not pairs:
+        return {}
+    p_values = randomisation_p(np.stack(list(pairs.values())))
+    return dict(zip(pairs, holm(p_values.tolist()), strict=True))
+
+
+def differences(result: Result, other: Result, measure: str) -> np.ndarray:
+    """(Q,) what a row has more than another, query by query."""
+    return np.array(
+        [row[measure] - other.values[query_id][measure] for query_id, row in result.values.items()]
+    )

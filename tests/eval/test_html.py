@@ -1,0 +1,68 @@
+"""The HTML report: complete in itself, and safe whatever stands in titles and queries."""
+
+import re
+
+import pytest
+
+from pipeline.eval import html
+from pipeline.eval.examples import Document, Example, Picture
+from tests.eval.conftest import evaluation_of, result
+
+NASTY = '<b>bold</b> & "quoted" <script>alert(1)</script>'
+
+
+def document(**fields) -> Document:
+    plain = {"document_id": "d1", "title": "", "snippet": "", "grade": None, "ranks": {}}
+    return Document(**{**plain, "pictures": [], **fields})
+
+
+@pytest.fixture
+def examples():
+    picture = Picture(caption=NASTY, png="AAAA")
+    hit = document(title=NASTY, snippet="\x02<i>wing</i>\x03 lift", grade=2, pictures=[picture])
+    rows = {"full.late": [hit], "hpool_32.late": []}
+    judged = [document(document_id=NASTY, grade=0, ranks={"full.late": 3, "hpool_32.late": None})]
+    values = {"full.late": 1.0, "hpool_32.late": 0.25}
+    lost = Example(why="lost", query_id="q0", query=NASTY, values=values, judged=judged, hits=rows)
+    return [lost, lost.model_copy(update={"why": "failed", "query": "plain"})]
+
+
+def test_a_page_needs_nothing_else(evaluation, examples):
+    page = html.report([html.Section(evaluation, examples)])
+    assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert not re.search(r"@import|url\(\s*[\"']?http", page)
+    assert "<script" not in page and "<link" not in page
+    assert 'src="data:image/png;base64,AAAA"' in page
+    assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
+
+
+def test_everything_is_escaped(evaluation, examples):
+    page = html.report([html.Section(evaluation, examples)])
+    assert "<b>bold" not in page and "<i>" not in page.replace("<i>p</i>", "")
+    assert page.count("&lt;b&gt;bold&lt;/b&gt; &amp;") >= 4  # query, title, id, caption
+    assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
+    nasty = evaluation_of(evaluation.results, notes=[NASTY], versions={"os": NASTY})
+    assert "<b>bold" not in html.report([html.Section(nasty, [])])
+
+
+def test_what_a_page_says(evaluation, examples):
+    page = html.report([html.Section(evaluation, examples)])
+    assert page.index("Where compression lost most") < page.index("Where every row fails")
+    for word in ("grade 2", "grade 0", "not judged", "rank 3", "not found", "1,400 items"):
+        assert (word in page) == (word != "not judged"), word
+    assert page.count("★") == 1 + 4  # the note, and the front
+    assert "below BM25, not significantly" in page
+    assert "path: data/some" in page  # the spec
+    assert page.count("<svg") == 2
+
+
+def test_rows_that_lose_to_bm25_are_marked():
+    bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
+    page = html.report([html.Section(evaluation_of([bm25, result(quality=[0.5] * 12)]), [])])
+    assert re.search(r'<tr class="loses', page)
+    assert re.search(r"<small>loses to BM25 \(p (=|&lt;) 0\.00\d\)</small>", page)
+
+
+def test_several_benchmarks_stand_side_by_side(evaluation, examples):
+    page = html.report([html.Section(evaluation, examples), html.Section(evaluation, [])])
+    assert 'href="#benchmark-2"' in page and 'id="benchmark-2"' in page

@@ -1,0 +1,92 @@
+"""How rows stand to each other, and the file of an evaluation."""
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.eval.results import in_order, method_name, pareto_front, read_results, standings
+from tests.eval.conftest import result
+
+
+def named(results, measure="nDCG@10"):
+    rows = standings(results, measure)
+    return {r.name: standing for r, standing in zip(results, rows, strict=True)}
+
+
+def test_retention_is_of_the_full_tokens_under_the_same_score(results):
+    rows = named([*results, result("full", "full", None, "hybrid", quality=[0.7, 0.7])])
+    assert rows["full.late"].retention == 1
+    assert rows["full.late"].p_reference is None
+    assert rows["hpool_32.late"].reference == "full.late"
+    assert rows["hpool_32.late"].retention == pytest.approx(0.82)
+    assert rows["hpool_32.hybrid"].reference == "full.hybrid"
+    assert rows["hpool_32.hybrid"].retention == pytest.approx(0.7)
+    assert rows["bm25"].reference == rows["minilm_pooled"].reference == "full.late"
+
+
+def test_the_next_best_reference(results):
+    rows = named(results)  # no full tokens under the hybrid score
+    assert rows["hpool_32.hybrid"].reference == "full.late"
+    rows = named([r for r in results if r.method != "full"])
+    assert rows["hpool_16.late"].reference == "hpool_32.late"
+    assert rows["hpool_16.late"].retention is None
+    assert rows["hpool_32.hybrid"].reference == "hpool_32.hybrid"
+    other = result("other_full", "full", None, encoder="e2", quality=[0.1, 0.1])
+    assert named([*results, other])["other_full.late"].reference == "other_full.late"
+    assert named([other])["other_full.late"].p_bm25 is None
+
+
+def test_a_reference_that_finds_nothing():
+    rows = [result("full", "full", None, quality=[0.0, 0.0]), result(quality=[0.0, 0.1])]
+    assert [standing.retention for standing in standings(rows, "nDCG@10")] == [None, None]
+
+
+def test_pareto_front_by_hand(results):
+    names = [r.name for r in pareto_front(results, "nDCG@10")]
+    assert names == ["minilm_pooled", "hpool_32.late", "hpool_32.hybrid", "full.late"]
+    assert [name for name, row in named(results).items() if row.pareto] == [
+        "minilm_pooled",
+        "full.late",
+        "hpool_32.late",
+        "hpool_32.hybrid",
+    ]
+    # As good with more bytes, or worse with as many, is behind.
+    equal = result("samer_32", "samer", vector_bytes=24193.0)
+    worse = result("random_32", "random", quality=[0.39, 0.4])
+    assert pareto_front([result(), equal, worse], "nDCG@10") == [result()]
+
+
+def test_what_loses_to_bm25_for_sure():
+    bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
+    rows = named([bm25, result(quality=[0.5] * 12), result("b", quality=[0.8] * 11 + [1.0])])
+    assert rows["hpool_32.late"].loses_to_bm25
+    assert rows["b.late"].p_bm25 > rows["hpool_32.late"].p_bm25
+    assert not rows["bm25"].below_bm25
+
+
+def test_best_and_frugal(evaluation, results):
+    assert evaluation.best(results).name == "full.late"
+    assert evaluation.frugal(results).name == "hpool_32.hybrid"
+    assert evaluation.frugal(results[5:]) is None
+
+
+def test_order(results):
+    assert in_order(results[::-1]) == results
+
+
+def test_settings_that_are_not_defaults_name_another_method():
+    plain = {"name": "random", "num_vectors": 8, "seed": 0}
+    assert method_name(plain) == "random"
+    assert method_name({**plain, "seed": 3}) == "random seed=3"
+
+
+def test_an_evaluation_survives_its_file(evaluation, tmp_path):
+    (tmp_path / "results.json").write_text(evaluation.to_json(), encoding="utf-8")
+    assert read_results(str(tmp_path), "OUT") == evaluation
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"results": [{"method": "hpool"}]}', "{}"])
+def test_no_evaluation_there(tmp_path, text):
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    with pytest.raises(SpecError, match=r"^OUT: .* results\.json; legal: the output folder"):
+        read_results(str(tmp_path), "OUT")

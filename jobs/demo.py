@@ -1,8 +1,8 @@
-"""The demo: indexes the shipped Cranfield collection, evaluates every method, searches.
+"""The demo: indexes the shipped abstracts and PDF pages, searches them, evaluates every method.
 
     python -m jobs.demo
 
-No GPU and no model hub needed. Run it again: the index is there, so nothing is encoded twice.
+No GPU and no model hub needed. Run it again: what is indexed and evaluated is not done twice.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import jobs
 from jobs import evaluate, index, search
 
-SPECS = "jobs/specs/cranfield.yaml", "jobs/specs/cranfield_evaluate.yaml"
-INDEX, OUTPUT = "out/cranfield/index", "out/cranfield/evaluation"
+RESOURCES = "cluster/profiles/laptop.yaml"
+ABSTRACTS, PAGES = "out/cranfield", "out/pages"
 SEARCHES = [
-    ("hpool_32", "how does a slipstream change the lift of a wing"),
-    ("samer_32", "heat transfer to a blunt body at hypersonic speed"),
-    ("full", "buckling of thin cylindrical shells under axial compression"),
+    (ABSTRACTS, "hpool_32", "how does a slipstream change the lift of a wing", []),
+    (ABSTRACTS, "full", "buckling of thin cylindrical shells under axial compression", []),
+    (PAGES, "full", "how many people have a severe disability", ["--maps", f"{PAGES}/maps"]),
 ]
 
 
@@ -33,13 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(arguments)
         spent.append((name, time.perf_counter() - start))
 
-    phase("index", index.main, SPECS[0], "--resources", "cluster/profiles/laptop.yaml")
-    for representation, query in SEARCHES:
-        name = f"search in {representation}"
-        phase(name, search.main, INDEX, query, "--representation", representation, "--k", "3")
-    phase("evaluate", evaluate.main, SPECS[1])
+    phase("index abstracts", index.main, "jobs/specs/cranfield.yaml", "--resources", RESOURCES)
+    phase("index pages", index.main, "jobs/specs/pages.yaml", "--resources", RESOURCES)
+    for folder, representation, query, options in SEARCHES:
+        asked = (f"{folder}/index", query, "--representation", representation, "--k", "2", *options)
+        phase("search", search.main, *asked)
+    phase("evaluate abstracts", evaluate.main, "jobs/specs/cranfield_evaluate.yaml")
+    phase("evaluate pages", evaluate.main, "jobs/specs/pages_evaluate.yaml")
     print("\ntimes: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
-    print(f"table: {OUTPUT}/table.md\nplot:  {OUTPUT}/quality_bytes.png")
+    for folder in (ABSTRACTS, PAGES):
+        print(f"report: {folder}/evaluation/report.html")
+    print(f"maps:   {PAGES}/maps")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = jobs.spec_parser(__doc__, profiles=False).parse(arguments)
 
     from pipeline.eval import evaluation
+    from pipeline.search.maps import page_maps
 
     spec = config.load(evaluation.EvaluateSpec, args.spec, args.overrides)
-    evaluation.run(spec, lambda line: print(line, flush=True))
+    evaluation.run(spec, lambda line: print(line, flush=True), page_maps)
 
 
 if __name__ == "__main__":

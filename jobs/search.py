@@ -16,13 +16,12 @@ tokens, dim) or as Parquet with the columns `id` and `vectors`.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.schema import Hit, Match
+from pipeline.schema import Hit
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
@@ -120,7 +119,7 @@ def write_maps(
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     """The hits of a query for reading: rank, score, id, place, title, and a snippet below."""
-    from pipeline.search.explain import printable, snippet
+    from pipeline.search.explain import best_half, printable, snippet
 
     if not hits:
         return "no hits"
@@ -132,12 +131,6 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
             lines.append(f"     {shown}")
     return "\n".join(lines)
-
-
-def best_half(matches: Sequence[Match]) -> list[Match]:
-    """The matches at least as close as the median one: what is worth marking."""
-    middle = statistics.median_low([match.similarity for match in matches]) if matches else 0.0
-    return [match for match in matches if match.similarity >= middle]
 
 
 def place(span: dict[str, Any] | None) -> str:

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 
 import jobs
 
-BENCHES = {"pipeline": "the index job against a bare loop; resuming; the driver's memory"}
+BENCHES = {
+    "pages": "the source of PDF pages against a bare loop; the memory of a long document",
+    "pipeline": "the index job against a bare loop; resuming; the driver's memory",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -12,7 +11,7 @@ from pipeline.eval.cells import Kept
 from pipeline.eval.results import Evaluation, Result, differences
 from pipeline.index.reader import Index, quote
 from pipeline.schema import Hit
-from pipeline.search.explain import snippet
+from pipeline.search.explain import best_half, snippet
 from pipeline.search.searcher import Searcher
 
 #: Draws a hit: (searcher, query text, hit, representation) -> captions and PNG files. A function
@@ -202,7 +201,5 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
 
 def _matched(hit: Hit) -> str:
     """The stretch of the hit's text with the words that match at least as well as the median."""
-    similarities = [match.similarity for match in hit.matches]
-    middle = statistics.median_low(similarities) if similarities else 0.0
-    near = [match for match in hit.matches if match.similarity >= middle]
-    return snippet(hit.text or "", [span for match in near for span in match.spans], marks=MARKS)
+    spans = [span for match in best_half(hit.matches) for span in match.spans]
+    return snippet(hit.text or "", spans, marks=MARKS)

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -403,28 +403,7 @@ class Run:
     def _dataset(self) -> ray.data.Dataset:
         spec, resources = self.spec, self.resources
         configure_ray_data()
-        listing_job, unit_items = self.listing, spec.unit_items
-
-        def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
-            start = time.perf_counter()
-            for shard in block["shard"]:
-                for unit in listing.read_units(listing_job, int(shard), unit_items):
-                    unit.seconds["read"] = time.perf_counter() - start
-                    yield packed_table([unit])
-                    start = time.perf_counter()
-
-        shards = ray.data.from_items(
-            [{"shard": shard} for shard in self.shards_to_do],
-            override_num_blocks=len(self.shards_to_do),
-        )
-        units = shards.map_batches(
-            read,
-            batch_size=None,
-            num_cpus=resources.read.num_cpus,
-            compute=ray.data.TaskPoolStrategy(
-                size=min(resources.read.max_actors, len(self.shards_to_do))
-            ),
-        )
+        units = read_stage(self.listing, self.shards_to_do, spec.unit_items, resources.read)
         encode = Encode(spec.encoder, self.facts)
         compress = Compress(
             self.facts, every_representation(spec), self.artefacts, self.encoder_columns
@@ -494,6 +473,28 @@ class Run:
         )
         if progress.listed != progress.indexed + rejected + progress.gone:
             raise JobError("the sum does not hold: items were lost on the way; run it again")
+
+
+def read_stage(
+    listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
+) -> ray.data.Dataset:
+    """The units that are to be done of some shards, each a packed row, read in tasks."""
+
+    def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+        start = time.perf_counter()
+        for shard in block["shard"]:
+            for unit in listing.read_units(listing_job, int(shard), unit_items):
+                unit.seconds["read"] = time.perf_counter() - start
+                yield packed_table([unit])
+                start = time.perf_counter()
+
+    rows = [{"shard": shard} for shard in shards]
+    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        read,
+        batch_size=None,
+        num_cpus=pool.num_cpus,
+        compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),
+    )
 
 
 @dataclass

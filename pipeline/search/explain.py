@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Sequence
+
+from pipeline.schema import Match
 
 DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
 
@@ -37,6 +40,12 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((start, end))
     return tuple(merged)
+
+
+def best_half(matches: Sequence[Match]) -> list[Match]:
+    """The matches at least as close as the median one: what is worth marking."""
+    middle = statistics.median_low([match.similarity for match in matches]) if matches else 0.0
+    return [match for match in matches if match.similarity >= middle]
 
 
 def printable(text: str) -> str:

@@ -24,6 +24,7 @@ from pipeline.config import SpecError, absolute
 from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
+from pipeline.schema import Hit
 from pipeline.search.explain import DROPPED
 from pipeline.search.searcher import Searcher
 from pipeline.sources.pages import Pages
@@ -32,6 +33,9 @@ from pipeline.sources.pdf import Unreadable
 #: The colour of what matches; its opacity grows with the similarity.
 COLOUR = (255, 120, 0)
 MAX_OPACITY = 150
+
+#: Pages in reports are this small: pixels per inch.
+REPORT_DPI = 72.0
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,21 @@ def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> by
     # 256 colours do for text on white, at a third of the bytes.
     lit.quantize(256).save(png, "PNG", optimize=True)
     return png.getvalue()
+
+
+def page_maps(
+    searcher: Searcher, query: str, hit: Hit, representation: str
+) -> list[tuple[str, bytes]]:
+    """The map of a hit under the whole query, with a caption; nothing for what is no page.
+
+    A document that is not there any more has no map: a report can do without.
+    """
+    try:
+        map = similarity_map(searcher, query, hit.item_id, representation)
+        image = PageImages(searcher.index).image(hit.item_id, REPORT_DPI)
+    except SpecError:
+        return []
+    return [(f"{hit.item_id}: what {representation} matches", draw(image, map))]
 
 
 def write_maps(folder: str, number: int, image: bytes, map: SimilarityMap) -> list[str]:

@@ -1,0 +1,161 @@
+"""PDF pages: the source stage beside a bare pypdfium2 loop, and the memory of a long document.
+
+    python -m jobs.bench pages
+    python -m jobs.bench pages --only speed --copies 4 --repeats 1 --out figures.json
+
+Reads the shipped PDFs, copied several times over, and one PDF made of all their pages, repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lance
+import pypdfium2 as pdfium
+import yaml
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, run_apart, table
+from pipeline.index.reader import ITEMS
+
+PDFS = Path(jobs.__file__).parent / "data/pages/pdf"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--copies", type=jobs.positive, default=8, help="of the 77 shipped pages")
+    parser.add_argument("--pages", type=jobs.positive, default=2000, help="of the long document")
+    parser.add_argument("--processes", type=jobs.positive, default=2, help="that read pages")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of the comparison")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    bench = Bench("pages", arguments, args.out)
+    with tempfile.TemporaryDirectory(prefix="maxray-bench-") as folder:
+        for name, figure in FIGURES.items():
+            if not args.only or name in args.only:
+                figure(bench, Path(folder), args)
+
+
+def speed(bench: Bench, folder: Path, args: Any) -> None:
+    """Both sides in turns, each first in every other round, in pages a second."""
+    copies = folder / "copies"
+    for copy in range(args.copies):
+        shutil.copytree(PDFS, copies / f"{copy:02}")
+    taken: dict[str, list[float]] = {"ray": [], "bare": []}
+    for repeat in range(args.repeats):
+        for side in ("ray", "bare") if repeat % 2 == 0 else ("bare", "ray"):
+            run = run_apart("jobs.bench.pages_run", side, str(copies), str(args.processes))
+            taken[side].append(run["pages"] / run["seconds"])
+    rates = {side: Repeats(tuple(values)) for side, values in taken.items()}
+    ratio = rates["ray"].over(rates["bare"])
+    rows = [
+        ["bare pypdfium2 loops", rates["bare"]],
+        ["source stage", rates["ray"]],
+        ["**ratio**", f"**{ratio}**"],
+    ]
+    title = (
+        f"words and 144 dpi images of {77 * args.copies:,} pages, {args.processes} processes a side"
+    )
+    bench.add("speed", title, {**rates, "ratio": ratio}, table(["", "pages/s"], rows))
+
+
+def memory(bench: Bench, folder: Path, args: Any) -> None:
+    """The memory of all processes of an index job over one long document."""
+    (folder / "long").mkdir()
+    long_document(folder / "long/all.pdf", args.pages)
+    spec = {
+        "index": str(folder / "index"),
+        "source": {"name": "pages", "path": str(folder / "long")},
+        "encoder": {"name": "sleeping", "seconds": 0, "num_tokens": 64, "dim": 32},
+        "representations": [{"compressor": "none"}],
+        "unit_items": 16,
+        "fragment_items": 64,
+        "commit_items": 128,
+    }
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    command = [sys.executable, "-m", "jobs.index", str(folder / "spec.yaml")]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    samples: list[tuple[float, int]] = []
+    sampler = threading.Thread(target=_sample, args=(job, samples))
+    sampler.start()
+    if job.wait():
+        raise RuntimeError("the index job failed: run it by itself to see why")
+    sampler.join()
+    commits = [
+        (version["timestamp"].timestamp(), int(version["metadata"]["total_rows"]))
+        for version in lance.dataset(str(folder / "index" / ITEMS)).versions()
+    ]
+    last = commits[-1][1]
+    figures = {}
+    for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+        when, rows = next(commit for commit in commits if commit[1] >= share * last)
+        # The most within two seconds: what is alive at one moment is chance.
+        near = [held for at, held in samples if abs(at - when) <= 2]
+        figures[rows] = max(near) / 2**20
+    rows = [[f"{pages:,}", f"{held:,.0f}"] for pages, held in figures.items()]
+    rows.append(["most at any time", f"{max(held for _, held in samples) / 2**20:,.0f}"])
+    title = f"memory of the whole job over a PDF of {args.pages:,} pages"
+    text = table(["pages indexed", "MiB of all processes"], rows)
+    bench.add("memory", title, {"MiB": figures}, text)
+
+
+def long_document(path: Path, num_pages: int) -> None:
+    """Writes a PDF of the shipped pages, over and over."""
+    document = pdfium.PdfDocument.new()
+    for file in itertools.cycle(sorted(PDFS.glob("*.pdf"))):
+        pages = pdfium.PdfDocument(file)
+        missing = num_pages - len(document)
+        document.import_pages(pages, list(range(min(len(pages), missing))))
+        if len(document) == num_pages:
+            break
+    document.save(path)
+
+
+def _sample(job: subprocess.Popen, samples: list[tuple[float, int]]) -> None:
+    while job.poll() is None:
+        samples.append((time.time(), sum(map(_held, _family(job.pid)))))
+        time.sleep(0.5)
+
+
+def _family(pid: int) -> Iterator[int]:
+    """A process and all that descend from it."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry))
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += parents.get(one, [])
+
+
+def _held(pid: int) -> int:
+    """Bytes that a process holds: its own, and its share of what it shares with others."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+FIGURES = {"speed": speed, "memory": memory}

@@ -1,0 +1,102 @@
+"""Reads every page of a folder of PDFs, words and image: by the source stage, or by a bare loop.
+
+    python -m jobs.bench.pages_run ray FOLDER PROCESSES
+    python -m jobs.bench.pages_run bare FOLDER PROCESSES
+
+The bare loop is pypdfium2 in as many processes, which take one document after the other: the
+reading functions of the source, without Ray, without the process that a crash is kept in and
+without the blocks that pages travel in. The last line is a JSON object: the pages, and the seconds
+from the first result to the last of the side (of the bare loop: of reading alone).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+from pipeline.sources import pdf
+from pipeline.sources.pages import Pages
+
+NEEDS = ("text", "image")
+UNIT_PAGES = 8
+
+
+def main() -> None:
+    """Runs one side and prints what it came to."""
+    side, folder, processes = sys.argv[1:]
+    run = {"ray": source_stage, "bare": bare_loops}[side]
+    print(json.dumps(run(Pages.Spec(path=folder), int(processes))))
+
+
+def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
+    """The source stage of the index job as it streams; its start is no part of the time."""
+    from pipeline.index import job, listing
+    from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.stage import Resources, from_ipc
+
+    with tempfile.TemporaryDirectory() as folder, jobs.cluster():
+        listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), NEEDS)
+        shards = range(listing.plan(listed, None))
+        for shard in shards:
+            listing.list_shard(listed, shard)
+        configure_ray_data()
+        pool = Resources(num_cpus=1, max_actors=processes)
+        first, pages = None, 0
+        for row in rows_of(job.read_stage(listed, shards, UNIT_PAGES, pool)):
+            if row is None:
+                continue
+            num_pages = from_ipc(row["items"]).num_rows
+            last = time.perf_counter()
+            if first is None:
+                first = last
+            else:
+                pages += num_pages
+    return {"pages": pages, "seconds": last - first}
+
+
+def bare_loops(spec: Pages.Spec, processes: int) -> dict[str, Any]:
+    """The bare loops; the processes are there and have imported all before the time begins."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(processes + 1)
+    results = context.Queue()
+    taken = context.Value("i", 0)  # documents that some loop has begun
+    loops = [
+        context.Process(target=_loop, args=(spec, taken, ready, results)) for _ in range(processes)
+    ]
+    for loop in loops:
+        loop.start()
+    ready.wait()
+    start = time.perf_counter()
+    pages = sum(results.get() for _ in loops)
+    seconds = time.perf_counter() - start
+    for loop in loops:
+        loop.join()
+    return {"pages": pages, "seconds": seconds}
+
+
+def _loop(spec: Pages.Spec, taken: Any, ready: Any, results: Any) -> None:
+    settings = {"text": True, "dpi": spec.dpi, "max_pixels": spec.max_pixels}
+    paths = sorted(map(str, Path(spec.path).rglob("*.pdf")))
+    ready.wait()
+    pages = 0
+    while True:
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= len(paths):
+            break
+        path = paths[number]
+        numbers = range(1, pdf.describe(path)["num_pages"] + 1)
+        for page in pdf.read_pages(path, list(numbers), settings):
+            pages += isinstance(page, dict)
+    results.put(pages)
+
+
+if __name__ == "__main__":
+    main()

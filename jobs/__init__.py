@@ -40,6 +40,10 @@ def run(
         sys.exit(_said("interrupted", INTERRUPTED))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if hasattr(error, "cause"):  # of a Ray task: where it happened matters
+            raise
+        sys.exit(_said(error, 1))
 
 
 def _said(error: object, code: int) -> int:

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         queries = read_query_vectors(args.query_vectors)
     else:
         queries = {"1": " ".join(args.query)}
-    if args.run:
+    if args.run is not None:
         check_writable(args.run, "run", as_file=True)
     if args.maps:
         check_writable(args.maps, "maps")

@@ -59,16 +59,23 @@ class Spec(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
-            unknown = sorted(set(map(str, data)) - set(cls.model_fields))
-            if unknown:
-                legal = ", ".join(cls.model_fields)
-                raise SpecError(unknown[0], data[unknown[0]], legal, "stands under an unknown key")
+            for key, value in data.items():
+                if key not in cls.model_fields:
+                    legal = ", ".join(cls.model_fields)
+                    raise SpecError(str(key), value, legal, "stands under an unknown key")
         return data
 
 
 def absolute(uri: str) -> str:
-    """A local path made absolute (workers may run elsewhere); a URI with a scheme as it is."""
-    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    """A local path made absolute (workers may run elsewhere); a URI with a scheme as it is.
+
+    Raises:
+        SpecError: the path begins with ~ and the name of nobody.
+    """
+    try:
+        return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    except RuntimeError:
+        raise SpecError("", uri, "a path, or ~/ and a path", "names no user's home") from None
 
 
 def _uri(value: str) -> str:
@@ -123,6 +130,18 @@ def describe(error: ValidationError) -> SpecError:
     return SpecError(field or "spec", first["input"], legal)
 
 
+class _NoKeyTwice(yaml.SafeLoader):
+    """YAML's plain types; a key that stands twice in a mapping is an error, not the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"the key {key!r} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load(
     spec_class: type[SpecT], path: str, overrides: Iterable[str] = (), *, what: str = "spec"
 ) -> SpecT:
@@ -136,7 +155,7 @@ def load(
     """
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
-            data = yaml.safe_load(file)
+            data = yaml.load(file, _NoKeyTwice)
     except FileNotFoundError:
         raise SpecError(what, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
@@ -160,7 +179,7 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
         if not equals or not path:
             raise SpecError("override", assignment, "dotted.field=value")
         try:
-            value = yaml.safe_load(value)
+            value = yaml.load(value, _NoKeyTwice)
         except yaml.YAMLError as error:
             legal = f"a value in YAML's form ({_one_line(error)})"
             raise SpecError(path, value, legal, "cannot be read") from None

@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from pipeline.config import Spec
 from pipeline.tokens import TokenBatch, unit_vectors
+
+#: A budget K. Supports are stored in 16 bits, of which the last value stands for "none".
+NumVectors = Annotated[int, Field(ge=1, le=65_534)]
 
 
 class Compressor(ABC):

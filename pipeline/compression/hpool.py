@@ -11,7 +11,7 @@ from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 
 from pipeline import config
-from pipeline.compression import Compressor, memberships
+from pipeline.compression import Compressor, NumVectors, memberships
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 Linkage = Literal["vectors", "rows", "condensed"]
@@ -35,7 +35,7 @@ class HPool(Compressor):
 
     class Spec(config.Spec):
         name: Literal["hpool"] = "hpool"
-        num_vectors: int = Field(ge=1)
+        num_vectors: NumVectors
         linkage: Linkage = "vectors"
         num_protected: int = Field(1, ge=0)
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.compression import Compressor, select
+from pipeline.compression import Compressor, NumVectors, select
 from pipeline.tokens import TokenBatch
 
 
@@ -21,7 +21,7 @@ class Random(Compressor):
 
     class Spec(config.Spec):
         name: Literal["random"] = "random"
-        num_vectors: int = Field(ge=1)
+        num_vectors: NumVectors
         seed: int = Field(0, ge=0, lt=2**32)
 
     support_form = "indices"

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.compression import Compressor, memberships
+from pipeline.compression import Compressor, NumVectors, memberships
 from pipeline.compression.spatial import uniform_positions
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
@@ -30,7 +30,7 @@ class SaMer(Compressor):
 
     class Spec(config.Spec):
         name: Literal["samer"] = "samer"
-        num_vectors: int = Field(ge=1)
+        num_vectors: NumVectors
         gamma: float = Field(0.1, ge=0, allow_inf_nan=False)
         tau_s: float = Field(0.07, gt=0, allow_inf_nan=False)
         num_iterations: int = Field(3, ge=0)

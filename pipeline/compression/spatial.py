@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 
 from pipeline import config
-from pipeline.compression import Compressor, select
+from pipeline.compression import Compressor, NumVectors, select
 from pipeline.tokens import TokenBatch
 
 
@@ -21,7 +20,7 @@ class Spatial(Compressor):
 
     class Spec(config.Spec):
         name: Literal["spatial"] = "spatial"
-        num_vectors: int = Field(ge=1)
+        num_vectors: NumVectors
 
     support_form = "indices"
 

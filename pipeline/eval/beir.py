@@ -48,9 +48,12 @@ def read_qrels(path: str) -> dict[str, dict[str, int]]:
             continue
         try:
             query_id, document_id, grade = columns
-            qrels.setdefault(query_id, {})[document_id] = int(grade)
+            graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:
             legal = "lines query-id<TAB>corpus-id<TAB>integer"
             problem = f"stands in line {number} of {path}"
             raise SpecError("benchmark.split", line[:80], legal, problem) from None
+        if graded != int(grade):
+            problem = f"stands in line {number} of {path}, after another grade"
+            raise SpecError("benchmark.split", line[:80], "one grade for a document", problem)
     return qrels

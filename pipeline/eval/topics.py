@@ -79,7 +79,7 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     except (OSError, ValueError, EOFError, pa.ArrowException):
         raise SpecError(field, path, legal) from None
     ids = [str(query_id) for query_id in table["id"].to_pylist()]
-    if not ids or len(set(ids)) < len(ids):
+    if not ids or len(set(ids)) < len(ids) or table["id"].null_count:
         raise SpecError(field, path, "at least one query, each id once")
     try:
         vectors = [np.array(value, dtype=np.float32) for value in table["vectors"].to_pylist()]

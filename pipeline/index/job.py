@@ -14,13 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import ray
 from lance.fragment import FragmentMetadata
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
 from pipeline.index import listing
@@ -36,7 +36,7 @@ from pipeline.index.columns import (
     representation_fields,
 )
 from pipeline.index.listing import ListingJob, ShardTally
-from pipeline.index.reader import check_location, part
+from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
@@ -47,11 +47,14 @@ from pipeline.stage import Resources, chain, from_ipc, packed_table
 log = logging.getLogger("maxray.index")
 
 
+Items = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
 class FitSample(Spec):
     """The items on which compressors that need it are fitted."""
 
-    num_items: PositiveInt = 256
-    seed: int = 0
+    num_items: Items = 256
+    seed: int = Field(0, ge=0, lt=2**32)
 
 
 class IndexSpec(Spec):
@@ -63,9 +66,9 @@ class IndexSpec(Spec):
     representations: list[Representation] = Field(default_factory=list)
     sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
     keep_positions: bool = True  # where each token stood: needed for marked words and maps
-    unit_items: PositiveInt = 64  # items that are encoded, written and committed together
-    fragment_items: PositiveInt = 512  # items of one written fragment, at most
-    commit_items: PositiveInt = 1024  # the driver commits after so many items ...
+    unit_items: Items = 64  # items that are encoded, written and committed together
+    fragment_items: Items = 512  # items of one written fragment, at most
+    commit_items: Items = 1024  # the driver commits after so many items ...
     commit_seconds: PositiveFloat = 30.0  # ... or so many seconds, whichever comes first
     fit: FitSample = FitSample()
 
@@ -154,6 +157,7 @@ def run(
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
     check(spec)
+    _check_reasons(spec, retry_rejects)
     progress = Progress()
     start = time.perf_counter()
     with Session(spec, "index", job, progress.summary, lease_seconds) as session:
@@ -162,9 +166,9 @@ def run(
         this.list_source(limit, retry_rejects)
         this.prepare_columns()
         this.stream()
+        this.finish()
         if remove_missing:
             this.remove_missing()
-        this.finish()
     return progress
 
 
@@ -174,8 +178,27 @@ def check(spec: IndexSpec) -> None:
     check_location(spec.index)
     with within("source"):
         source_of(spec).check()
+    encoder = ENCODERS.load(spec.encoder.name)
     with within("encoder"):
-        ENCODERS.load(spec.encoder.name).check(spec.encoder)
+        encoder.check(spec.encoder)
+    dims = getattr(spec.encoder, "dim", None), getattr(spec.source, "dim", None)
+    if "vectors" in encoder.needs and dims[1] and dims[0] != dims[1]:
+        raise SpecError("encoder.dim", dims[0], f"{dims[1]}, as source.dim")
+    gives = SOURCES.load(spec.source.name).gives
+    if missing := set(encoder.needs) - set(gives):
+        legal = f"an encoder of {' or '.join(gives)}, which the source {spec.source.name} gives"
+        problem = f"reads {', '.join(sorted(missing))}"
+        raise SpecError("encoder", spec.encoder.name, legal, problem)
+
+
+def _check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
+    """Raises `SpecError` for a reason for which nothing is rejected."""
+    if reasons:
+        there = set(Index(spec.index).rejects()["reason"].to_pylist())
+        for reason in reasons:
+            if reason not in there:
+                legal = ", ".join(sorted(there)) or "none: nothing is rejected"
+                raise SpecError("--retry-rejects", reason, legal, "is no reason in the index")
 
 
 def source_of(spec: IndexSpec) -> Source:
@@ -249,13 +272,15 @@ class Run:
         with self._phase("plan"):
             self.num_shards = ray.get(_plan.options(**light).remote(self.listing, limit))
         counts: dict[int, dict[str, int]] = {}
+        self.num_unreadable = 0
         with self._phase("list"):
             for tally in self._tallies(light):
                 counts[tally.shard] = tally.counts
                 self.progress.rejected_before += tally.num_known_rejects
                 self.progress.rejected += tally.rejects.num_rows
                 self.progress.listed += tally.num_known_rejects + tally.rejects.num_rows
-                self.writer.set_rejects(tally.rejects)
+                self.num_unreadable += tally.num_unreadable
+                self.writer.set_rejects(tally.rejects, tally.solved)
         with self._phase("mark duplicates"):
             counts.update(ray.get(_mark.options(**light).remote(self.listing, self.num_shards)))
         total = sum((Counter(c) for c in counts.values()), Counter())
@@ -449,11 +474,21 @@ class Run:
     # -- the end -----------------------------------------------------------------------------
 
     def remove_missing(self) -> None:
-        """Removes the rows of this source that the listing no longer has, in one commit."""
+        """Removes the rows of this source that the listing no longer has, in one commit.
+
+        Raises:
+            JobError: parts of the source cannot be read: whatever they hold would look removed.
+        """
+        if self.num_unreadable:
+            raise JobError(
+                f"nothing was removed: {self.num_unreadable} parts of the source cannot be read at"
+                " present (see the rejects); all else is done"
+            )
         collection = self.listing.build_source().collection
         gone = ray.get(_gone.remote(self.listing, self.num_shards, collection))
         self.writer.remove(gone)
         self.progress.removed = sum(map(len, gone.values()))
+        self.report(f"removed {self.progress.removed:,} items that the source no longer lists")
 
     def finish(self) -> None:
         """Checks that every listed item is accounted for.
@@ -468,8 +503,7 @@ class Run:
         self.report(
             f"listed {progress.listed:,} = indexed {progress.indexed:,} ({progress.new:,} new,"
             f" {progress.replaced:,} replaced, {progress.unchanged:,} as before)"
-            f" + rejected {rejected:,}{gone}; removed {progress.removed:,};"
-            f" {progress.commits} commits"
+            f" + rejected {rejected:,}{gone}; {progress.commits} commits"
         )
         if progress.listed != progress.indexed + rejected + progress.gone:
             raise JobError("the sum does not hold: items were lost on the way; run it again")

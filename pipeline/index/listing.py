@@ -21,8 +21,8 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec
-from pipeline.index.reader import ITEMS, REJECTS, part, quote, with_ids
+from pipeline.config import Spec, SpecError
+from pipeline.index.reader import ITEMS, REJECTS, first_line, part, quote, with_ids
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject
 from pipeline.sources import Source, items_table
@@ -73,6 +73,8 @@ class ShardTally:
     counts: dict[str, int]  # by status, over items
     rejects: pa.Table  # what could not be listed and was not known yet
     num_known_rejects: int  # what could not be listed, as before
+    num_unreadable: int  # parts of the source that may hold more items, could they be read
+    solved: list[str]  # ids that have a row and were rejected at some time in between
 
 
 def plan(job: ListingJob, limit: int | None) -> int:
@@ -105,19 +107,26 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     rejected = _dataset(part(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
     unlisted: list[Reject] = []
+    solved: list[str] = []
     for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
         items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
         unlisted += [entry for _, entry in chunk if isinstance(entry, Reject)]
         stored = _stored(dataset, [item.item_id for _, item in items])
         known = _known_rejects(rejected, [item.item_id for _, item in items], job)
+        done: list[str] = []
         for position, item in items:
             status, fragment = _status(item, stored.get(item.item_id), known)
+            if status == DONE:
+                done.append(item.item_id)
             columns["position"].append(position)
             columns["hash"].append(id_hash(item.item_id))
             columns["status"].append(status)
             columns["fragment"].append(fragment)
+        solved += _ids_among(rejected, done)
     table = pa.table(columns, schema=LISTED)
     _write_table(job.file("listed", shard), table)
+    hashes = [id_hash(reject.item_id) for reject in unlisted]
+    _write_table(job.file("unlisted", shard), pa.table({"hash": pa.array(hashes, pa.uint64())}))
     known = _known_rejects(rejected, [reject.item_id for reject in unlisted], job)
     fresh = [r for r in unlisted if known.get(r.item_id) != r.revision]
     return ShardTally(
@@ -125,6 +134,8 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
         _count(table),
         _rejects_table(fresh, job),
         len(unlisted) - len(fresh),
+        sum(reject.retryable for reject in unlisted),
+        solved,
     )
 
 
@@ -236,19 +247,33 @@ def id_hash(item_id: str) -> int:
 def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, list[str]]:
     """The rows of a collection that are no longer listed, as item ids by fragment.
 
-    Run it in a task: it holds 8 bytes a listed item, and the ids that are gone.
+    What is there but was rejected, itself or its parent, keeps its rows. Run it in a task: it holds
+    8 bytes a listed item, and the ids that are gone.
     """
-    hashes = [_read_table(job.file("listed", i))["hash"].to_numpy() for i in range(num_shards)]
-    listed = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+    listed, unlisted = (
+        np.unique(
+            np.concatenate(
+                [np.zeros(0, np.uint64)]
+                + [_read_table(job.file(kind, i))["hash"].to_numpy() for i in range(num_shards)]
+            )
+        )
+        for kind in ("listed", "unlisted")
+    )
     gone: dict[int, list[str]] = {}
     scanner = lance.dataset(part(job.index, ITEMS)).scanner(
-        columns=["item_id"], filter=f"source = {quote(collection)}", with_row_address=True
+        columns=["item_id", "parent_id"],
+        filter=f"source = {quote(collection)}",
+        with_row_address=True,
     )
     for batch in scanner.to_batches():
         ids = batch["item_id"].to_pylist()
-        mine = np.array([id_hash(item_id) for item_id in ids], dtype=np.uint64)
+        own, parents = (
+            np.array([id_hash(name) for name in names], dtype=np.uint64)
+            for names in (ids, batch["parent_id"].to_pylist())
+        )
+        is_there = np.isin(own, listed) | np.isin(own, unlisted) | np.isin(parents, unlisted)
         fragments = batch["_rowaddr"].to_numpy() >> 32
-        for i in np.flatnonzero(~np.isin(mine, listed)):
+        for i in np.flatnonzero(~is_there):
             gone.setdefault(int(fragments[i]), []).append(ids[i])
     return gone
 
@@ -315,11 +340,16 @@ def _stored(
     """For the ids that have a row: its revision, source and fragment."""
     if dataset is None or not item_ids:
         return {}
-    table = dataset.scanner(
+    scanner = dataset.scanner(
         columns=["item_id", "revision", "source"],
         filter=with_ids(item_ids),
         with_row_address=True,
-    ).to_table()
+    )
+    try:
+        table = scanner.to_table()
+    except (OSError, pa.ArrowException) as error:
+        legal = f"a whole index ({first_line(error)})"
+        raise SpecError("index", dataset.uri, legal, "is damaged") from None
     fragments = (table["_rowaddr"].to_numpy() >> 32).tolist()
     columns = (table[name].to_pylist() for name in ("item_id", "revision", "source"))
     return {
@@ -343,6 +373,14 @@ def _known_rejects(
         for row in table.to_pylist()
         if row["reason"] not in job.retry_rejects
     }
+
+
+def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:
+    """Those of the ids that are in the table of rejects."""
+    if rejected is None or not item_ids:
+        return []
+    table = rejected.scanner(columns=["item_id"], filter=with_ids(item_ids)).to_table()
+    return table["item_id"].to_pylist()
 
 
 def _rejects_table(rejects: Sequence[Reject], job: ListingJob) -> pa.Table:

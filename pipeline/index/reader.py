@@ -44,20 +44,23 @@ def check_location(uri: str) -> None:
 
     Of a remote store only the scheme is looked at.
     """
-    scheme, separator, _ = uri.partition("://")
-    if separator and scheme not in SCHEMES:
-        legal = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
-        raise SpecError("index", uri, legal, f"has the scheme {scheme}")
-    try:
-        open_folder(uri)
-    except ImportError as error:
-        legal = f"an installed file system ({first_line(error)})"
-        raise SpecError("index", uri, legal, "cannot be opened") from None
-    if separator and scheme != "file":
+    scheme = _check_scheme(uri)
+    with _reaching(uri):
+        open_folder(uri)  # its package may not be installed
+    if scheme != "file":
         return
     check_writable(uri, "index")
     if exists(uri) and not holds_parts(uri):
         raise SpecError("index", uri, "an index, or a new or empty folder", "holds something else")
+
+
+def _check_scheme(uri: str) -> str:
+    """The scheme of an index's URI, if it is one that an index may have."""
+    scheme, separator, _ = uri.partition("://")
+    if separator and scheme not in SCHEMES:
+        legal = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
+        raise SpecError("index", uri, legal, f"has the scheme {scheme}")
+    return scheme if separator else "file"
 
 
 def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
@@ -66,10 +69,11 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     Raises:
         SpecError: there is no index, or it is damaged (half deleted), or of a newer format.
     """
+    _check_scheme(uri)
     items = part(uri, ITEMS)
     try:
         dataset = lance.dataset(items, version=version)
-    except (ValueError, OSError, FileNotFoundError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         if version is not None:
             last = open_dataset(uri).version
             legal = f"1 to {last}, as far as they are kept"
@@ -90,36 +94,56 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
 
 
 def check_whole(uri: str, dataset: lance.LanceDataset) -> None:
-    """Raises `SpecError` if data files that the current version names are missing.
+    """Raises `SpecError` if data files that the current version names are missing or cut.
 
     One listing of the data folder: a half-deleted index is found before a job works on it.
     """
-    named = {file.path for fragment in dataset.get_fragments() for file in fragment.data_files()}
+    named = {
+        file.path: file.file_size_bytes
+        for fragment in dataset.get_fragments()
+        for file in fragment.data_files()
+    }
     if not named:
         return
     filesystem, path = open_folder(uri, ITEMS, "data")
-    there = (
-        {posixpath.basename(p) for p in filesystem.ls(path, detail=False)}
-        if filesystem.exists(path)
-        else set()
-    )
-    missing = sorted(named - there)
-    if missing:
-        legal = f"a whole index ({len(missing)} of {len(named)} data files are missing)"
-        raise SpecError("index", uri, legal, "is damaged")
+    there = {}
+    if filesystem.exists(path):
+        entries = filesystem.ls(path, detail=True)
+        there = {posixpath.basename(entry["name"]): entry["size"] for entry in entries}
+    for problem, files in (
+        ("are missing", [name for name in named if name not in there]),
+        ("have another size", [n for n, size in named.items() if size and size != there.get(n)]),
+    ):
+        if files:
+            legal = f"a whole index ({len(files)} of {len(named)} data files {problem})"
+            raise SpecError("index", uri, legal, "is damaged")
 
 
 def exists(uri: str) -> bool:
     """Whether anything lies at the index's URI."""
-    filesystem, path = open_folder(uri)
-    return filesystem.exists(path) and bool(filesystem.ls(path))
+    with _reaching(uri):
+        filesystem, path = open_folder(uri)
+        return filesystem.exists(path) and bool(filesystem.ls(path))
 
 
 def holds_parts(uri: str) -> bool:
     """Whether what lies at the URI is an index, or what is left of one."""
-    filesystem, path = open_folder(uri)
-    parts = (ITEMS, REJECTS, ARTEFACTS, JOBS)
-    return any(filesystem.exists(posixpath.join(path, name)) for name in parts)
+    with _reaching(uri):
+        filesystem, path = open_folder(uri)
+        parts = (ITEMS, REJECTS, ARTEFACTS, JOBS)
+        return any(filesystem.exists(posixpath.join(path, name)) for name in parts)
+
+
+@contextlib.contextmanager
+def _reaching(uri: str) -> Iterator[None]:
+    """Raises `SpecError` if a storage cannot be asked: each has errors of its own library."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"
+        raise SpecError("index", uri, legal, "cannot be reached") from None
 
 
 def first_line(error: Exception) -> str:

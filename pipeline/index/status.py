@@ -101,7 +101,7 @@ def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]
         if len(summaries) == number:
             break
         with (
-            contextlib.suppress(FileNotFoundError),  # killed before it wrote one
+            contextlib.suppress(FileNotFoundError, ValueError),  # killed early, or damaged
             filesystem.open(f"{folder}/summary.json", "r") as file,
         ):
             summary = json.load(file)

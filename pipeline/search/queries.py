@@ -48,10 +48,12 @@ class Queries:
         tokens = []
         for query in queries:
             array = np.asarray(query)
-            if array.ndim != 2 or not len(array) or not np.issubdtype(array.dtype, np.number):
+            if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
                 legal = "a matrix of numbers of shape (query tokens, dim)"
                 raise SpecError("query", f"shape {array.shape}", legal)
+            with np.errstate(over="ignore"):
+                array = array.astype(np.float32)
             if not np.isfinite(array).all():
-                raise SpecError("query", "NaN or infinity", "finite numbers")
-            tokens.append(normalise(torch.from_numpy(array.astype(np.float32))))
+                raise SpecError("query", "NaN or infinity", "finite float32 numbers")
+            tokens.append(normalise(torch.from_numpy(array)))
         return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])

@@ -14,6 +14,7 @@ says `normalised`) every similarity is a cosine.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -179,8 +180,11 @@ class Searcher:
         if isinstance(queries, EncodedQueries):
             ready = Queries.of_encoded(queries)
         elif len(queries) and all(isinstance(query, str) for query in queries):
-            if blank := [query for query in queries if not query.strip()]:
-                raise SpecError("query", blank[0], "a text with at least one word")
+            for query in queries:
+                if not query.strip():
+                    raise SpecError("query", query, "a text with at least one word")
+                if re.search("[\ud800-\udfff]", query):
+                    raise SpecError("query", query, "a text in UTF-8", "cannot be read")
             encoder = self.encoder(representation)
             ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
         else:

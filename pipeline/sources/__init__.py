@@ -27,6 +27,7 @@ class Source(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
+    gives: ClassVar[tuple[str, ...]]  # of the item columns, those that encoders may need of it
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
 
     def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):

@@ -34,8 +34,9 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
     fs, root = open_root(uri)
     try:
         exists = bool(uri) and (fs.exists(root) or fs.isdir(root))
-    except OSError as error:
-        raise SpecError("path", uri, "a readable path", f"cannot be read ({error})") from None
+    except Exception as error:  # of whatever library the file system stands on
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        raise SpecError("path", uri, "a readable path", problem) from None
     if not exists:
         raise SpecError("path", uri, "an existing file or folder", "does not exist")
     return fs, root

@@ -80,6 +80,7 @@ class Pages(Source):
         limits: Limits = Limits()
 
     spec: Spec
+    gives = ("item_id", "text", "image")
 
     def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
         super().__init__(spec, needs)

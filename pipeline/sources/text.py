@@ -91,6 +91,7 @@ class Text(Source):
         passages: Passages | None = None
 
     spec: Spec
+    gives = ("item_id", "text")
 
     def check(self) -> None:
         """Raises `SpecError` if there is no document to read."""

@@ -27,7 +27,7 @@ ROWS_PER_SHARD = 1000
 ROWS_PER_BLOCK = 256  # what is in memory at a time
 PARQUET, ARROW = (".parquet",), (".arrow", ".feather", ".ipc")
 LEGAL_PATH = (
-    "a folder with vectors.npy and ids.txt, a folder of .parquet files, or a file that ends in "
+    "a folder with vectors.npy and ids.txt, or a folder of files, or one file, that ends in "
     + ", ".join(PARQUET + ARROW)
 )
 
@@ -334,7 +334,7 @@ class ColumnFiles:
                 yield self._single
             return
         for file, num_bytes in walk(self._fs, self._folder):
-            if file and (num_bytes is None or file.lower().endswith(PARQUET)):
+            if file and (num_bytes is None or file.lower().endswith(PARQUET + ARROW)):
                 yield file
 
     def _chunks(self, file: str) -> list[list[int]]:

@@ -29,9 +29,9 @@ class Vectors(Source):
       `ids.txt`, one id a line;
     - the same for items of different length: `vectors.npy` (T, D) holds the vectors of all items,
       one after the other, and `lengths.npy` (n,) says how many each item has;
-    - a .parquet file, an Arrow IPC file (.arrow, .feather, .ipc), or a folder of .parquet files at
-      any depth, with a column of ids (strings or integers) and one of vectors (lists of lists of
-      floats). The string columns `title`, `text` and `parent_id` are used where they are there;
+    - a .parquet or Arrow IPC file (.arrow, .feather, .ipc), or a folder of such files at any depth,
+      with a column of ids (strings or integers) and one of vectors (lists of lists of floats). The
+      string columns `title`, `text` and `parent_id` are used where they are there;
       other columns are not read.
 
     Vectors become float32 and are otherwise taken as they are. The revision of an item is a hash of
@@ -61,6 +61,7 @@ class Vectors(Source):
         vectors_column: str = "vectors"
 
     spec: Spec
+    gives = ("item_id", "vectors")
 
     def __init__(self, spec: Spec, needs: tuple[str, ...] = ("vectors",)):
         super().__init__(spec, needs)

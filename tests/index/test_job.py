@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import JobError, SpecError
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.writer import IndexWriter, LeaseHeld
@@ -87,6 +89,58 @@ def test_items_that_left_the_source_go_only_when_asked(tmp_path, collection):
     assert set(rows(a_spec)) == {"a", "b", "c", "x"}
     assert run(a_spec, remove_missing=True).removed == 1
     assert set(rows(a_spec)) == {"a", "c", "x"}
+
+
+def test_what_cannot_be_read_is_not_taken_for_removed(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    packed = gzip.compress(b'{"_id": "a", "text": "one"}\n{"_id": "b", "text": "two"}\n')
+    (folder / "two.jsonl.gz").write_bytes(packed)
+    for name in ("c", "d"):
+        (folder / f"{name}.txt").write_text(name)
+    a_spec = spec(tmp_path, folder)
+    run(a_spec)
+    (folder / "c.txt").write_text("")  # there, though there is nothing in it to index
+    (folder / "d.txt").unlink()
+    (folder / "two.jsonl.gz").write_bytes(packed[:20])
+    with pytest.raises(JobError, match="nothing was removed: 1 parts of the source cannot be read"):
+        run(a_spec, remove_missing=True)
+    assert set(rows(a_spec)) == {"a", "b", "c.txt", "d.txt"}
+    (folder / "two.jsonl.gz").write_bytes(packed)
+    assert run(a_spec, remove_missing=True).removed == 1
+    assert set(rows(a_spec)) == {"a", "b", "c.txt"}
+
+
+def test_an_item_that_is_good_again_is_no_reject_any_more(tmp_path):
+    (tmp_path / "notes").mkdir()
+    note = tmp_path / "notes/a.txt"
+    a_spec = spec(tmp_path, tmp_path / "notes")
+    note.write_text("one")
+    (tmp_path / "notes/b.txt").write_text("two")
+    run(a_spec)
+    note.write_bytes(b"\xff")
+    assert run(a_spec).rejected == 1
+    assert Index(a_spec.index).rejects()["item_id"].to_pylist() == ["a.txt"]
+    note.write_text("one")
+    assert run(a_spec).unchanged == 2
+    assert Index(a_spec.index).rejects().num_rows == 0
+
+
+def test_a_reason_for_which_nothing_is_rejected(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one", b=" "))
+    run(a_spec)
+    sentence = "--retry-rejects: 'nothing' is no reason in the index; legal: empty text"
+    with pytest.raises(SpecError, match=sentence):
+        run(a_spec, retry_rejects=("nothing",))
+
+
+def test_an_index_with_a_cut_data_file_is_refused(tmp_path, collection):
+    a_spec = spec(tmp_path, collection(a="one"))
+    run(a_spec)
+    (file,) = (tmp_path / "index/items.lance/data").iterdir()
+    os.truncate(file, 10)
+    with pytest.raises(SpecError, match=r"is damaged; legal: .* \(1 of 1 data files have another"):
+        run(a_spec)
 
 
 def test_what_cannot_be_indexed_is_rejected_and_the_sum_holds(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,7 @@ def list_all(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
     num_shards = listing.plan(job, limit)
     tallies = [listing.list_shard(job, shard) for shard in range(num_shards)]
     changed = listing.mark_duplicates(job, num_shards)
-    return [
-        ShardTally(t.shard, changed.get(t.shard, t.counts), t.rejects, t.num_known_rejects)
-        for t in tallies
-    ]
+    return [replace(t, counts=changed.get(t.shard, t.counts)) for t in tallies]
 
 
 def counts(tallies: list[ShardTally]) -> dict[str, int]:

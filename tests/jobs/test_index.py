@@ -90,7 +90,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ("index=''", "index: '' is empty; legal: a path or URI"),
         (
             "unit_items=0",
-            "unit_items: 0 is not legal; legal: greater than 0",
+            "unit_items: 0 is not legal; legal: greater than or equal to 1",
         ),
         (
             "source.path={tmp}/nowhere",
@@ -117,6 +117,22 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             "representations.0.id=_rowid",
             "representations.0.id: '_rowid' is not legal; legal: lower-case letters, digits and _,"
             " a letter first",
+        ),
+        ("1=2", "1: 2 stands under an unknown key; legal: index,"),
+        ("unit_items=9999999", "unit_items: 9999999 is not legal; legal: less than or equal to"),
+        (
+            "representations=[{compressor: {name: hpool, num_vectors: 70000}}]",
+            "representations.0.compressor.num_vectors: 70000 is not legal; legal: less than or",
+        ),
+        (
+            "encoder={name: precomputed, dim: 8, label: x}",
+            "encoder: 'precomputed' reads vectors; legal: an encoder of item_id or text, which the"
+            " source text gives",
+        ),
+        ("index=~nobody-of-that-name/x", "index: '~nobody-of-that-name/x' names no user's home"),
+        (
+            "encoder={name: sleeping, name: minilm}",
+            "encoder: '{name: sleeping, name: minilm}' cannot",
         ),
         ("commit_seconds=-1", "commit_seconds: -1 is not legal; legal: greater than 0"),
         (
@@ -187,6 +203,7 @@ def test_a_missing_model_folder(tmp_path, spec):
         ("- a list", "spec: '{path}' holds no mapping; legal: a YAML mapping of fields to values"),
         ("a: [1", "spec: '{path}' is not legal; legal: a readable YAML file (while parsing"),
         (b"\xff\xfe\xfa", "spec: '{path}' is not legal; legal: a readable YAML file ("),
+        ("index: a\nindex: b", "spec: '{path}' is not legal; legal: a readable YAML file (the key"),
         ("encoder: minilm", "index: None is missing; legal: a value (the field is required)"),
     ],
 )
@@ -255,7 +272,7 @@ def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
             "sweep.compressor.num_vectors=[3, 2]",
         ]
     )
-    assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 as before) + rejected 0; removed 0" in (
+    assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 as before) + rejected 0" in (
         capsys.readouterr().out
     )
     (row,) = Index(str(tmp_path / "index")).dataset.to_table().to_pylist()

@@ -429,7 +429,7 @@ def test_check_of_npy_says_what_is_wrong(tmp_path: Path):
     array = np.ones((2, 3, DIM), np.float32)
     flat, lengths = np.ones((6, DIM), np.float32), np.array([2, 4])
     ids = "a\nb\n"
-    refuses("holds no vectors; legal: a folder with vectors.npy and ids.txt, a folder of .parquet")
+    refuses("holds no vectors; legal: a folder with vectors.npy and ids.txt, or a folder of files")
     refuses("holds no ids.txt", vectors=array)
     refuses("holds no vectors.npy", ids=ids)
     refuses("^dim: 128 is not legal; legal: 4, the width", 128, vectors=array, ids=ids)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import BM25, FULL, SINGLE, Evaluation, Result, pareto_front
+from pipeline.eval.results import BM25, FULL, SINGLE, Evaluation, pareto_front
 
 #: Colours that stay apart for readers who see colours differently, and in print with the markers.
 STYLES = tuple(
@@ -79,13 +79,13 @@ def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
     qualities = [evaluation.quality(result) for result in evaluation.results]
     margin = max(0.08 * (max(qualities) - min(qualities)), 0.002)
-    return min(qualities) - margin, max(qualities) + 1.5 * margin  # labels stand above the points
+    return min(qualities) - margin, max(qualities) + 2 * margin  # room for the budgets
 
 
 def _draw(panel: Axes, evaluation: Evaluation, score: str, methods: list[str]) -> None:
     measure = evaluation.headline
     results = [r for r in evaluation.results if r.score in (score, SINGLE, BM25)]
-    best_of_budget: dict[int | None, Result] = {}
+    sizes: dict[int | None, float] = {}  # of each budget, of the method that takes most
     for i, method in enumerate(methods):
         color, marker = STYLES[i % len(STYLES)]
         line = sorted(
@@ -102,16 +102,15 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str, methods: list[str]) -
             linewidth=1.8,
         )
         for result in line:
-            best = best_of_budget.setdefault(result.num_vectors, result)
-            if result.means[measure] > best.means[measure]:
-                best_of_budget[result.num_vectors] = result
-    for budget, result in best_of_budget.items():
+            largest = max(result.vector_bytes, sizes.get(result.num_vectors, 0.0))
+            sizes[result.num_vectors] = largest
+    for budget, size in sizes.items():
         panel.annotate(
             "adaptive" if budget is None else f"K={budget}",
-            (result.vector_bytes, result.means[measure]),
-            xytext=(0, 8),
-            textcoords="offset points",
+            (size, 0.985),
+            xycoords=("data", "axes fraction"),
             ha="center",
+            va="top",
             fontsize=8,
             color=REFERENCE,
         )

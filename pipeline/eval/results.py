@@ -152,10 +152,10 @@ class Evaluation:
 
         >>> spec = {"benchmark": {"name": "beir", "path": "data/cranfield", "split": "test"}}
         >>> Evaluation(spec, "AP", "", 0, [], "", {}, []).benchmark
-        'beir cranfield test'
+        'cranfield test'
         """
-        parts = map(str, self.spec["benchmark"].values())
-        return " ".join(posixpath.basename(part.rstrip("/")) for part in parts)
+        name, *others = map(str, self.spec["benchmark"].values())
+        return " ".join(posixpath.basename(part.rstrip("/")) for part in others) or name
 
     @property
     def measures(self) -> list[str]:

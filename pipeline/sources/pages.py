@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -228,7 +227,7 @@ class Pages(Source):
             return self._reject(item.item_id, item.revision, Unreadable(reason), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
-        payload = {field.name: _plain(page[field.name]) for field in self.payload}
+        payload = {name: page[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
 
     def _reject(
@@ -247,7 +246,3 @@ class Pages(Source):
             revision=revision,
             retryable=reason in RETRYABLE,
         )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -6,10 +6,11 @@ nothing of this package: the process starts quickly, and what crashes in it is o
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import io
+import json
 import os
-import pickle
 import resource
 import struct
 import sys
@@ -290,10 +291,17 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
 
 
 def send(stream: BinaryIO, value: Any) -> None:
-    """Writes a value with its length before it."""
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    """Writes a value as JSON with its length before it.
+
+    Not pickled: a document that takes the process over must not run code where this is read.
+    """
+    data = json.dumps(value, default=_plain).encode()
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
+
+
+def _plain(value: np.ndarray | bytes) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else base64.b64encode(value).decode()
 
 
 def main() -> None:
@@ -311,7 +319,7 @@ def main() -> None:
     requests = sys.stdin.buffer
     while head := requests.read(8):
         (length,) = struct.unpack("<Q", head)
-        kind, *arguments = pickle.loads(requests.read(length))
+        kind, *arguments = json.loads(requests.read(length))
         try:
             if kind == "describe":
                 send(replies, describe(*arguments))

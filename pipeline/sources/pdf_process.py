@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
-import pickle
 import selectors
 import struct
 import subprocess
@@ -62,7 +63,7 @@ class PdfProcess:
     def pages(
         self, path: str, numbers: Sequence[int], settings: dict[str, Any]
     ) -> Iterator[dict[str, Any] | Unreadable]:
-        """Reads pages as `pipeline.sources.pdf.read_pages` does, one result each.
+        """Reads pages as `pipeline.sources.pdf.read_pages` does, one result each, arrays as lists.
 
         After a crash, a time-out or an error of the whole document its other pages are not tried.
         """
@@ -116,7 +117,10 @@ class PdfProcess:
         """
         deadline = time.monotonic() + self.limits.seconds
         (length,) = struct.unpack("<Q", self._read(8, deadline))
-        return pickle.loads(self._read(length, deadline))
+        reply = json.loads(self._read(length, deadline))
+        if "image" in reply:
+            reply["image"] = base64.b64decode(reply["image"])
+        return reply
 
     def _read(self, length: int, deadline: float) -> bytes:
         data = bytearray()

@@ -119,11 +119,11 @@ def test_columns_from_the_right():
 def test_a_word_over_two_lines_is_one_word_with_two_boxes():
     document = str(ROOT / "jobs/data/pages/pdf/us-001.pdf")
     (page,) = PdfProcess(Limits()).pages(document, [1], TEXT)
-    text, spans = page["text"], page["word_spans"].tolist()
+    text, spans = page["text"], page["word_spans"]
     start = text.index("disability estimates presented")
     parts = [i for i, (first, _) in enumerate(spans) if start <= first < start + 10]
     assert [text[slice(*spans[i])] for i in parts] == ["dis", "ability"]
-    first, second = page["word_boxes"][parts]
+    first, second = (page["word_boxes"][i] for i in parts)
     assert (
         first[0] > second[0] and first[1] < second[1]
     )  # the end of a line, and the next one's start

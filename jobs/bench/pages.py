@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and takes the figures."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
-    parser.add_argument("--copies", type=jobs.positive, default=8, help="of the 77 shipped pages")
+    parser.add_argument("--copies", type=jobs.positive, default=16, help="of the 77 shipped pages")
     parser.add_argument("--pages", type=jobs.positive, default=2000, help="of the long document")
     parser.add_argument("--processes", type=jobs.positive, default=2, help="that read pages")
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="of the comparison")

@@ -24,7 +24,7 @@ from pipeline.sources import pdf
 from pipeline.sources.pages import Pages
 
 NEEDS = ("text", "image")
-UNIT_PAGES = 8
+UNIT_PAGES = 64  # as the index job has by default
 
 
 def main() -> None:

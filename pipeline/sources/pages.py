@@ -25,7 +25,7 @@ from pipeline.sources.pdf_process import RETRYABLE, Limits, pdf_process
 
 SUFFIX = ".pdf"
 #: A shard is a task's work: some documents, few enough that tasks end at about the same time.
-FILES_PER_SHARD = 16
+FILES_PER_SHARD = 8
 BYTES_PER_SHARD = 16 << 20
 
 WORDS = pa.schema(

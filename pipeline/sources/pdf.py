@@ -6,7 +6,6 @@ nothing of this package: the process starts quickly, and what crashes in it is o
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import io
 import json
@@ -26,8 +25,16 @@ import pypdfium2.raw as raw
 #: What PDFium says when a document cannot be opened.
 OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
 
+#: A document is opened anew after so many pages: PDFium keeps what it has read of it.
+PAGES_AN_OPENING = 100
+
 #: What stands for a hyphen at the end of a line whose word goes on in the next.
 HYPHEN = 0x02
+
+#: Codes that stand between words: white space, controls, and what is no character.
+_BREAKS = frozenset(
+    code for code in range(0x10000) if code < 32 or chr(code).isspace() or code >= 0xFFFE
+)
 
 
 class Unreadable(Exception):
@@ -78,16 +85,18 @@ def read_pages(
         settings: `text`: whether to read the words; `dpi`: pixels per inch of the image, or 0 for
             none; `max_pixels`: a larger image is made smaller.
     """
-    document = open_document(path)
-    for number in numbers:
-        try:
-            page = document[number - 1]
-            yield read_page(page, document.get_page_label(number - 1), settings)
-            page.close()
-        except pdfium.PdfiumError as error:
-            yield Unreadable("damaged page", str(error))
-        except MemoryError:
-            yield Unreadable("out of memory", "the page needs more than the process may take")
+    for first in range(0, len(numbers), PAGES_AN_OPENING):
+        document = open_document(path)
+        for number in numbers[first : first + PAGES_AN_OPENING]:
+            try:
+                page = document[number - 1]
+                yield read_page(page, document.get_page_label(number - 1), settings)
+                page.close()
+            except pdfium.PdfiumError as error:
+                yield Unreadable("damaged page", str(error))
+            except MemoryError:
+                yield Unreadable("out of memory", "the page needs more than the process may take")
+        document.close()
 
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,14 +167,18 @@ def characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
     """The characters of a page in the order in which it draws them.
 
     Returns:
-        (codes, corners): (n,) code points, and (n, 4) left, top, right, bottom in points.
+        (codes, corners): (n,) code points, and (n, 4) left, top, right, bottom in points; of a word
+        the first and the last character have them, the others zeros: asking takes most of the time.
     """
     textpage = page.get_textpage()
     number = textpage.count_chars()
     codes = np.array([raw.FPDFText_GetUnicode(textpage, i) for i in range(number)], np.int64)
+    in_word = ~np.isin(codes, list(_BREAKS))
+    before, behind = np.r_[False, in_word[:-1]], np.r_[in_word[1:], False]
     rectangles = (raw.FS_RECTF * number)()
     pointer, size = ctypes.POINTER(raw.FS_RECTF), ctypes.sizeof(raw.FS_RECTF)
-    for i in range(number):  # loose boxes have the font's height: words of a line look alike
+    # Loose boxes have the font's height: words of a line look alike.
+    for i in np.flatnonzero(in_word & ~(before & behind)).tolist():
         at = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
         raw.FPDFText_GetLooseCharBox(textpage, i, at)
     corners = np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(np.float64)
@@ -220,7 +233,7 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
 
     for i, code in enumerate(codes.tolist()):
         character = chr(code)
-        if character.isspace() or code < 32 or code in (0xFFFE, 0xFFFF):
+        if code in _BREAKS:  # some fonts have a space of their own
             end(i)
             joins = code == HYPHEN
             if character in "\r\n" and lines[-1]:
@@ -291,17 +304,22 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
 
 
 def send(stream: BinaryIO, value: Any) -> None:
-    """Writes a value as JSON with its length before it.
+    """Writes a value as JSON, and behind it as they are the arrays and bytes of a mapping.
 
     Not pickled: a document that takes the process over must not run code where this is read.
     """
-    data = json.dumps(value, default=_plain).encode()
-    stream.write(struct.pack("<Q", len(data)) + data)
+    bulk = {}
+    if isinstance(value, dict):
+        bulk = {k: v for k, v in value.items() if isinstance(v, np.ndarray | bytes)}
+        value = {k: v for k, v in value.items() if k not in bulk}
+        value["bulk"] = [
+            [k, v.dtype.str, v.shape] if isinstance(v, np.ndarray) else [k, "", [len(v)]]
+            for k, v in bulk.items()
+        ]
+    data = json.dumps(value).encode()
+    parts = (bytes(v) if isinstance(v, bytes) else v.tobytes() for v in bulk.values())
+    stream.write(b"".join([struct.pack("<Q", len(data)), data, *parts]))
     stream.flush()
-
-
-def _plain(value: np.ndarray | bytes) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else base64.b64encode(value).decode()
 
 
 def main() -> None:

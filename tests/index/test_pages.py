@@ -73,6 +73,18 @@ def test_the_words_boxes_are_stored(cluster, tmp_path, folder):
     assert np.isnan(extents[:, 4:]).all()
 
 
+def test_samer_has_a_spatial_term_on_pages(cluster, tmp_path, folder):
+    far = {"compressor": {**SAMER["compressor"], "gamma": 9.0}, "id": "far"}
+    index(folder, tmp_path / "index", SAMER, far)
+    row = rows(tmp_path / "index")["a.pdf#page=1"]
+    assert row["far_support"] != row["samer_3_support"]
+    # With that weight a vector stands for words of one line: they share their upper edge.
+    tops = {}
+    for vector, box in zip(row["far_support"], row["minilm_extents"], strict=True):
+        tops.setdefault(vector, set()).add(round(box[1], 3))
+    assert sum(len(edges) == 1 for edges in tops.values()) >= 2
+
+
 def test_two_pools_and_recompression_see_the_same_boxes(cluster, tmp_path, folder):
     index(folder, tmp_path / "one", FULL, SAMER)
     index(folder, tmp_path / "two", FULL, SAMER, compress={"num_threads": 1})

@@ -90,3 +90,15 @@ def test_too_few_items_for_a_steady_state_are_refused(cluster):
     _, error, code = bench(cluster, "--items", "64", "--commit-items", "64")
     assert code == 2
     assert "items: 64 is not legal; legal: more than commit_items (64)" in error
+
+
+def test_the_pages_bench(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--copies", "1", "--repeats", "1", "--pages", "30", "--processes", "1")
+    process = start_job("jobs.bench", "pages", *sizes, "--out", str(record), address=cluster)
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    speed, memory = json.loads(record.read_text())["figures"].values()
+    assert speed["ray"]["median"] > 0 and speed["bare"]["median"] > 0
+    assert "| source stage |" in out and "MiB of all processes" in out
+    assert list(memory["MiB"])[-1] == "30"

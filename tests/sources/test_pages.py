@@ -70,7 +70,7 @@ def test_a_page_is_an_item(tmp_path):
     assert (second.modality, second.span, second.title) == ("page", ("page", 2, 2), "On numbers")
     assert second.text == "two words"
     assert second.metadata == {"label": None, "width": 200.0, "height": 100.0}
-    assert second.payload["word_spans"] == [[0, 3], [4, 9]]
+    assert second.payload["word_spans"].tolist() == [[0, 3], [4, 9]]
     assert first.revision != second.revision
 
 
@@ -119,7 +119,7 @@ def test_columns_from_the_right():
 def test_a_word_over_two_lines_is_one_word_with_two_boxes():
     document = str(ROOT / "jobs/data/pages/pdf/us-001.pdf")
     (page,) = PdfProcess(Limits()).pages(document, [1], TEXT)
-    text, spans = page["text"], page["word_spans"]
+    text, spans = page["text"], page["word_spans"].tolist()
     start = text.index("disability estimates presented")
     parts = [i for i, (first, _) in enumerate(spans) if start <= first < start + 10]
     assert [text[slice(*spans[i])] for i in parts] == ["dis", "ability"]
@@ -281,5 +281,5 @@ def test_shards_are_small_enough_to_share_the_work(tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.pdf").write_bytes(b"%PDF-")
     files = [shard["files"] for shard in source(tmp_path).shards()]
-    assert [len(group) for group in files] == [16, 16, 8]
+    assert [len(group) for group in files] == [8] * 5
     assert sorted(itertools.chain(*files)) == [f"{i:02}.pdf" for i in range(40)]

@@ -20,13 +20,14 @@ import yaml
 from PIL import Image, ImageDraw
 
 from pipeline.atomic import write_atomic
-from pipeline.config import SpecError, absolute
+from pipeline.config import SpecError, absolute, within
 from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
 from pipeline.schema import Hit
 from pipeline.search.explain import DROPPED
 from pipeline.search.searcher import Searcher
+from pipeline.sources.files import existing_root
 from pipeline.sources.pages import Pages
 from pipeline.sources.pdf import Unreadable
 
@@ -159,8 +160,9 @@ class PageImages:
         try:
             return source.image(row["parent_id"], int(row["span"]["start"]), dpi)
         except (Unreadable, OSError) as error:
-            legal = f"a document that can be rendered ({first_line(error)})"
-            raise SpecError("documents", source.spec.path, legal, "cannot be read") from None
+            problem = f"has no readable {row['parent_id']} ({first_line(error)})"
+            legal = "the folder where the documents lie now (--documents)"
+            raise SpecError("documents", source.spec.path, legal, problem) from None
 
     def _source(self, collection: str) -> Pages:
         if collection not in self._sources:
@@ -169,6 +171,8 @@ class PageImages:
                 legal = f"the folder of the collection {collection}"
                 raise SpecError("documents", self._documents, legal, "is not known")
             if self._documents:
+                with within("documents"):
+                    existing_root(absolute(self._documents))
                 spec = spec.model_copy(update={"path": absolute(self._documents)})
             self._sources[collection] = Pages(spec)
         return self._sources[collection]

@@ -45,7 +45,8 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
     """Every file below a folder, one folder in memory at a time, each sorted by name.
 
-    Links are followed, except to a folder that holds the link.
+    Links are followed, except to a folder that holds the link. Pipes, sockets and devices are no
+    files: opening one might wait without end.
 
     Yields:
         (path relative to `root`, bytes). A folder that cannot be listed stands for its files, with
@@ -66,6 +67,8 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
 def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | None]]:
     for entry in fs.ls(folder, detail=True):
         path = entry["name"].rstrip("/")
+        if entry["type"] == "other" and not entry.get("islink"):
+            continue
         is_folder = entry["type"] == "directory"
         if entry.get("islink") and fs.isdir(path):
             target = os.path.realpath(path)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
@@ -74,8 +74,8 @@ class Pages(Source):
         name: Literal["pages"] = "pages"
         path: config.Uri
         collection: str = ""
-        dpi: PositiveFloat = 144.0
-        max_pixels: PositiveInt = Field(4_000_000, le=100_000_000)
+        dpi: float = Field(144.0, ge=1, le=2400)
+        max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
         limits: Limits = Limits()
 
     spec: Spec

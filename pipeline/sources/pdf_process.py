@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from pipeline.config import Spec
 from pipeline.sources.pdf import Unreadable, send
@@ -41,7 +41,7 @@ _processes = threading.local()
 class Limits(Spec):
     """What reading a page may take."""
 
-    seconds: PositiveFloat = 30.0
+    seconds: float = Field(30.0, gt=0, le=86_400)
     memory_bytes: int = Field(4 << 30, ge=256 << 20)  # of address space
 
 

@@ -112,8 +112,10 @@ def test_what_has_no_map(uri, tmp_path):
         similarity_map(searcher, "fish", "b.pdf#page=1")
     with pytest.raises(SpecError, match="item_id: 'letter.txt' is no page"):
         PageImages(searcher.index).image("letter.txt")
-    with pytest.raises(SpecError, match="documents: .* cannot be read; legal: a document that can"):
+    with pytest.raises(SpecError, match="documents: .* has no readable a.pdf .* lie now"):
         PageImages(searcher.index, str(tmp_path)).image("a.pdf#page=1")
+    with pytest.raises(SpecError, match=r"documents.path: '.*nowhere' does not exist"):
+        PageImages(searcher.index, str(tmp_path / "nowhere")).image("a.pdf#page=1")
 
 
 def test_documents_that_were_moved(uri, tmp_path):

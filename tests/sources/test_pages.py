@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, parse
 from pipeline.schema import Item, Reject
 from pipeline.sources.pages import Pages
 from pipeline.sources.pdf import Unreadable, is_right_to_left, reading_order
@@ -275,6 +275,21 @@ def test_nothing_to_read(tmp_path, name, sentence):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(SpecError, match=sentence):
         source(tmp_path / name).check()
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pdf")  # opening it would wait for somebody who writes
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
+    assert list(read(source(tmp_path))) == ["a.pdf#page=1"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("dpi", float("inf")), ("dpi", 0), ("max_pixels", 1), ("limits", {"seconds": float("inf")})],
+)
+def test_options_that_make_no_sense(option, value):
+    with pytest.raises(SpecError, match=f"{option}.* is not legal"):
+        parse(Pages.Spec, {"path": "x", option: value})
 
 
 def test_shards_are_small_enough_to_share_the_work(tmp_path):

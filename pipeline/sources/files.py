@@ -42,6 +42,12 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
     return fs, root
 
 
+def folder_of(uri: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URI, and the folder in it: that of the file, if the URI is one."""
+    fs, root = open_root(uri)
+    return (fs, root) if fs.isdir(root) else (fs, root.rpartition("/")[0])
+
+
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
     """Every file below a folder, one folder in memory at a time, each sorted by name.
 

@@ -19,7 +19,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source
-from pipeline.sources.files import escaped, existing_root, open_root, walk
+from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
 from pipeline.sources.pdf import Unreadable
 from pipeline.sources.pdf_process import RETRYABLE, Limits, pdf_process
 
@@ -149,9 +149,7 @@ class Pages(Source):
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
-        """The file system, and the folder that file names are relative to."""
-        fs, root = open_root(self.spec.path)
-        return (fs, root) if fs.isdir(root) else (fs, root.rpartition("/")[0])
+        return folder_of(self.spec.path)
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
         """(path relative to the folder, bytes) of all that is read."""

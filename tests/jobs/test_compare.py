@@ -50,7 +50,7 @@ def test_nothing_is_written_unasked(outputs, tmp_path):
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (evaluation_of([result()], judgments="j2"), "has other judged queries \\(beir some\\)"),
+        (evaluation_of([result()], judgments="j2"), "has other judged queries \\(some\\)"),
         (evaluation_of([result("b")]), "shares no row"),
         (evaluation_of([result(values={"q0": {"R@7": 1.0}})]), "shares no measure"),
     ],

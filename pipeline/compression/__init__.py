@@ -14,8 +14,11 @@ from pydantic import Field
 from pipeline.config import Spec
 from pipeline.tokens import TokenBatch, unit_vectors
 
-#: A budget K. Supports are stored in 16 bits, of which the last value stands for "none".
-NumVectors = Annotated[int, Field(ge=1, le=65_534)]
+#: Tokens of one item, at most: support is stored as uint16, its last value stands for "none".
+MAX_TOKENS = 65534
+
+#: A budget K.
+NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class Compressor(ABC):

@@ -19,8 +19,10 @@ if TYPE_CHECKING:  # listing and reading go without torch: each of their process
 
 #: How the names of columns end that come with a representation or an encoder.
 COMPANIONS = ("_support", "_pooled", "_spans", "_extents")
+#: Token columns between an encoding and a compressing actor, where those are apart.
+TOKEN_COLUMNS = ("vectors", "spans", "extents", "pooled")
 #: Columns that are there already: stored, or on the way from encoder to compressor.
-TAKEN = (*ITEM.names, "vectors", "spans", "extents", "pooled")
+TAKEN = (*ITEM.names, *TOKEN_COLUMNS)
 
 
 class Representation(Spec):

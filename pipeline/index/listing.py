@@ -21,8 +21,8 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec, SpecError
-from pipeline.index.reader import ITEMS, REJECTS, first_line, part, quote, with_ids
+from pipeline.config import Spec
+from pipeline.index.reader import ITEMS, REJECTS, part, quote, reading, with_ids
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject
 from pipeline.sources import Source, items_table
@@ -161,7 +161,7 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
     Returns:
         The new counts by status of the shards that changed.
     """
-    hashes = [_read_table(job.file("listed", i))["hash"].to_numpy() for i in range(num_shards)]
+    hashes = _hashes(job, "listed", num_shards)
     every = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
     values, first, counts = np.unique(every, return_index=True, return_counts=True)
     if len(values) == len(every):
@@ -251,12 +251,7 @@ def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, li
     8 bytes a listed item, and the ids that are gone.
     """
     listed, unlisted = (
-        np.unique(
-            np.concatenate(
-                [np.zeros(0, np.uint64)]
-                + [_read_table(job.file(kind, i))["hash"].to_numpy() for i in range(num_shards)]
-            )
-        )
+        np.unique(np.concatenate([np.zeros(0, np.uint64), *_hashes(job, kind, num_shards)]))
         for kind in ("listed", "unlisted")
     )
     gone: dict[int, list[str]] = {}
@@ -345,11 +340,8 @@ def _stored(
         filter=with_ids(item_ids),
         with_row_address=True,
     )
-    try:
+    with reading(dataset.uri):
         table = scanner.to_table()
-    except (OSError, pa.ArrowException) as error:
-        legal = f"a whole index ({first_line(error)})"
-        raise SpecError("index", dataset.uri, legal, "is damaged") from None
     fragments = (table["_rowaddr"].to_numpy() >> 32).tolist()
     columns = (table[name].to_pylist() for name in ("item_id", "revision", "source"))
     return {
@@ -373,6 +365,11 @@ def _known_rejects(
         for row in table.to_pylist()
         if row["reason"] not in job.retry_rejects
     }
+
+
+def _hashes(job: ListingJob, kind: str, num_shards: int) -> list[np.ndarray]:
+    """(n,) uint64 for each shard: the hashes of the ids in its file of that kind."""
+    return [_read_table(job.file(kind, i))["hash"].to_numpy() for i in range(num_shards)]
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:

@@ -152,6 +152,19 @@ def first_line(error: Exception) -> str:
     return re.sub(r",? \S+\.rs:\d+:\d+", "", line)[:200]
 
 
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[None]:
+    """Raises `SpecError` if data files turn out to be missing or damaged while they are read.
+
+    What is done with the rows inside must not raise errors of Arrow itself.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        legal = f"a whole index ({first_line(error)})"
+        raise SpecError("index", uri, legal, "is damaged") from None
+
+
 class Index:
     """A read view of one version of an index."""
 
@@ -184,17 +197,9 @@ class Index:
             )
         return there[name]
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Raises `SpecError` if data files turn out to be missing or damaged while they are read.
-
-        What is done with the rows inside must not raise errors of Arrow itself.
-        """
-        try:
-            yield
-        except (OSError, pa.ArrowException) as error:
-            legal = f"a whole index ({first_line(error)})"
-            raise SpecError("index", self.uri, legal, "is damaged") from None
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """`reading` of this index."""
+        return reading(self.uri)
 
     def batches(
         self, columns: Sequence[str], *, where: str | None = None, batch_rows: int = 1024

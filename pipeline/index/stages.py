@@ -12,10 +12,11 @@ import pyarrow as pa
 import torch
 from lance.fragment import FragmentMetadata, write_fragments
 
-from pipeline.compression import Compressor
+from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.config import Spec
 from pipeline.index.codecs import Float16
 from pipeline.index.columns import (
+    TOKEN_COLUMNS,
     EncoderFacts,
     Representation,
     has_support,
@@ -28,10 +29,6 @@ from pipeline.schema import ITEM, Reject
 from pipeline.stage import Stage, Unit, to_ipc
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
-#: Token columns between an encoding and a compressing actor, where those are apart.
-TOKEN_COLUMNS = ("vectors", "spans", "extents", "pooled")
-#: Tokens of one item, at most: support is stored as uint16, its last value stands for "none".
-MAX_TOKENS = 65534
 #: Padded numbers in one batch of a compressing actor: 256 MiB of float32.
 COMPRESS_NUMBERS = 1 << 26
 

@@ -27,7 +27,7 @@ SPAN = pa.struct(
     ]
 )
 
-#: One item, as a source lists it. Sources add payload columns behind these (images, vectors, ...).
+#: One item, as a source lists it. Sources add payload columns behind these, see `PAYLOAD`.
 ITEM = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
@@ -37,10 +37,46 @@ ITEM = pa.schema(
         pa.field("span", SPAN),
         pa.field("title", pa.string()),
         pa.field("text", pa.string()),
+        pa.field("caption", pa.string()),  # what somebody said of it, apart from what is in it
         pa.field("revision", pa.string(), nullable=False),
         pa.field("metadata", pa.string()),  # a JSON object
     ]
 )
+
+WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
+WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
+WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
+
+#: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
+FRAME = pa.struct(
+    [
+        pa.field("index", pa.int32()),
+        pa.field("seconds", pa.float64()),
+        pa.field("height", pa.int32()),
+        pa.field("width", pa.int32()),
+        pa.field("pixels", pa.binary()),
+    ]
+)
+#: Sound: one channel of little-endian float32 samples, from `start` seconds of the file on.
+AUDIO = pa.struct(
+    [
+        pa.field("start", pa.float64()),
+        pa.field("sample_rate", pa.int32()),
+        pa.field("samples", pa.binary()),
+    ]
+)
+
+#: What an encoder can want of a source, and the columns that bring it. A source fills those of the
+#: wanted ones that it has.
+PAYLOAD = {
+    "item_id": [],
+    "text": [pa.field("word_spans", WORD_SPANS), pa.field("word_boxes", WORD_BOXES)],
+    "caption": [],
+    "image": [pa.field("image", pa.binary())],  # an upright RGB picture, as JPEG, PNG or WebP
+    "scan": [pa.field("scan", pa.binary())],  # the same where its text is not known otherwise
+    "frames": [pa.field("frames", pa.list_(FRAME))],
+    "audio": [pa.field("audio", AUDIO)],
+}
 
 #: One thing that did not become a row. `retryable`: the next run tries it again by itself.
 REJECT = pa.schema(
@@ -86,6 +122,7 @@ class Item:
     span: tuple[str, float, float] | None = None
     title: str | None = None
     text: str | None = None
+    caption: str | None = None
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
 

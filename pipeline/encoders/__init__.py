@@ -35,7 +35,8 @@ class Encoder(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
-    needs: ClassVar[tuple[str, ...]]  # item columns that `encode` reads
+    needs: ClassVar[tuple[str, ...]]  # what every item must bring, see `schema.PAYLOAD`
+    nothing: ClassVar[str] = "no tokens"  # why an item cannot be indexed of which no token is left
 
     dim: int  # D of the token vectors
     pooled_dim: int | None  # P of the pooled vector, None if the model has none
@@ -48,6 +49,23 @@ class Encoder(ABC):
     @abstractmethod
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
+
+    @classmethod
+    def wants(cls, spec: Spec) -> tuple[str, ...]:
+        """What `encode` reads of items that bring it: what it needs, and more if it can use more."""
+        return cls.needs
+
+    @classmethod
+    def columns_prefix(cls, spec: Spec) -> str:
+        """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
+        return spec.name
+
+    def prepare(self, items: pa.Table) -> pa.Table:
+        """The items with all that `encode` reads, the stored `text` among it.
+
+        Work apart from the model that gives the vectors: recognising text and speech.
+        """
+        return items
 
     @abstractmethod
     def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:

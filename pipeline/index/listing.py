@@ -54,11 +54,11 @@ class ListingJob:
     source: Spec
     spec_digest: str  # of all that decides whether an item is rejected
     retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
-    needs: tuple[str, ...] = ("text",)  # the item columns that the encoder reads
+    wants: tuple[str, ...] = ("text",)  # what the encoder reads
 
     def build_source(self) -> Source:
-        """The source, which reads what the encoder needs."""
-        return SOURCES.build(self.source, self.needs)
+        """The source, which reads what the encoder wants."""
+        return SOURCES.build(self.source, self.wants)
 
     def file(self, kind: str, shard: int) -> str:
         """The URI of a shard's file of one kind."""

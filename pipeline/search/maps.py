@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw
 
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError, absolute, within
+from pipeline.decoding import Unreadable
 from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
@@ -29,7 +30,6 @@ from pipeline.search.explain import DROPPED
 from pipeline.search.searcher import Searcher
 from pipeline.sources.files import existing_root
 from pipeline.sources.pages import Pages
-from pipeline.sources.pdf import Unreadable
 
 #: The colour of what matches; its opacity grows with the similarity.
 COLOUR = (255, 120, 0)

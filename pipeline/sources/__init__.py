@@ -27,12 +27,23 @@ class Source(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
-    gives: ClassVar[tuple[str, ...]]  # of the item columns, those that encoders may need of it
+    gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
+    max_unit_items: int = 1_000_000  # items that may be in memory together
 
-    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
-        """Args: needs: the item columns that the encoder reads; no others are worth work."""
-        self.spec, self.needs = spec, needs
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+        """Args: wants: what the encoder reads; nothing else is worth work."""
+        self.spec, self.wants = spec, wants
+
+    @classmethod
+    def what(cls, spec: Spec) -> tuple[str, ...]:
+        """What encoders can want of a source with this spec."""
+        return cls.gives
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """Every value of its items' `source`."""
+        return (self.collection,)
 
     @property
     def collection(self) -> str:

@@ -17,24 +17,16 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.schema import Item, Reject, item_id_problem
+from pipeline.decoding import Unreadable
+from pipeline.decoding.process import RETRYABLE, DecodingProcess, Limits, decoding_process
+from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
-from pipeline.sources.pdf import Unreadable
-from pipeline.sources.pdf_process import RETRYABLE, Limits, pdf_process
 
 SUFFIX = ".pdf"
 #: A shard is a task's work: some documents, few enough that tasks end at about the same time.
 FILES_PER_SHARD = 8
 BYTES_PER_SHARD = 16 << 20
-
-WORDS = pa.schema(
-    [
-        pa.field("word_spans", pa.list_(pa.list_(pa.int32(), 2))),
-        pa.field("word_boxes", pa.list_(pa.list_(pa.float32(), 4))),
-    ]
-)
-IMAGE = pa.schema([pa.field("image", pa.binary())])
 
 
 class Pages(Source):
@@ -50,9 +42,9 @@ class Pages(Source):
     word's characters in the text, and `word_boxes`, its box x0 y0 x1 y1 in [0, 1] of the page as it
     is displayed (rotated, cut to its crop box). A word that is divided by a hyphen has two.
 
-    **Images.** Payload `image`, a JPEG, only for encoders that read it. A page without text is then
-    an item too; for encoders of text it is rejected: `no text layer`, or `empty page` if nothing is
-    drawn on it.
+    **Images.** Payload `image`, a JPEG, only for encoders that want it; `scan`, the same of pages
+    without text alone, for encoders that recognise text. A page without text is then an item too;
+    for others it is rejected: `no text layer`, or `empty page` if nothing is drawn on it.
 
     **Safety.** Pages are read in another process with limits of time and memory. After a crash or a
     time-out the rest of that document is rejected, and the job goes on.
@@ -79,12 +71,12 @@ class Pages(Source):
         limits: Limits = Limits()
 
     spec: Spec
-    gives = ("item_id", "text", "image")
+    gives = ("item_id", "text", "image", "scan")
 
-    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
-        super().__init__(spec, needs)
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+        super().__init__(spec, wants)
         self.payload = pa.schema(
-            [*(WORDS if "text" in needs else []), *(IMAGE if "image" in needs else [])]
+            [column for kind in self.gives if kind in wants for column in PAYLOAD[kind]]
         )
 
     def check(self) -> None:
@@ -132,20 +124,26 @@ class Pages(Source):
         Raises:
             Unreadable: it cannot be rendered.
         """
-        settings = {**self._settings, "text": False, "dpi": dpi or self.spec.dpi}
+        settings = {**self._settings, "text": False, "image": True, "dpi": dpi or self.spec.dpi}
         with self._local(document) as path:
-            (page,) = pdf_process(self.spec.limits).pages(path, [number], settings)
+            (page,) = self._process.stream(1, "read_pages", path, [number], settings)
         if isinstance(page, Unreadable):
             raise page
         return page["image"]
 
     @property
     def _settings(self) -> dict[str, Any]:
+        scans = "no text" if "scan" in self.wants else False
         return {
             "text": True,
-            "dpi": self.spec.dpi if "image" in self.needs else 0,
+            "image": "image" in self.wants or scans,
+            "dpi": self.spec.dpi,
             "max_pixels": self.spec.max_pixels,
         }
+
+    @property
+    def _process(self) -> DecodingProcess:
+        return decoding_process("pdf", self.spec.limits)
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
@@ -180,7 +178,7 @@ class Pages(Source):
                 raise Unreadable("bad id", problem)
             with self._local(file) as path:
                 revision = self._revision(path)
-                about = pdf_process(self.spec.limits).describe(path)
+                about = self._process.call("describe", path)
         except (Unreadable, OSError) as error:
             yield self._reject(escaped(file), revision, error, "list")
             return
@@ -198,7 +196,7 @@ class Pages(Source):
     def _revision(self, path: str) -> str:
         with open(path, "rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()
-        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.needs else []
+        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
         return config.digest([content, images])
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
@@ -206,10 +204,10 @@ class Pages(Source):
         given = 0
         try:
             with self._local(document) as path:
-                process = pdf_process(self.spec.limits)
-                for item, page in zip(
-                    items, process.pages(path, numbers, self._settings), strict=True
-                ):
+                pages = self._process.stream(
+                    len(numbers), "read_pages", path, numbers, self._settings
+                )
+                for item, page in zip(items, pages, strict=True):
                     yield self._item(item, page)
                     given += 1
         except OSError as error:  # of the storage
@@ -220,12 +218,14 @@ class Pages(Source):
         if isinstance(page, Unreadable):
             return self._reject(item.item_id, item.revision, page, "decode")
         text = page["text"]
-        if not text and "image" not in self.needs:
+        image = page.get("image")
+        if not text and not image:
             reason = "no text layer" if page["num_objects"] else "empty page"
             return self._reject(item.item_id, item.revision, Unreadable(reason), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
-        payload = {name: page[name] for name in self.payload.names}
+        there = {**page, "scan": None if text else image}
+        payload = {name: there[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
 
     def _reject(

@@ -125,6 +125,7 @@ class Item:
     caption: str | None = None
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
+    handle: Any = None  # of the source that lists and decodes it; not stored
 
     def row(self) -> dict[str, Any]:
         """The item as a row for `pa.Table.from_pylist`."""

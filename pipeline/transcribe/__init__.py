@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-
 from pipeline.config import Spec
 from pipeline.tokens import TEXT
 

@@ -52,7 +52,7 @@ class Encoder(ABC):
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """What `encode` reads of items that bring it: what it needs, and more if it can use more."""
+        """What `encode` reads of the items that bring it: what it needs, and what it can use."""
         return cls.needs
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Files of one medium, in folders and in tar archives: listed, told apart, brought here to decode."""
+"""Files of one medium in folders and tar archives: listed, told apart, brought here to decode."""
 
 from __future__ import annotations
 
@@ -185,7 +185,22 @@ class MediaSource(Source):
         except (Unreadable, OSError) as error:
             yield self.reject(escaped(file.id), revision, error, "list")
             return
-        yield from (replace(item, handle=file) for item in items)
+        yield from (self._listed(item, file) for item in items)
+
+    def _listed(self, item: Item, file: MediaFile) -> Item:
+        """With all that finds its file again, now and, in the metadata, later."""
+        where: dict[str, Any] = {}
+        if file.path != file.id:
+            where["file"] = file.path
+        if file.offset is not None:
+            where["bytes"] = [file.offset, file.size]
+        return replace(item, handle=file, metadata={**(item.metadata or {}), **where})
+
+    def file_of(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
+        """The file of a stored item."""
+        path = metadata.get("file", parent_id)
+        offset, size = metadata.get("bytes", (None, None))
+        return MediaFile(parent_id, path, size, offset, PurePosixPath(path).suffix.lower())
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
         """A hash of what the file holds, or of its size and age, and of all that bears on it."""
@@ -264,7 +279,7 @@ class MediaSource(Source):
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
         """Decodes the wanted items, each file brought here once."""
-        for file_id, group in itertools.groupby(items, lambda entry: entry[1].handle.id):
+        for _, group in itertools.groupby(items, lambda entry: entry[1].handle.id):
             own = [item for _, item in group]
             given = 0
             try:
@@ -284,7 +299,7 @@ class MediaSource(Source):
 
     @contextmanager
     def local(self, file: MediaFile) -> Iterator[str]:
-        """A path of the file on this machine; what lies elsewhere is copied for as long as needed."""
+        """A path of the file on this machine; what lies elsewhere is copied while it is needed."""
         fs, folder = self._folder
         if isinstance(fs, LocalFileSystem) and file.offset is None:
             yield f"{folder}/{file.path}"
@@ -379,7 +394,7 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
         Unreadable: nothing in it looks like a member of an archive.
     """
     try:
-        archive = tarfile.open(fileobj=stream, mode="r:", ignore_zeros=True)
+        archive = tarfile.TarFile(fileobj=stream, ignore_zeros=True)
     except tarfile.TarError as error:
         raise Unreadable("not a tar archive", str(error)) from None
     end, found = 0, False

@@ -73,7 +73,7 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any
     except MemoryError:
         raise
     except Exception as error:  # damaged files make the readers raise whatever they like
-        if data.startswith(BEGINNINGS):
+        if data.startswith(BEGINNINGS) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP"):
             raise Unreadable("damaged image", _said(error)) from None
         raise Unreadable("not an image", f"starts with {data[:8]!r}") from None
     width, height = picture.size
@@ -114,7 +114,7 @@ def _decode(picture: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any
 
 
 def rgb(picture: Image.Image) -> Image.Image:
-    """The picture in eight bits of red, green and blue.
+    """The picture in eight bits of red, green and blue; colour profiles are not applied.
 
     >>> grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
     >>> [rgb(grey).getpixel((x, 0)) for x in range(3)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -157,13 +157,16 @@ class Images(MediaSource):
 
     def _table_rows(self, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
         manifest = shard["manifest"]
-        with self._open_table(manifest) as table:
-            for number in range(*shard["rows"]):
-                where = f"{manifest}#row={number}"
-                try:
-                    yield Row(where, table.row(number), number)
-                except Unreadable as error:
-                    yield BadRow(where, error)
+        try:
+            with self._open_table(manifest) as table:
+                for number in range(*shard["rows"]):
+                    where = f"{manifest}#row={number}"
+                    try:
+                        yield Row(where, table.row(number), number)
+                    except (Unreadable, OSError) as error:
+                        yield BadRow(where, error)
+        except (Unreadable, OSError) as error:
+            yield BadRow(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
         """Takes the id out of a row's fields; None if there is none."""
@@ -218,10 +221,11 @@ class Images(MediaSource):
         """Decodes the wanted pictures, if anybody wants to see them."""
         if not self.payload.names:
             yield from (item for _, item in items)
-        elif "rows" in shard:
-            with self._open_table(shard["manifest"]):
-                yield from super().decode(shard, items)
-        else:
+            return
+        with contextlib.ExitStack() as stack:
+            if "rows" in shard:
+                with contextlib.suppress(Unreadable, OSError):  # each item will say why
+                    stack.enter_context(self._open_table(shard["manifest"]))
             yield from super().decode(shard, items)
 
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
@@ -268,7 +272,7 @@ class Images(MediaSource):
         fs, folder = self._images
         return fs, f"{folder}/{file.path}"
 
-    @contextmanager
+    @contextlib.contextmanager
     def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
         if file.row is None:
             with super()._open(file) as stream:
@@ -278,7 +282,7 @@ class Images(MediaSource):
             data, _ = _take_picture(table.row(file.row))
         yield io.BytesIO(data or b"")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _open_table(self, path: str) -> Iterator[Table]:
         """A table; inside another call for the same the one that is open, which reads forward."""
         fs, folder = self._folder

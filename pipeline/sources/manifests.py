@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.decoding import Unreadable
+from pipeline.sources.media import BYTES_PER_SHARD
 from pipeline.sources.text import UNREADABLE, parse_line, read_lines
 
 LINES = (".jsonl", ".jsonl.gz")
@@ -156,7 +158,9 @@ def _karpathy(images: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for image in images:
         rest = dict(image)
         name = str(rest.pop("filename", ""))
-        captions = [sentence.get("raw") for sentence in rest.pop("sentences", [])]
+        sentences = rest.pop("sentences", None)
+        sentences = sentences if isinstance(sentences, list) else []
+        captions = [s.get("raw") if isinstance(s, dict) else s for s in sentences]
         path = "/".join(part for part in (str(rest.pop("filepath", "")), name) if part)
         rest.pop("sentids", None)
         image_id = rest.pop("cocoid", None) or PurePosixPath(name).stem
@@ -182,14 +186,14 @@ class Table:
         self.path = path
         self._stream = fs.open(path, "rb")
         try:
-            self._file = pq.ParquetFile(self._stream)
-        except (pa.ArrowException, OSError) as error:
+            # Not a whole row group at once: its rows may hold hundreds of pictures.
+            self._file = pq.ParquetFile(self._stream, buffer_size=1 << 20, pre_buffer=False)
+        except (pa.ArrowException, OSError, ValueError) as error:
             self._stream.close()
-            raise Unreadable("damaged manifest", f"{type(error).__name__}: {error}") from None
-        counts = [
-            self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
-        ]
-        self._starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+            raise _damage(error) from None
+        groups = range(self._file.num_row_groups)
+        counts = (self._file.metadata.row_group(i).num_rows for i in groups)
+        self._starts = list(itertools.accumulate(counts, initial=0))
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._batch: pa.RecordBatch | None = None
         self._first, self._group_end = 0, 0
@@ -202,19 +206,19 @@ class Table:
 
     def parts(self) -> Iterator[list[int]]:
         """[first row, the row behind the last] of parts of the table."""
-        first = 0
-        for group, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
+        first = num_bytes = 0
+        for group, (start, stop) in enumerate(itertools.pairwise(self._starts)):
             about = self._file.metadata.row_group(group)
-            is_small = about.total_byte_size < FILE_BYTES * about.num_rows
-            if is_small:  # rows that only name files: any range of them will do
-                while stop - first > ROWS_PER_SHARD:
-                    yield [first, first + ROWS_PER_SHARD]
-                    first += ROWS_PER_SHARD
-            elif stop - first >= ROWS_PER_SHARD:
-                if start > first:
-                    yield [first, start]
-                yield [start, stop]
-                first = stop
+            own = about.total_byte_size
+            too_much = stop - first > ROWS_PER_SHARD or num_bytes + own > BYTES_PER_SHARD
+            if start > first and too_much:
+                yield [first, start]
+                first, num_bytes = start, 0
+            num_bytes += own
+            # Of rows that only name files any range will do.
+            while own < FILE_BYTES * about.num_rows and stop - first > ROWS_PER_SHARD:
+                yield [first, first + ROWS_PER_SHARD]
+                first += ROWS_PER_SHARD
         if first < self._starts[-1]:
             yield [first, self._starts[-1]]
 
@@ -223,6 +227,7 @@ class Table:
 
         Raises:
             Unreadable: it is not there, or damaged.
+            OSError: of the storage.
         """
         if not 0 <= number < self._starts[-1]:
             raise Unreadable("damaged manifest", f"{self.path} has no row {number}")
@@ -230,9 +235,8 @@ class Table:
             while self._batch is None or not 0 <= number - self._first < len(self._batch):
                 self._advance(number)
             return self._batch.slice(number - self._first, 1).to_pylist()[0]
-        except (pa.ArrowException, OSError) as error:
-            problem = f"row {number}: {type(error).__name__}: {error}"
-            raise Unreadable("damaged manifest", problem) from None
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _damage(error) from None
 
     def _advance(self, number: int) -> None:
         """Reads the next rows, in the row group of the wanted one."""
@@ -241,7 +245,18 @@ class Table:
             group = max(i for i, start in enumerate(self._starts[:-1]) if start <= number)
             self._batches = self._file.iter_batches(ROWS_AT_ONCE, row_groups=[group])
             behind, self._group_end = self._starts[group], self._starts[group + 1]
-        self._batch, self._first = next(self._batches), behind
+        batch = next(self._batches, None)
+        if batch is None:
+            raise Unreadable("damaged manifest", f"{self.path} ends before row {number}")
+        self._batch, self._first = batch, behind
+
+
+def _damage(error: Exception) -> Unreadable | OSError:
+    """What an error in reading a table means: Arrow's have no number, those of a storage have."""
+    is_transient = isinstance(error, ConnectionError | TimeoutError)
+    if is_transient or getattr(error, "errno", None) is not None:
+        return error
+    return Unreadable("damaged manifest", f"{type(error).__name__}: {error}")
 
 
 def plain(value: Any) -> Any:

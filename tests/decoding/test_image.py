@@ -217,6 +217,7 @@ def test_a_truncated_file_is_damaged(kind, part):
         (b"", "empty file"),
         (b"Dear Ada, this is no picture.", "not an image"),
         (b"%PDF-1.7\n", "not an image"),
+        (b"RIFF\x24\0\0\0WAVEfmt ", "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),  # runs programs
         (bytes(1000), "not an image"),
     ],

@@ -403,6 +403,7 @@ KARPATHY = {
     "images": [
         {"filepath": "val", "filename": "b.jpg", "cocoid": 8, "sentences": [{"raw": "A dog. "}]},
         {"filename": "a.png", "imgid": 1, "sentids": [1], "sentences": [{"raw": "A cat."}]},
+        {"filename": "c.png", "sentences": None},
     ],
 }
 
@@ -427,6 +428,16 @@ def test_karpathy(tmp_path):
     found = read(source(tmp_path / "dataset.json"))
     assert captions(found) == {"8": "A dog.", "a": "A cat."}
     assert found["a"].metadata["imgid"] == 1
+    assert reasons(found) == {"c": "missing file"}
+
+
+def test_a_list_of_rows(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    rows = [{"image": "a.png", "caption": "A cat."}, {"caption": "nothing"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    found = read(source(tmp_path / "rows.json"))
+    assert captions(found) == {"a.png": "A cat."}
+    assert reasons(found) == {"rows.json#1": "no image"}
 
 
 @pytest.mark.parametrize("name", ["m.json", "m.parquet"])
@@ -521,6 +532,19 @@ def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
     (tmp_path / "a.png").unlink()
     (reject,) = images.decode(shard, listed)
     assert reject.retryable and reject.reason == "unreadable"
+
+
+def test_a_table_that_goes_away_between_listing_and_reading(tmp_path):
+    rows = [{"id": f"p{i}", "image": PNG} for i in range(3)]
+    images = source(table(tmp_path / "t.parquet", rows))
+    (shard,) = images.shards()
+    listed = list(enumerate(images.scan(shard)))
+    (tmp_path / "t.parquet").unlink()
+    rejects = list(images.decode(shard, listed))
+    assert [reject.item_id for reject in rejects] == ["p0", "p1", "p2"]
+    assert {reject.reason for reject in rejects} == {"unreadable"}
+    (reject,) = images.scan(shard)
+    assert (reject.item_id, reject.reason) == ("t.parquet", "unreadable")
 
 
 @pytest.mark.parametrize(

@@ -99,32 +99,42 @@ def _decode(picture: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any
     turned = orientation(picture)
     turn = UPRIGHT.get(turned)
     is_plain = is_plain and scale == 1 and turn is None and "transparency" not in picture.info
-    upright = rgb(picture)
+    upright = evened(picture)
+    if scale < 1:  # before it is RGB on white, which takes as much memory again
+        upright = upright.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    upright = rgb(upright)
     num_frames = getattr(picture, "n_frames", 1)  # behind all that reads the first
     if turn is not None and turned >= 5:
         width, height = height, width
     result = {"width": width, "height": height, "frames": num_frames}
     if is_plain and num_frames == 1:
         return {**result, "image": data}
-    if scale < 1:
-        upright = upright.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     if turn is not None:
         upright = upright.transpose(turn)
     return {**result, "image": encoded(upright)}
 
 
+def evened(picture: Image.Image) -> Image.Image:
+    """The picture in a mode in which pixels can be averaged: no palette, no transparent colour.
+
+    >>> grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
+    >>> evened(grey).mode, list(evened(grey).tobytes())
+    ('L', [0, 128, 255])
+    """
+    if picture.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.mode in ("1", "P", "PA") or "transparency" in picture.info:
+        return picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    return picture
+
+
 def rgb(picture: Image.Image) -> Image.Image:
     """The picture in eight bits of red, green and blue; colour profiles are not applied.
 
-    >>> grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
-    >>> [rgb(grey).getpixel((x, 0)) for x in range(3)]
-    [(0, 0, 0), (128, 128, 128), (255, 255, 255)]
     >>> rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
     """
-    if picture.mode.startswith("I;16"):
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    elif picture.mode in ("I", "F"):  # no range of their own: from the darkest to the brightest
+    if picture.mode in ("I", "F"):  # no range of their own: from the darkest to the brightest
         values = np.nan_to_num(np.asarray(picture, np.float32), posinf=0.0, neginf=0.0)
         low, high = float(values.min()), float(values.max())
         values = (values - low) * (255 / (high - low or 1.0))

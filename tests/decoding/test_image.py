@@ -164,11 +164,16 @@ def test_8k_is_made_smaller_quickly():
     assert is_near(found, (700, 100), RED) and is_near(found, (700, 2600), BLUE)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "P", "I;16", "CMYK"])
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "I;16", "I", "F", "CMYK"])
 def test_other_modes_are_made_smaller_too(mode):
-    kind = "TIFF" if mode == "CMYK" else "PNG"
-    found = shown(file_of(Image.new(mode, (400, 300)), kind), max_pixels=30_000)
+    high = {"I;16": 65535, "RGBA": (255, 255, 255, 255), "LA": (255, 255), "CMYK": (0, 0, 0, 0)}
+    low = {"RGBA": (0, 0, 0, 255), "LA": (0, 255), "CMYK": (0, 0, 0, 255)}
+    picture = halves(mode, low.get(mode, 0), high.get(mode, 255), size=(400, 300))
+    found = shown(
+        file_of(picture, "TIFF" if mode in ("CMYK", "I", "F") else "PNG"), max_pixels=30_000
+    )
     assert found.size == (200, 150)
+    assert is_near(found, (50, 75), (0, 0, 0)) and (mode == "P" or is_near(found, (150, 75), WHITE))
 
 
 def test_sides_too_long_for_jpeg():

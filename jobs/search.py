@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.schema import Hit
+from pipeline.schema import Hit, Place
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
@@ -119,30 +119,49 @@ def write_maps(
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     """The hits of a query for reading: rank, score, id, place, title, and a snippet below."""
-    from pipeline.search.explain import best_half, printable, snippet
+    from pipeline.search.explain import best_half, best_place, printable, snippet
 
     if not hits:
         return "no hits"
     lines = []
     for hit in hits:
-        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, place(hit.span), hit.title or ""]
+        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, span(hit.span), hit.title or ""]
         lines.append("  ".join(printable(part) for part in head if part))
-        ranges = [span for match in best_half(hit.matches) for span in match.spans]
+        ranges = [words for match in best_half(hit.matches) for words in match.spans]
         if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
             lines.append(f"     {shown}")
+        if hit.text and (where := best_place(hit.text, hit.matches)):
+            lines.append(f"     {place(where)}")
     return "\n".join(lines)
 
 
-def place(span: dict[str, Any] | None) -> str:
+def span(span: dict[str, Any] | None) -> str:
     """Where in its parent a hit lies.
 
-    >>> place({"unit": "page", "start": 3.0, "end": 3.0}), place(None)
+    >>> span({"unit": "page", "start": 3.0, "end": 3.0}), span(None)
     ('(page 3)', '')
     """
     if not span or not span["unit"]:
         return ""
     start, end = (f"{span[side]:g}" for side in ("start", "end"))
     return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
+
+
+def place(place: Place) -> str:
+    """Where in a hit the match is.
+
+    >>> place(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
+    >>> place(Place((0, 4), None, (5.31, 7.0)))
+    'heard 5.3-7.0 s'
+    """
+    parts = []
+    if place.times:
+        start, end = place.times
+        parts.append(f"{'seen' if place.box else 'heard'} {start:.1f}-{end:.1f} s")
+    if place.box:
+        parts.append("box " + " ".join(f"{side:.2f}" for side in place.box))
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,20 @@ class Source(ABC):
     Spec: ClassVar[type[Spec]]
     gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
-    max_unit_items: int = 1_000_000  # items that may be in memory together
+    max_unit_items: int = 1_000_000  # decoded items that may be in memory together
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         """Args: wants: what the encoder reads; nothing else is worth work."""
         self.spec, self.wants = spec, wants
 
     @classmethod
-    def what(cls, spec: Spec) -> tuple[str, ...]:
-        """What encoders can want of a source with this spec."""
-        return cls.gives
+    def parts(cls, spec: Spec) -> list[Spec]:
+        """The specs of the sources that this one is made of: itself, as a rule."""
+        return [spec]
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """How many decoded items of a shard may be in memory together."""
+        return self.max_unit_items
 
     @property
     def collections(self) -> tuple[str, ...]:

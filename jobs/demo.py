@@ -18,7 +18,7 @@ ABSTRACTS, PAGES = "out/cranfield", "out/pages"
 SEARCHES = [
     (ABSTRACTS, "hpool_32", "how does a slipstream change the lift of a wing", []),
     (ABSTRACTS, "full", "buckling of thin cylindrical shells under axial compression", []),
-    (PAGES, "full", "how many people have a severe disability", ["--maps", f"{PAGES}/maps"]),
+    (PAGES, "full", "how many people have a severe disability", ["--save-maps", f"{PAGES}/maps"]),
 ]
 
 

@@ -15,7 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import Spec
+from pipeline.decoding import Unreadable
 from pipeline.schema import ITEM, Item, Reject
+
+#: The reason of items that have nothing to see or to hear.
+NO_PREVIEW = "no preview"
 
 
 class Source(ABC):
@@ -78,6 +82,26 @@ class Source(ABC):
             items: (position in the scan of this shard, rejects counted; item), positions ascending.
         """
         yield from (item for _, item in items)
+
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """What a stored item looks like, as an encoded picture: for previews.
+
+        Args:
+            item: its row, with the metadata as a mapping.
+            seconds: of the parent, for what moves.
+
+        Raises:
+            Unreadable: it has no look, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no picture")
+
+    def sound(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+        """What a stored item sounds like: samples (S,), their rate, the second they start at.
+
+        Raises:
+            Unreadable: it has no sound, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no sound")
 
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:

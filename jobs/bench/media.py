@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 import pypdfium2 as pdfium
 import soundfile
+from pipeline.transcribe.accuracy import word_errors
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, run_apart, table
 from pipeline.registry import OCR, SPEECH
 from pipeline.schema import AUDIO
 from pipeline.sources.pages import Pages
-from pipeline.transcribe.accuracy import word_errors
 
 DATA = Path(jobs.__file__).parent / "data"
 SPEECH_FILE = DATA / "speech/jfk.flac"

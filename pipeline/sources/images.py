@@ -26,6 +26,8 @@ from pipeline.sources.text import parse_line
 PICTURE_FIELDS = ("image", "file_name", "path")
 CAPTION_FIELDS = ("captions", "caption", "text")
 CAPTION_SUFFIXES = (".txt", ".caption")
+#: Of a few megabytes each.
+PICTURES_AT_ONCE = 64
 #: What finds a stored item's file again: a manifest's fields of these names get another one.
 RESERVED = ("file", "bytes", "row")
 
@@ -87,6 +89,10 @@ class Images(MediaSource):
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self._table: Table | None = None  # open while a shard is listed or decoded
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """How many pictures may be in memory together; captions alone take next to none."""
+        return PICTURES_AT_ONCE if self.payload.names else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
         """The options that change what is stored: not where files lie or what they are called."""
@@ -241,14 +247,10 @@ class Images(MediaSource):
         for item in items:
             yield replace(item, metadata={**(item.metadata or {}), **about}, payload=payload)
 
-    def picture(self, parent_id: str, metadata: dict[str, Any]) -> bytes:
-        """The picture of a stored item: JPEG, PNG or WebP.
-
-        Raises:
-            Unreadable: it cannot be read.
-            OSError: its file is not there any more.
-        """
-        with self.local(self.file_of(parent_id, metadata)) as path:
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """The picture of a stored item: upright, JPEG, PNG or WebP."""
+        file = self.file_of(item["parent_id"], item["metadata"] or {})
+        with self.local(file) as path:
             (picture,) = self._read(path)
         if isinstance(picture, Unreadable):
             raise picture

@@ -49,6 +49,12 @@ def read(images: Images) -> dict[str, Item | Reject]:
     return dict(zip(ids, found, strict=True))
 
 
+def shown(images: Images, item: Item) -> bytes:
+    """The preview of an item as it is stored."""
+    row = item.row()
+    return images.picture({**row, "metadata": json.loads(row["metadata"] or "{}")})
+
+
 def reasons(found: dict[str, Item | Reject]) -> dict[str, str]:
     return {i: r.reason for i, r in found.items() if isinstance(r, Reject)}
 
@@ -111,6 +117,7 @@ def test_nothing_is_decoded_for_encoders_that_do_not_look(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"never opened")
     images = source(tmp_path, ("caption", "text"))
     assert images.payload.names == []
+    assert images.unit_limit({}) > 1000 > source(tmp_path).unit_limit({})
     assert (read(images)["a.jpg"].payload, read(images)["a.jpg"].metadata) == ({}, {})
 
 
@@ -299,7 +306,7 @@ def test_the_files_of_a_manifest_may_lie_elsewhere(tmp_path):
     images.check()
     item = read(images)["cat"]
     assert item.payload["image"] == PNG
-    assert images.picture("cat", item.metadata) == PNG
+    assert shown(images, item) == PNG
     with pytest.raises(SpecError, match="images: '.*nowhere' does not exist"):
         source(manifest, images=tmp_path / "nowhere").check()
     with pytest.raises(SpecError, match="images: .* no `images` where `path` is not a manifest"):
@@ -348,7 +355,7 @@ def test_tables_hold_pictures_or_name_them(tmp_path):
     said = {"num_captions": 1, "width": 80, "height": 40}
     assert found["1"].metadata == {**said, "file": "t.parquet", "row": 0}
     for name in captions(found):
-        assert images.picture(name, found[name].metadata) == found[name].payload["image"]
+        assert shown(images, found[name]) == found[name].payload["image"]
     folder = read(source(tmp_path))  # where the picture is there by its own name too
     assert list(captions(folder)) == [*captions(found), "a.png"]
     assert [item.revision for i, item in folder.items() if i in captions(found)] == [
@@ -498,12 +505,10 @@ def test_a_stored_item_has_its_picture(tmp_path):
     write_tar(tmp_path / "0.tar", x__png=PNG)
     images = source(tmp_path)
     for item in read(images).values():
-        metadata = json.loads(item.row()["metadata"])
-        picture = source(tmp_path, ("caption",)).picture(item.parent_id, metadata)
-        assert picture == item.payload["image"]
+        assert shown(source(tmp_path, ("caption",)), item) == item.payload["image"]
     (tmp_path / "a.jpg").write_bytes(b"text")
     with pytest.raises(Unreadable, match="not an image"):
-        images.picture("a.jpg", {})
+        images.picture({"parent_id": "a.jpg", "metadata": None})
 
 
 def test_pictures_that_lie_elsewhere(tmp_path):
@@ -520,7 +525,7 @@ def test_pictures_that_lie_elsewhere(tmp_path):
     listed.check()
     found = read(listed)
     assert reasons(found) == {"gone": "missing file"}
-    assert listed.picture("e", found["e"].metadata) == PNG
+    assert shown(listed, found["e"]) == PNG
     fs.rm("/gallery", recursive=True)
 
 

@@ -33,18 +33,15 @@ class SoundFile:
     def __init__(self, path: str):
         self._file = soundfile.SoundFile(path)
         self.sample_rate, self.channels = self._file.samplerate, self._file.channels
-        self.duration = self._readable_frames() / self.sample_rate
+        self.duration = self._file.frames / self.sample_rate
 
-    def _readable_frames(self) -> int:
-        """The header's number if the last one is there; a cut file is read through instead."""
-        frames = self._file.frames
+    def is_whole(self) -> bool:
+        """Whether the last of the frames that the header tells of is there."""
         try:
-            self._file.seek(max(frames - 1, 0))
-            if len(self._file.read(1)) == min(frames, 1):
-                return frames
+            self._file.seek(max(self._file.frames - 1, 0))
+            return len(self._file.read(1)) == min(self._file.frames, 1)
         except soundfile.LibsndfileError:
-            pass
-        return sum(len(block) for _, block in self.blocks(0.0, math.inf))
+            return False
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
         """The sound of a stretch, or the part of it that can be read."""
@@ -163,6 +160,9 @@ def open_sound(path: str) -> SoundFile | Track:
         raise Unreadable("empty file")
     try:
         sound: SoundFile | Track = SoundFile(path)
+        if not sound.is_whole():  # libsndfile reads little of a file that is cut
+            sound.close()
+            sound = _open_track(path, head, "its end is missing")
     except soundfile.LibsndfileError as error:
         sound = _open_track(path, head, str(error))
     if not sound.duration:
@@ -177,8 +177,9 @@ def _open_track(path: str, head: bytes, detail: str) -> Track:
     except av.FFmpegError:
         raise Unreadable("damaged audio" if is_audio(head) else "not audio", detail) from None
     if (stream := container.streams.best("audio")) is None:
+        reason = "no audio track" if container.streams.video else "not audio"
         container.close()
-        raise Unreadable("no audio track" if container.streams.video else "not audio")
+        raise Unreadable(reason)
     try:
         return Track(container, stream, (container.start_time or 0) / av.time_base)
     except (av.FFmpegError, ValueError) as error:

@@ -126,13 +126,15 @@ class Video:
 
     Time is counted in seconds from the beginning of the file, which is that of its first track.
 
+    Args:
+        max_pixels: larger frames are made smaller.
+
     Raises:
         Unreadable: it is no video and holds no sound.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, max_pixels: int | None = None):
         self.path = path
-        self.size: Size | None = None  # what `frames` are scaled to
         self._container = _open(path)
         self._zero = (self._container.start_time or 0) / av.time_base
         self._picture = self._container.streams.best("video")
@@ -144,16 +146,26 @@ class Video:
         if self._picture is None and self._sound is None:
             self.close()
             raise Unreadable("not a video", "it holds neither pictures nor sound")
-        self.shape = (0, 0, 0) if self._picture is None else self._shape()
+        *sides, self.rotation = (0, 0, 0) if self._picture is None else self._shape()
+        self.sides: Size = tuple(sides)
+        fitted = fitting(self.sides, max_pixels) if max_pixels else self.sides
+        self.size = None if fitted == self.sides else fitted  # what `frames` are scaled to
 
     def close(self) -> None:
         """Closes the file."""
         self._container.close()
 
-    @property
+    @cached_property
     def has_video(self) -> bool:
-        """Whether it has pictures that move."""
-        return self._picture is not None
+        """Whether it has pictures, and they can be told apart."""
+        if self._picture is None:
+            return False
+        try:
+            return len(self.frames.times) > 0
+        except Unreadable:
+            if self.track is None:
+                raise
+            return False  # its sound may be good
 
     @cached_property
     def frames(self) -> DecordFrames | FFmpegFrames:
@@ -212,15 +224,17 @@ class Video:
         audio_duration = self.track.duration if self.track else 0.0
         about: dict[str, Any] = {"has_video": self.has_video, "has_audio": self.track is not None}
         about["audio_duration"] = round(audio_duration, 3)
+        end = 0.0
         if self.has_video:
             times, end = self.frames.times, self.frames.end
             duration = end - float(times[0])
-            about["width"], about["height"], about["rotation"] = self.shape
+            about["width"], about["height"] = self.sides
+            about["rotation"] = self.rotation
             about["num_frames"] = len(times)
             about["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
-        else:
-            end = 0.0
-        return {**about, "duration": round(max(end, audio_duration), 3)}
+        if not (duration := round(max(end, audio_duration), 3)):
+            raise Unreadable("damaged video", "neither a frame nor a sound can be read")
+        return {**about, "duration": duration}
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -250,13 +264,13 @@ def read_windows(
         `samples` (n,) float32 and `audio_start`, the time of the first; `about`: what `describe`
         says. What is not wanted or not there has no entries.
     """
-    with closing(Video(path)) as video:
+    with closing(Video(path, settings["max_pixels"])) as video:
+        duration = video.about["duration"]
+        reader = WindowReader(video, settings) if settings["frames"] and video.has_video else None
         has_sound = settings["audio"] and video.track is not None
-        if not has_sound and not (settings["frames"] and video.has_video):
+        if reader is None and not has_sound:
             problem = "no audio track" if video.has_video else "no video track"
             raise Unreadable(problem, "what is wanted is not in the file")
-        reader = WindowReader(video, settings) if settings["frames"] and video.has_video else None
-        duration = video.about["duration"]
         for start, end in windows:
             end = duration if end is None else end
             problem = Unreadable("nothing in this window", f"from {start:g} s to {end:g} s")
@@ -287,10 +301,10 @@ def read_picture(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
     Raises:
         Unreadable: there is none.
     """
-    with closing(Video(path)) as video:
+    with closing(Video(path, max_pixels)) as video:
         if not video.has_video:
             raise Unreadable("no video track")
-        reader = WindowReader(video, {"max_pixels": max_pixels})
+        reader = WindowReader(video, {})
         try:
             frame = reader.frames([reader.shown_at(np.array([seconds]))[0]])
         except DamagedVideo as error:
@@ -306,8 +320,6 @@ class WindowReader:
 
     def __init__(self, video: Video, settings: dict[str, Any]):
         self._video, self._settings = video, settings
-        size = fitting(video.shape[:2], settings["max_pixels"])
-        video.size = None if size == video.shape[:2] else size
         self._frames = video.frames
         self._looks: DecordFrames | FFmpegFrames | None = None
 
@@ -355,7 +367,7 @@ class WindowReader:
 
     def _scenes(self, times: np.ndarray, most: int) -> np.ndarray:
         """The middles of the longest scenes between looks at some times."""
-        size = fitting(self._video.shape[:2], LOOK_PIXELS)
+        size = fitting(self._video.sides, LOOK_PIXELS)
         self._looks = self._looks or self._video.open_frames(size)
         last: np.ndarray | None = None
         seen: list[float] = []

@@ -89,7 +89,7 @@ class MediaSource(Source):
     spec: MediaSpec
     suffixes: ClassVar[tuple[str, ...]]
     module: ClassVar[str]  # of `pipeline.decoding`
-    opens_to_list: ClassVar[bool]  # whether only decoding tells what items a file holds
+    opens_to_list: bool  # whether only decoding tells what items a file holds
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)

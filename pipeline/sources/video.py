@@ -10,6 +10,10 @@ from pipeline.sources.media import MediaSpec
 from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
 
 
+#: What only one way to sample reads.
+OPTIONS_OF = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
+
+
 class Video(WindowSource):
     """The windows of video files: one item a window, the video its parent.
 
@@ -81,12 +85,12 @@ class Video(WindowSource):
 
     def settings(self) -> dict[str, Any]:
         """The options that change what is decoded: those of another sampling do not."""
-        unused = {
-            "uniform": ("fps", "look_fps", "scene_threshold"),
-            "fps": ("look_fps", "scene_threshold"),
-            "scenes": ("fps",),
-        }[self.spec.sampling]
-        return {name: value for name, value in super().settings().items() if name not in unused}
+        used = {"window_seconds", "overlap_seconds", "wants"}
+        if "audio" in self.wants:
+            used |= {"sample_rate"}
+        if "frames" in self.wants:
+            used |= {"sampling", "num_frames", "max_pixels", *OPTIONS_OF[self.spec.sampling]}
+        return {name: value for name, value in super().settings().items() if name in used}
 
     def _most_frames(self) -> int:
         """The most frames that an item may have."""

@@ -85,6 +85,9 @@ class WindowSource(MediaSource):
         self, file: MediaFile, path: str, items: Sequence[Item]
     ) -> Iterator[Item | Unreadable]:
         """The windows with what is wanted of them."""
+        if not self.payload:  # nobody wants to see or hear it
+            yield from items
+            return
         windows = [list(item.span[1:]) if item.span else [0.0, None] for item in items]
         results = self.process.stream(
             len(items), "read_windows", path, windows, self._reader_settings()
@@ -110,7 +113,7 @@ class WindowSource(MediaSource):
     def _reader_settings(self) -> dict[str, Any]:
         """What `read_windows` is told."""
         wanted = {kind: kind in self.wants for kind in self.gives}
-        return {**self.settings(), **wanted}
+        return {**self.spec.model_dump(mode="json"), **wanted}
 
     def _item(self, item: Item, window: dict[str, Any]) -> Item:
         """An item with what was read of it."""
@@ -152,9 +155,8 @@ def cut(duration: float, window: float, overlap: float = 0.0) -> list[tuple[floa
     end = round(duration, 3)
     step = window - overlap
     # Each window behind the first brings `step` seconds that are new; the last may bring less.
-    number = 1 + max(0, math.ceil(round((end - window - LEAST_SECONDS) / step, 6)))
-    if end - window > 0 and number > 1 and end - (window + (number - 2) * step) < LEAST_SECONDS:
-        number -= 1
+    rest = round(end - window - LEAST_SECONDS, 3)
+    number = 1 if rest < 0 else 2 + math.floor(round(rest / step, 6))
     starts = [round(i * step, 3) for i in range(number)]
     ends = [round(start + window, 3) for start in starts[:-1]] + [end]
     return list(zip(starts, ends, strict=True))

@@ -94,8 +94,7 @@ def write_video(
             video = container.add_stream(codec, rate=30, options=settings)
             video.width, video.height = size
             video.pix_fmt = "yuv420p"
-            video.codec_context.time_base = Fraction(1, TICKS)
-            video.codec_context.thread_count = 1
+            video.time_base = video.codec_context.time_base = Fraction(1, TICKS)
         if sound is not None:
             layout = {1: "mono", 2: "stereo"}[sound.shape[1]]
             audio = container.add_stream(sound_codec, rate=rate, layout=layout)
@@ -137,6 +136,16 @@ def hide_beginning(path: Path, seconds: float) -> None:
         ticks = round(seconds / container.streams.video[0].time_base)
     entry = struct.pack(">Ii", length - round(1000 * seconds), begin + ticks)
     data[at : at + 8] = entry
+    path.write_bytes(data)
+
+
+def spoil(path: Path) -> None:
+    """Overwrites what an MP4 holds of its pictures, and leaves all that stands around them."""
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        for packet in container.demux(video=0):
+            if packet.size:
+                data[packet.pos : packet.pos + packet.size] = b"\xff" * packet.size
     path.write_bytes(data)
 
 

@@ -98,8 +98,10 @@ class Track:
     def _seek(self, target: int | None) -> None:
         """To a time stamp or the packet before it; None: to the beginning."""
         stream = self._stream
-        start = stream.start_time or 0
-        self._container.seek(start if target is None else target, stream=stream, backward=True)
+        if target is None:
+            # The decoder's first packets are not heard, and lie before the beginning.
+            target = (stream.start_time or 0) - int(1 / stream.time_base)
+        self._container.seek(target, stream=stream, backward=True)
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
         """The sound of a stretch, or the part of it that can be decoded; gaps are filled."""

@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import cached_property
 from typing import Any
 
-import av
+import av  # before decord: its codecs do not work with the libraries that decord loads
 import decord
 import numpy as np
 from PIL import Image
@@ -346,8 +346,9 @@ class WindowReader:
         shown every 1 / fps seconds, at most `num_frames`, spread evenly; `scenes` the middle look
         of each scene, at most `num_frames`, the longest.
         """
-        end = min(end, self._frames.end + ROUNDING_SECONDS)
-        if end <= max(start, self._frames.times[0] - ROUNDING_SECONDS):
+        first, behind = self._frames.times[0], self._frames.end
+        end = min(end, max(behind, first + ROUNDING_SECONDS))  # one frame may last no time
+        if end <= max(start, first - ROUNDING_SECONDS):
             return []
         sampling, most = self._settings["sampling"], self._settings["num_frames"]
         if sampling == "uniform":
@@ -415,7 +416,7 @@ def fitting(size: Size, max_pixels: int) -> Size:
     (640, 360)
     """
     width, height = size
-    scale = (max_pixels / (width * height)) ** 0.5
+    scale = (max_pixels / max(1, width * height)) ** 0.5
     return size if scale >= 1 else (max(1, int(width * scale)), max(1, int(height * scale)))
 
 

@@ -9,7 +9,6 @@ from pydantic import Field
 from pipeline.sources.media import MediaSpec
 from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
 
-
 #: What only one way to sample reads.
 OPTIONS_OF = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
 

@@ -17,7 +17,9 @@ RATE = {"sample_rate": 16_000}
 
 
 def read(path, *windows, rate=16_000):
-    return list(read_windows(str(path), [list(window) for window in windows], {"sample_rate": rate}))
+    return list(
+        read_windows(str(path), [list(window) for window in windows], {"sample_rate": rate})
+    )
 
 
 def peak(process: DecodingProcess) -> int:

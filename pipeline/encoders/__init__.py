@@ -51,8 +51,13 @@ class Encoder(ABC):
         """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
 
     @classmethod
+    def check_queries(cls, spec: Spec) -> None:
+        """Raises `SpecError` if it cannot encode queries here, which may take less than items."""
+        cls.check(spec)
+
+    @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """What `encode` reads of items that bring it: what it needs, and more if it can use more."""
+        """What it reads of items that bring it: what it needs, and what else it can use."""
         return cls.needs
 
     @classmethod

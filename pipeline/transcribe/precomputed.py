@@ -192,7 +192,7 @@ def _connect(table: Path) -> sqlite3.Connection:
 
 def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tuple[str, ...]]]:
     """The files to read, each as (path, size, date), sorted by path."""
-    endings = tuple(_parsers(spec)) + (ZIP, *TARS)
+    endings = (*_parsers(spec), ZIP, *TARS)
     try:
         fs, root = fsspec.url_to_fs(spec.path, use_listings_cache=False)
         found = fs.find(root, detail=True)
@@ -297,7 +297,7 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
             continue
         try:
             yield _row_of(json.loads(line.decode()))
-        except ValueError as error:  # also no UTF-8, and no JSON
+        except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
             problem = str(error) if type(error) is ValueError else "is no JSON in UTF-8"
             raise SpecError("path", f"{name}:{number}", LEGAL_LINE, problem) from None
 

@@ -124,7 +124,15 @@ class Rapid(Recogniser):
                 words = words_of(text, boxes, box)
                 readings.append(Reading(Line(tuple(words)), box, float(confidence)))
         from_right = is_right_to_left("".join(reading.line.text for reading in readings))
-        return reading_order([(np.array(r.box), r) for r in readings], from_right)
+        return reading_order([(_inner(r.box, size), r) for r in readings], from_right)
+
+
+def _inner(box: Box, size: np.ndarray) -> np.ndarray:
+    """What is surely ink of a line's box: detected boxes are wider, and hide narrow gaps."""
+    x0, y0, x1, y1 = box
+    height = y1 - y0
+    across = min(0.4 * height * size[1] / size[0], 0.4 * (x1 - x0))
+    return np.array([x0 + across, y0 + 0.25 * height, x1 - across, y1 - 0.25 * height])
 
 
 def upright(corners: Any, size: np.ndarray) -> Box:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipeline.config import Spec
-from pipeline.tokens import TEXT
+from pipeline.tokens import AUDIO, TEXT
 
 NAN = float("nan")
 
@@ -53,11 +53,14 @@ def spread(
 ) -> Line:
     """A line of which only the whole is placed.
 
-    Each word has the line's box, and as much of its time as it has of its characters.
+    Each word has the line's box. Text is there all the time; of speech each word has as much of the
+    time as it has of the characters.
 
-    >>> [word.times for word in spread("to be again", times=(0.0, 9.0)).words]
+    >>> [word.times for word in spread("to be again", times=(0.0, 9.0), kind=AUDIO).words]
     [(0.0, 2.0), (2.0, 4.0), (4.0, 9.0)]
     """
+    if kind != AUDIO:
+        return Line(tuple(Word(string, box, times, kind) for string in text.split()))
     start, end = times
     strings = text.split()
     a_character = (end - start) / max(1, sum(map(len, strings)))

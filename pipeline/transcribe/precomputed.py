@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sqlite3
 import tarfile
 import tempfile
@@ -54,8 +53,9 @@ class Precomputed(Recogniser):
 
     JSON lines: `{"id": ..., "text": ...}`, with `"box": [x0, y0, x1, y1]` in [0, 1] of the upright
     picture where it is known, and with `"start"` and `"end"` in seconds of the file. An id may have
-    many lines, as many as words where each word has its place; the words of a longer line share
-    its box, and its time by their characters. Other fields are not read.
+    many lines, as many as words where each word has its place. Of a longer line each word has the
+    box, and text the time; words of speech share the time out by their characters. Other fields
+    are not read.
 
     CSV files of MultiVENT 2.0: an id is the key of a video. Boxes are not kept: they are in pixels
     of frames whose size is not told. A frame has a time only if the item's metadata tell `fps`, and
@@ -269,19 +269,16 @@ def _fill(
 def _documents(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     """The files in an archive and in the archives that it holds; other files as they are."""
     if name.lower().endswith(TARS):
-        with tarfile.open(fileobj=file, mode="r|*") as archive:
+        with tarfile.open(fileobj=file) as archive:
             for member in archive:
                 if member.isfile():
                     yield from _documents(f"{name}/{member.name}", archive.extractfile(member))
     elif name.lower().endswith(ZIP):
-        with tempfile.TemporaryFile() as copy:  # its list of contents stands at its end
-            if not file.seekable():
-                shutil.copyfileobj(file, copy)
-            with zipfile.ZipFile(file if file.seekable() else copy) as archive:
-                for member in archive.infolist():
-                    if not member.is_dir():
-                        with archive.open(member) as inner:
-                            yield from _documents(f"{name}/{member.filename}", inner)
+        with zipfile.ZipFile(file) as archive:
+            for about in archive.infolist():
+                if not about.is_dir():
+                    with archive.open(about) as member:
+                        yield from _documents(f"{name}/{about.filename}", member)
     else:
         yield name, file
 
@@ -413,7 +410,7 @@ def _over_time(
 def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
     """What belongs to a part of a parent, given the lines of the parent.
 
-    >>> lines = [spread("one two", (0.0, 12.0)), spread("untimed")]
+    >>> lines = [spread("one two", (0.0, 12.0), kind=AUDIO), spread("untimed")]
     >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 5, "end": 15})]
     ['two']
     >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 0, "end": 5})]

@@ -98,7 +98,7 @@ def test_a_small_line_of_text_is_a_change():
     assert change(before, (before + noise).astype(np.uint8)) < 0.02
     after = before.copy()
     after[600:616, 100:140:5] = 220  # eight thin strokes
-    assert change(before, after) > 0.05
+    assert change(before, after) > 0.03
     assert change(before, before[:360]) == 1.0
 
 

@@ -62,8 +62,8 @@ def png(text: str) -> bytes:
 
 def speech() -> dict:
     samples, rate = soundfile.read(ROOT / "jobs/data/speech/jfk.flac", dtype="float32")
-    samples = samples[int(5 * rate) : int(8 * rate)].mean(axis=1)
-    return {"start": 5.0, "sample_rate": rate, "samples": samples.astype("<f4").tobytes()}
+    samples = samples[8 * rate :].mean(axis=1)
+    return {"start": 8.0, "sample_rate": rate, "samples": samples.astype("<f4").tobytes()}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_tokens_have_the_places_of_their_words(encoder, prepared):
     assert clip["extents"][tunnel, 4:].tolist() == [4, 8]
     assert 0.1 < clip["extents"][tunnel, 0] < clip["extents"][tunnel, 2] < 0.6
     start, end = clip["extents"][country, 4:].tolist()
-    assert 5.6 < start < end < 6.7  # said at 5.8 to 6.4 s
+    assert 9.8 < start < end < 10.7  # said at 10.0 to 10.5 s
     assert clip["extents"][country, :4].isnan().all()
 
 
@@ -200,7 +200,8 @@ def test_files_stand_in_for_recognisers(tmp_path):
 
 def test_equal_items_give_equal_words(encoder):
     items = table(item("scan", scan=png("Delta wing")), item("plain", "x"))
-    assert encoder.prepare(items).equals(encoder.prepare(items))
+    first, second = (str(encoder.prepare(items).to_pylist()) for _ in range(2))
+    assert first == second and "'Delta wing'" in first
     assert encoder.prepare(items.slice(0, 0)).num_rows == 0
 
 

@@ -143,7 +143,7 @@ class Transcript(Encoder):
 
     def _transcribe(self, item: dict[str, Any]) -> _Transcript:
         ocr, speech = self._recognisers
-        transcript = _Transcript.of(item)
+        transcript = _Transcript(item)
         if ocr is not None and not transcript.text:
             transcript.add(ocr.lines(item))
         if speech is not None:
@@ -160,43 +160,38 @@ def _registry(field: str):
     return {"ocr": OCR, "speech": SPEECH}[field]
 
 
-@dataclasses.dataclass
 class _Transcript:
-    """The text of an item and its words: characters, boxes, times and kinds."""
+    """The text of an item and its words: characters, boxes, times and kinds.
 
-    text: str = ""
-    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    boxes: list[Sequence[float]] = dataclasses.field(default_factory=list)
-    times: list[Sequence[float]] = dataclasses.field(default_factory=list)
-    kinds: list[int] = dataclasses.field(default_factory=list)
+    Begins with what the item brings itself: its text, and where its words are if it tells that.
+    """
 
-    @classmethod
-    def of(cls, item: dict[str, Any]) -> _Transcript:
-        """What an item brings itself: its text, and where its words are if it tells that."""
+    def __init__(self, item: dict[str, Any]):
         text = item.get("text") or ""
-        if not text.strip():
-            return cls()
-        spans = item.get("word_spans") or []
-        nowhere = [[np.nan] * 4] * len(spans)
-        boxes = item.get("word_boxes") or nowhere
-        return cls(text, spans, boxes, [[np.nan] * 2] * len(spans), [TEXT] * len(spans))
+        self._parts = [text] if text.strip() else []
+        self._length = len(text) if self._parts else 0
+        self.spans = list(item.get("word_spans") or []) if self._parts else []
+        nowhere = [[np.nan] * 4] * len(self.spans)
+        self.boxes = list(item.get("word_boxes") or nowhere) if self.spans else []
+        self.times: list[Sequence[float]] = [[np.nan] * 2] * len(self.spans)
+        self.kinds = [TEXT] * len(self.spans)
+
+    @property
+    def text(self) -> str:
+        """What has been put together so far."""
+        return "".join(self._parts)
 
     def add(self, lines: Sequence[Line]) -> None:
         """Puts lines behind the text, with an empty line between."""
-        between = "\n\n"
+        gap = "\n\n" if self._parts else ""
         for line in lines:
-            length = len(self.text)
-            parts = [between if self.text else ""]
-            length += len(parts[0])
-            for number, word in enumerate(line.words):
-                if number:
-                    parts.append(" ")
-                    length += 1
-                parts.append(word.text)
-                self.spans.append((length, length + len(word.text)))
+            for word in line.words:
+                self._parts += [gap, word.text]
+                start = self._length + len(gap)
+                self._length = start + len(word.text)
+                self.spans.append((start, self._length))
                 self.boxes.append(word.box)
                 self.times.append(word.times)
                 self.kinds.append(word.kind)
-                length += len(word.text)
-            self.text += "".join(parts)
-            between = "\n"
+                gap = " "
+            gap = "\n"

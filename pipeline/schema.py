@@ -46,6 +46,7 @@ ITEM = pa.schema(
 WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
 WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
 WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
+WORD_KINDS = pa.list_(pa.int8())  # codes of `tokens.KINDS`: to be seen, or to be heard
 
 #: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
 FRAME = pa.struct(

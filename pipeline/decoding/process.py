@@ -36,6 +36,10 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 #: What the process may be ahead of who reads it.
 PIPE_BYTES = 1 << 20
 
+#: A process reads so many files; then another is started. Decoders of video keep some memory of
+#: every file, about 50 kB of a short clip, and the limit would be reached by no fault of a file.
+FILES_A_PROCESS = 1000
+
 _ROOT = str(Path(pipeline.__file__).parents[1])
 _processes = threading.local()
 
@@ -59,6 +63,7 @@ class DecodingProcess:
     def __init__(self, module: str, limits: Limits):
         self.module, self.limits = module, limits
         self._process: subprocess.Popen | None = None
+        self._num_requests = 0
 
     def call(self, function: str, *arguments: Any) -> dict[str, Any]:
         """The one result of a function of the module.
@@ -110,9 +115,12 @@ class DecodingProcess:
             self._process = None
 
     def _request(self, *request: Any) -> None:
-        if self._process is not None and self._process.poll() is not None:
+        is_old = self._num_requests >= FILES_A_PROCESS
+        if self._process is not None and (is_old or self._process.poll() is not None):
             self.stop()
+        self._num_requests += 1
         if self._process is None:
+            self._num_requests = 1
             paths = [_ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             self._process = subprocess.Popen(
                 [

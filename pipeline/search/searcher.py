@@ -154,7 +154,7 @@ class Searcher:
         key = digest(about["encoder"])
         if key not in self._encoders:
             spec = ENCODERS.resolve(about["encoder"])
-            ENCODERS.load(spec.name).check(spec)
+            ENCODERS.load(spec.name).check_queries(spec)
             self._encoders[key] = ENCODERS.build(spec)
         encoder = self._encoders[key]
         if encoder.fingerprint != about["fingerprint"]:

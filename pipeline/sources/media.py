@@ -93,7 +93,7 @@ class MediaSource(Source):
     containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)  # what holds files
     lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
     module: ClassVar[str]  # of `pipeline.decoding`
-    opens_to_list: ClassVar[bool]  # whether only decoding tells what items a file holds
+    opens_to_list: bool  # whether only decoding tells what items a file holds
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)

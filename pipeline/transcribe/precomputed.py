@@ -169,6 +169,8 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files])
     folder = Path(tempfile.gettempdir()) / f"maxray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # on a shared machine anybody may make it first
+        raise SpecError("TMPDIR", str(folder), "a temporary folder of one's own", "is another's")
     table = folder / f"transcript-{key}.sqlite"
     if table.exists():
         return table

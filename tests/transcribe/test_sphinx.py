@@ -48,7 +48,7 @@ def test_words_are_heard_where_they_are_said(lines):
     assert starts == sorted(starts) and all(word.times[0] < word.times[1] for word in words)
     assert all(word.kind == AUDIO and np.isnan(word.box).all() for word in words)
     errors, number = word_errors(SAID, " ".join(word.text for word in words))
-    assert number == 22 and errors <= 9  # of noisy speech; what it finds is found by its words
+    assert number == 22 and errors <= 7  # 5 where this was written
 
 
 def test_pauses_end_lines_and_words_are_plain(lines):

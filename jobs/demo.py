@@ -2,9 +2,9 @@
 
     python -m jobs.demo
 
-Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, on a screen,
-in what is said and in a photo. No GPU and no model hub needed. Run it again: what is indexed and
-evaluated is not done twice.
+Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, in what is
+said and in a photo. No GPU and no model hub needed. Run it again: what is indexed and evaluated is
+not done twice.
 """
 
 from __future__ import annotations

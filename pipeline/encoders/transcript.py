@@ -53,7 +53,7 @@ class Transcript(Encoder):
         speech: SpeechSpec = "pocketsphinx"
 
     needs = ()
-    nothing = "nothing to index: no text, no speech"
+    nothing = "no text, no speech"
     has_spans = True
     has_extents = True
 
@@ -81,9 +81,10 @@ class Transcript(Encoder):
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Text, and what the recognisers read."""
+        """Text, and what the recognisers read; of those that look items up, the ids."""
         wanted = [_registry(field).load(part.name).wants(part) for field, part in _parts(spec)]
-        return tuple(dict.fromkeys(["text", *(name for names in wanted for name in names)]))
+        read = [name for names in wanted for name in names or ("item_id",)]
+        return tuple(dict.fromkeys(["text", *read]))
 
     @classmethod
     def columns_prefix(cls, spec: Spec) -> str:

@@ -79,7 +79,7 @@ class Images(MediaSource):
         leave_out_caption: int | None = Field(None, ge=0)
 
     spec: Spec
-    gives = ("image", "scan", "caption")
+    gives = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
     containers = (ARCHIVE, manifests.TABLE)
     lists = (*manifests.LINES, manifests.ONE_VALUE)

@@ -181,7 +181,7 @@ def test_what_it_wants_is_what_its_recognisers_want(tmp_path):
     files = {"name": "precomputed", "path": str(tmp_path)}
     assert wants() == ("text", "scan", "frames", "audio")
     assert wants(ocr=None) == ("text", "audio")
-    assert wants(ocr=files, speech=files) == ("text",)
+    assert wants(ocr=files, speech=files) == ("text", "item_id")
     assert Transcript.needs == ()
 
 

@@ -66,8 +66,9 @@ class SoundFile:
 class Track:
     """The audio track of a file that FFmpeg reads: AAC, Opus, any video.
 
-    decord has a reader of tracks too, but it decodes the whole track into memory when it opens it:
-    for 30 minutes in stereo about 600 MB, where this one takes a few.
+    decord has a reader of tracks too, but it decodes the whole track when it opens it: 30 minutes
+    of stereo took 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, where this one takes 17 MB. It also adds
+    up the channels of stereo with a factor of 0.7 instead of their mean.
 
     Args:
         zero: the time stamp, in seconds, that is the file's beginning.

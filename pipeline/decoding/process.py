@@ -32,7 +32,13 @@ RETRYABLE = ("timed out", "out of memory", "unreadable")
 START_SECONDS = 120.0
 #: The C library keeps the memory of an image for the next one. By default it gives blocks of that
 #: size back to the kernel, and a fifth of the time goes into getting and clearing them again.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+#: One heap for all threads: a decoder's threads free what others took, and with a heap for each
+#: the memory of a long video grows by a fifth.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
 #: What the process may be ahead of who reads it.
 PIPE_BYTES = 1 << 20
 

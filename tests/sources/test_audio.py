@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_windows_cover_a_file_and_each_has_something_of_its_own(overlap):
     for tenths in range(1, 2000):
         windows = cut(tenths / 10, 30.0, overlap)
         assert windows[0][0] == 0 and windows[-1][1] == tenths / 10
-        for (start, end), (following, last) in zip(windows, windows[1:], strict=False):
+        for (start, end), (following, last) in itertools.pairwise(windows):
             assert start < following <= end and last - end >= 0.99
             assert end - start == pytest.approx(30)
         assert windows[-1][1] - windows[-1][0] < 31

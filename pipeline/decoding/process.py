@@ -156,16 +156,15 @@ class DecodingProcess:
         """
         deadline = time.monotonic() + self.limits.seconds
         (length,) = struct.unpack("<Q", self._read(8, deadline))
-        reply = json.loads(self._read(length, deadline))
+        reply = json.loads(bytes(self._read(length, deadline)))
         for name, dtype, shape in reply.pop("bulk", ()):
             size = math.prod(shape) * (np.dtype(dtype).itemsize if dtype else 1)
             data = self._read(size, deadline)
             reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
         return reply
 
-    def _read(self, length: int, deadline: float) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
+    def _read(self, length: int, deadline: float) -> memoryview:
+        view = memoryview(np.empty(length, np.uint8))  # not cleared first: frames are large
         stream = self._process.stdout.fileno()
         done = 0
         with selectors.DefaultSelector() as selector:
@@ -179,7 +178,7 @@ class DecodingProcess:
                     self.stop()
                     raise Unreadable("crashed", f"the library that reads it ended with code {code}")
                 done += some
-        return data
+        return view
 
     def __del__(self) -> None:
         self.stop()

@@ -247,7 +247,7 @@ def read_samples(
     stop = max(0, round((end - at) * sample_rate))
     kept: list[np.ndarray] = []
     position = 0
-    mono = (block.mean(axis=1) for _, block in itertools.chain([first], blocks))
+    mono = (_mono(block) for _, block in itertools.chain([first], blocks))
     for piece in _resampled(mono, sound.sample_rate, sample_rate):
         part = piece[max(0, skip - position) : max(0, stop - position)]
         if len(part):
@@ -257,6 +257,12 @@ def read_samples(
             break
     samples = np.concatenate(kept) if kept else np.zeros(0, np.float32)
     return at + skip / sample_rate, samples
+
+
+def _mono(block: np.ndarray) -> np.ndarray:
+    """The mean of the channels; as a product, which is much faster."""
+    channels = block.shape[1]
+    return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
 
 
 def _resampled(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
@@ -120,10 +120,15 @@ def _resolve_source(value: Any) -> Spec:
     )
 
 
+def _or_none(registry: Registry) -> Callable[[Any], Spec | None]:
+    return lambda value: None if value is None else registry.resolve(value)
+
+
 EncoderSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(ENCODERS.resolve)]
 CompressorSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(COMPRESSORS.resolve)]
 SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(_resolve_source)]
-OcrSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(OCR.resolve)]
-SpeechSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(SPEECH.resolve)]
+#: None: text to be seen, or speech, is not recognised.
+OcrSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(OCR))]
+SpeechSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(CODECS.resolve)]
 BenchmarkSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(BENCHMARKS.resolve)]

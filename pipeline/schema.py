@@ -46,6 +46,7 @@ ITEM = pa.schema(
 WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
 WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
 WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
+WORD_KINDS = pa.list_(pa.int8())  # codes of `tokens.KINDS`: to be seen, or to be heard
 
 #: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
 FRAME = pa.struct(
@@ -168,13 +169,29 @@ def metadata_of(column: pa.Field) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where something of an item is: in a picture, at a time, or both (a frame).
+
+    Attributes:
+        span: its characters in the item's text.
+        box: x0 y0 x1 y1 in [0, 1] of the page, picture or frame; None: it is heard, not seen.
+        times: t0 t1 in seconds of the parent; None: it has no time.
+    """
+
+    span: tuple[int, int]
+    box: tuple[float, float, float, float] | None
+    times: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class Match:
-    """What one query token matched best: a vector of the hit, and the characters it stands for."""
+    """What one query token matched best: a vector of the hit, and the words it stands for."""
 
     query_token: str
     similarity: float
     document_token: int  # index among the vectors of the item in the searched representation
     spans: tuple[tuple[int, int], ...]  # character ranges in the item's text; may be empty
+    places: tuple[Place, ...] = ()  # of the words that have a place, in the order of the text
 
 
 @dataclass(frozen=True)

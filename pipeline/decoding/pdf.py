@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +12,7 @@ import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
 from pipeline.decoding import Unreadable
+from pipeline.decoding.layout import is_right_to_left, reading_order
 
 #: What PDFium says when a document cannot be opened.
 OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
@@ -192,12 +191,6 @@ Piece = tuple[str, np.ndarray, bool]  # the string, its box, whether it goes on 
 Line = list[Piece]
 
 
-def is_right_to_left(text: str) -> bool:
-    """Whether most letters belong to scripts that are read from the right."""
-    directions = Counter(map(unicodedata.bidirectional, text))
-    return directions["R"] + directions["AL"] > directions["L"]
-
-
 def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
     """Lines of words as the page draws them; what is not to be seen is left out."""
     lines: list[Line] = [[]]
@@ -256,32 +249,3 @@ def _blocks(lines: list[Line]) -> list[tuple[np.ndarray, list[Line]]]:
                 continue
         blocks.append((box, [line]))
     return blocks
-
-
-def reading_order(
-    blocks: list[tuple[np.ndarray, list[Line]]], from_right: bool = False
-) -> list[list[Line]]:
-    """Blocks by recursive cuts along white space: columns side by side, then from the top.
-
-    Where a stretch has neither kind of gap its blocks stay as the page draws them.
-    """
-    if len(blocks) < 2:
-        return [lines for _, lines in blocks]
-    boxes = np.stack([box for box, _ in blocks])
-    for axis, least in ((0, 0.012), (1, 0.0)):
-        groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
-        if len(groups) > 1:
-            groups = groups[::-1] if axis == 0 and from_right else groups
-            parts = (reading_order([blocks[i] for i in group], from_right) for group in groups)
-            return [lines for part in parts for lines in part]
-    return [lines for _, lines in blocks]
-
-
-def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
-    """Indices of intervals in two groups, apart at the widest gap; one group if there is none."""
-    order = np.argsort(starts, kind="stable")
-    gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
-    widest = int(gaps.argmax())
-    if gaps[widest] <= least:
-        return [order.tolist()]
-    return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]

@@ -51,6 +51,11 @@ class Encoder(ABC):
         """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
 
     @classmethod
+    def check_queries(cls, spec: Spec) -> None:
+        """Raises `SpecError` if it cannot encode queries here, which may take less than items."""
+        cls.check(spec)
+
+    @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
         """What `encode` reads of the items that bring it: what it needs, and what it can use."""
         return cls.needs

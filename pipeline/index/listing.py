@@ -198,6 +198,7 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     for row in to_do[::-1].tolist():
         rows_of.setdefault(int(hashes[row]), []).append(row)
     # What was not there when the shard was listed is left to the next run.
+    unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
         (rows.pop(), position, entry)
         for position, entry in _scan(source, description)
@@ -244,8 +245,8 @@ def id_hash(item_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(item_id.encode(), digest_size=8).digest(), "little")
 
 
-def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, list[str]]:
-    """The rows of a collection that are no longer listed, as item ids by fragment.
+def gone_rows(job: ListingJob, num_shards: int, collections: Sequence[str]) -> dict[int, list[str]]:
+    """The rows of some collections that are no longer listed, as item ids by fragment.
 
     What is there but was rejected, itself or its parent, keeps its rows. Run it in a task: it holds
     8 bytes a listed item, and the ids that are gone.
@@ -257,7 +258,7 @@ def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, li
     gone: dict[int, list[str]] = {}
     scanner = lance.dataset(part(job.index, ITEMS)).scanner(
         columns=["item_id", "parent_id"],
-        filter=f"source = {quote(collection)}",
+        filter=f"source IN ({', '.join(map(quote, collections))})",
         with_row_address=True,
     )
     for batch in scanner.to_batches():
@@ -273,8 +274,11 @@ def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, li
     return gone
 
 
-def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list[pa.Table]:
-    """A seeded sample of the listed items, decoded: those with the smallest seeded hash."""
+def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
+    """A seeded sample of the listed items, decoded: those with the smallest seeded hash.
+
+    In tables of as many items as may be in memory together.
+    """
     salt = np.uint64(id_hash(f"sample {seed}"))
     ranked = []
     for shard in range(num_shards):
@@ -286,7 +290,6 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list
         ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
         ranked = sorted(ranked)[:size]
     source = job.build_source()
-    tables = []
     for shard in sorted({shard for _, shard, _ in ranked}):
         chosen = {position for _, s, position in ranked if s == shard}
         description = _read_json(job.file("shards", shard))
@@ -296,10 +299,9 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list
             if p in chosen and isinstance(entry, Item)
         ]
         decoded = source.decode(description["shard"], wanted)
-        items = [item for item in decoded if isinstance(item, Item)]
-        if items:
-            tables.append(items_table(items, source.payload))
-    return tables
+        items = (item for item in decoded if isinstance(item, Item))
+        for chunk in _chunks(items, min(LOOKUP, source.unit_limit(description["shard"]))):
+            yield items_table(chunk, source.payload)
 
 
 def preview(
@@ -316,7 +318,8 @@ def preview(
         items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
         rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
         num_items += len(items)
-        if wanted := items[: num_sample - len(sample)]:
+        left = num_sample - len(sample)
+        if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
             sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
     return items_table(sample, source.payload), num_items, rejects
 

@@ -15,7 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import Spec
+from pipeline.decoding import Unreadable
 from pipeline.schema import ITEM, Item, Reject
+
+#: The reason of items that have nothing to see or to hear.
+NO_PREVIEW = "no preview"
 
 
 class Source(ABC):
@@ -29,16 +33,20 @@ class Source(ABC):
     Spec: ClassVar[type[Spec]]
     gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
-    max_unit_items: int = 1_000_000  # items that may be in memory together
+    max_unit_items: int = 1_000_000  # decoded items that may be in memory together
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         """Args: wants: what the encoder reads; nothing else is worth work."""
         self.spec, self.wants = spec, wants
 
     @classmethod
-    def what(cls, spec: Spec) -> tuple[str, ...]:
-        """What encoders can want of a source with this spec."""
-        return cls.gives
+    def parts(cls, spec: Spec) -> list[Spec]:
+        """The specs of the sources that this one is made of: itself, as a rule."""
+        return [spec]
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """How many decoded items of a shard may be in memory together."""
+        return self.max_unit_items
 
     @property
     def collections(self) -> tuple[str, ...]:
@@ -74,6 +82,26 @@ class Source(ABC):
             items: (position in the scan of this shard, rejects counted; item), positions ascending.
         """
         yield from (item for _, item in items)
+
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """What a stored item looks like, as an encoded picture: for previews.
+
+        Args:
+            item: its row, with the metadata as a mapping.
+            seconds: of the parent, for what moves.
+
+        Raises:
+            Unreadable: it has no look, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no picture")
+
+    def sound(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+        """What a stored item sounds like: samples (S,), their rate, the second they start at.
+
+        Raises:
+            Unreadable: it has no sound, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no sound")
 
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:

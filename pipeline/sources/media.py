@@ -46,6 +46,7 @@ class MediaFile:
         offset: where a member's bytes begin in the archive; None for a file by itself.
         sidecars: texts that stand beside a member in its sample, by suffix.
         about: what a manifest says of it.
+        row: of the table at `path` that holds the file's bytes; None for other files.
     """
 
     id: str
@@ -55,6 +56,7 @@ class MediaFile:
     suffix: str = ""
     sidecars: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+    row: int | None = None
 
 
 class MediaSpec(config.Spec):
@@ -88,6 +90,8 @@ class MediaSource(Source):
 
     spec: MediaSpec
     suffixes: ClassVar[tuple[str, ...]]
+    containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)  # what holds files
+    lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
     module: ClassVar[str]  # of `pipeline.decoding`
     opens_to_list: bool  # whether only decoding tells what items a file holds
 
@@ -132,20 +136,23 @@ class MediaSource(Source):
     def check(self) -> None:
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
-        legal = f"a folder, or a file that ends in {', '.join((*self.suffixes, ARCHIVE))}"
-        if not fs.isdir(root) and not self._is_wanted(root):
-            raise SpecError("path", self.spec.path, legal)
+        legal = (*self.suffixes, *self.containers)
+        if not fs.isdir(root) and not root.lower().endswith((*legal, *self.lists)):
+            kinds = ", ".join((*legal, *self.lists))
+            raise SpecError("path", self.spec.path, f"a folder, or a file that ends in {kinds}")
         if next(self._files(), ("", None)) == ("", None):
-            legal = f"a folder with files that end in {', '.join((*self.suffixes, ARCHIVE))}"
-            raise SpecError("path", self.spec.path, legal, "holds none")
+            kinds = ", ".join(legal)
+            raise SpecError(
+                "path", self.spec.path, f"a folder with files that end in {kinds}", "holds none"
+            )
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Groups of files `{"files": [[path, bytes], ...]}`, and archives `{"archive": path}`."""
         group: list[tuple[str, int | None]] = []
         size = 0
         for file, num_bytes in self._files():
-            if file.lower().endswith(ARCHIVE):
-                yield {"archive": file}
+            if file.lower().endswith((*self.containers, *self.lists)):
+                yield from self.shards_of(file, num_bytes)
                 continue
             size += num_bytes or 0
             if group and (len(group) == FILES_PER_SHARD or size > BYTES_PER_SHARD):
@@ -154,6 +161,10 @@ class MediaSource(Source):
             group.append((file, num_bytes))
         if group:
             yield {"files": group}
+
+    def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
+        """The shards of an archive, or of what else holds or names files."""
+        yield {"archive": container}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
         """Lists the items of each file; a file that cannot be read is one reject."""
@@ -174,7 +185,8 @@ class MediaSource(Source):
             if problem := item_id_problem(f"{file.id}#t=100000.0,100000.0"):
                 raise Unreadable("bad id", problem)
             if file.size == 0:
-                raise Unreadable("empty file")
+                with self._open(file):  # a link to nothing has no bytes either
+                    raise Unreadable("empty file")
             if not self.opens_to_list:
                 revision = self._revision(file, None)
                 items = list(self.items_of(file, revision, None))
@@ -194,21 +206,29 @@ class MediaSource(Source):
             where["file"] = file.path
         if file.offset is not None:
             where["bytes"] = [file.offset, file.size]
+        if file.row is not None:
+            where["row"] = file.row
         return replace(item, handle=file, metadata={**(item.metadata or {}), **where})
 
     def file_of(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
         """The file of a stored item."""
         path = metadata.get("file", parent_id)
         offset, size = metadata.get("bytes", (None, None))
-        return MediaFile(parent_id, path, size, offset, PurePosixPath(path).suffix.lower())
+        suffix = PurePosixPath(path).suffix.lower()
+        return MediaFile(parent_id, path, size, offset, suffix, row=metadata.get("row"))
+
+    def place_of(self, file: MediaFile) -> tuple[Any, str]:
+        """The file system of a file, and its path there; of what holds it, if something does."""
+        fs, folder = self._folder
+        return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
         """A hash of what the file holds, or of its size and age, and of all that bears on it."""
-        fs, folder = self._folder
+        fs, place = self.place_of(file)
         if self.spec.revision == "stat":
-            about = fs.info(f"{folder}/{file.path}")
+            about = fs.info(place)
             age = next((about[k] for k in ("ETag", "mtime", "LastModified") if k in about), "")
-            content = [about["size"], str(age), file.offset]
+            content = [about["size"], str(age), file.offset, file.row]
         else:
             with open(path, "rb") if path else self._open(file) as stream:
                 content = hashlib.file_digest(stream, "blake2b").hexdigest()
@@ -219,7 +239,7 @@ class MediaSource(Source):
         return folder_of(self.spec.path)
 
     def _is_wanted(self, path: str) -> bool:
-        return path.lower().endswith((*self.suffixes, ARCHIVE))
+        return path.lower().endswith((*self.suffixes, *self.containers))
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
         """(path relative to the folder, bytes) of all that is read."""
@@ -300,9 +320,9 @@ class MediaSource(Source):
     @contextmanager
     def local(self, file: MediaFile) -> Iterator[str]:
         """A path of the file on this machine; what lies elsewhere is copied while it is needed."""
-        fs, folder = self._folder
-        if isinstance(fs, LocalFileSystem) and file.offset is None:
-            yield f"{folder}/{file.path}"
+        fs, place = self.place_of(file)
+        if isinstance(fs, LocalFileSystem) and file.offset is None and file.row is None:
+            yield place
             return
         with tempfile.NamedTemporaryFile(suffix=file.suffix) as copy:
             with self._open(file) as stream:
@@ -312,8 +332,8 @@ class MediaSource(Source):
 
     @contextmanager
     def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
-        fs, folder = self._folder
-        with fs.open(f"{folder}/{file.path}", "rb") as stream:
+        fs, place = self.place_of(file)
+        with fs.open(place, "rb") as stream:
             yield stream if file.offset is None else Part(stream, file.offset, file.size)
 
     def reject(

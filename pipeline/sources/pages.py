@@ -118,13 +118,10 @@ class Pages(Source):
             pages = [item for _, item in group]
             yield from self._decode_document(document, pages)
 
-    def image(self, document: str, number: int, dpi: float | None = None) -> bytes:
-        """A page as a JPEG, by default with the resolution of the spec.
-
-        Raises:
-            Unreadable: it cannot be rendered.
-        """
-        settings = {**self._settings, "text": False, "image": True, "dpi": dpi or self.spec.dpi}
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """A page as a JPEG, with the resolution of the spec."""
+        document, number = item["parent_id"], int(item["span"]["start"])
+        settings = {**self._settings, "text": False, "image": True}
         with self._local(document) as path:
             (page,) = self._process.stream(1, "read_pages", path, [number], settings)
         if isinstance(page, Unreadable):

@@ -41,18 +41,20 @@ class Several(Source):
             return sources
 
     spec: Spec
-    gives = ()  # that of its sources: see `what`
+    gives = ()  # each of its parts gives what it has
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self._sources: list[Source] = [SOURCES.build(s, wants) for s in spec.sources]
-        self.max_unit_items = min(source.max_unit_items for source in self._sources)
 
     @classmethod
-    def what(cls, spec: Spec) -> tuple[str, ...]:
-        """What any of the sources gives."""
-        kinds = (kind for s in spec.sources for kind in SOURCES.load(s.name).what(s))
-        return tuple(dict.fromkeys(kinds))
+    def parts(cls, spec: Spec) -> list[config.Spec]:
+        """The specs of its sources."""
+        return [part for s in spec.sources for part in SOURCES.load(s.name).parts(s)]
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """That of the source which the shard is of."""
+        return self._sources[shard["source"]].unit_limit(shard["shard"])
 
     @property
     def collections(self) -> tuple[str, ...]:

@@ -72,13 +72,15 @@ class Video(WindowSource):
         if item_bytes:
             self.max_unit_items = max(1, int(UNIT_BYTES / item_bytes))
 
-    def picture(self, parent_id: str, metadata: dict[str, Any], seconds: float) -> bytes:
-        """The frame that a stored item's video shows at a time, as a JPEG.
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """The frame that a stored item's video shows at a time, by default the middle, as a JPEG.
 
         Raises:
             Unreadable: there is none.
         """
-        with self.local(self.file_of(parent_id, metadata)) as path:
+        if seconds is None:
+            seconds = (item["span"]["start"] + item["span"]["end"]) / 2
+        with self.local(self.file_of(item["parent_id"], item["metadata"])) as path:
             found = self.process.call("read_picture", path, seconds, self.spec.max_pixels)
         return found["jpeg"]
 

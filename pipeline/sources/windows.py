@@ -75,7 +75,9 @@ class WindowSource(MediaSource):
         if path is None:
             yield whole
             return
-        duration = self.process.call("describe", path)["duration"]
+        about = self.process.call("describe", path)
+        duration = about["duration"]
+        whole = replace(whole, metadata=_about(about))
         for start, end in cut(duration, self.spec.window_seconds, self.spec.overlap_seconds):
             yield replace(
                 whole, item_id=f"{file.id}#t={short(start)},{short(end)}", span=_span(start, end)
@@ -95,20 +97,19 @@ class WindowSource(MediaSource):
         for item, result in zip(items, results, strict=True):
             yield result if isinstance(result, Unreadable) else self._item(item, result)
 
-    def sound(
-        self, parent_id: str, metadata: dict[str, Any], start: float, end: float
-    ) -> tuple[np.ndarray, int]:
-        """A stretch of a stored item's file: float32 samples, and how many make a second.
+    def sound(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+        """What a stored item sounds like: samples (S,), their rate, the second they start at.
 
         Raises:
             Unreadable: there is no sound.
         """
         settings = {**self._reader_settings(), "frames": False, "audio": True}
-        with self.local(self.file_of(parent_id, metadata)) as path:
-            (window,) = self.process.stream(1, "read_windows", path, [[start, end]], settings)
+        span = [item["span"]["start"], item["span"]["end"]]
+        with self.local(self.file_of(item["parent_id"], item["metadata"])) as path:
+            (window,) = self.process.stream(1, "read_windows", path, [span], settings)
         if isinstance(window, Unreadable):
             raise window
-        return window["samples"], self.spec.sample_rate
+        return window["samples"], self.spec.sample_rate, window["audio_start"]
 
     def _reader_settings(self) -> dict[str, Any]:
         """What `read_windows` is told."""
@@ -124,7 +125,7 @@ class WindowSource(MediaSource):
 
     def _metadata(self, window: dict[str, Any]) -> dict[str, Any]:
         """What is said of a window, and of its file."""
-        return {**window["about"], "duration": round(window["about"]["duration"], 3)}
+        return _about(window["about"])
 
     def _payload(self, name: str, window: dict[str, Any]) -> Any:
         """A column of the payload, see `schema.PAYLOAD`."""
@@ -140,6 +141,11 @@ class WindowSource(MediaSource):
     def _audio_bytes(self) -> float:
         """What the sound of an item takes; of a whole file, what that of an hour would."""
         return 4 * self.spec.sample_rate * (self.spec.window_seconds or 3600.0)
+
+
+def _about(described: dict[str, Any]) -> dict[str, Any]:
+    """What is stored of what a file says of itself."""
+    return {**described, "duration": round(described["duration"], 3)}
 
 
 def cut(duration: float, window: float, overlap: float = 0.0) -> list[tuple[float, float]]:

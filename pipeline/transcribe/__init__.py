@@ -6,11 +6,12 @@ A recogniser is one file with its nested `Spec`, named in the spec of the encode
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipeline.config import Spec
-from pipeline.tokens import TEXT
+from pipeline.tokens import AUDIO, TEXT
 
 NAN = float("nan")
 
@@ -44,11 +45,39 @@ class Line:
         return " ".join(word.text for word in self.words)
 
 
+def spread(
+    text: str,
+    times: tuple[float, float] = (NAN,) * 2,
+    box: tuple[float, float, float, float] = (NAN,) * 4,
+    kind: int = TEXT,
+) -> Line:
+    """A line of which only the whole is placed.
+
+    Each word has the line's box. Text is there all the time; of speech each word has as much of the
+    time as it has of the characters.
+
+    >>> [word.times for word in spread("to be again", times=(0.0, 9.0), kind=AUDIO).words]
+    [(0.0, 2.0), (2.0, 4.0), (4.0, 9.0)]
+    """
+    if kind != AUDIO:
+        return Line(tuple(Word(string, box, times, kind) for string in text.split()))
+    start, end = times
+    strings = text.split()
+    a_character = (end - start) / max(1, sum(map(len, strings)))
+    words = []
+    for string in strings:
+        # Of the last word the very end: sums of fractions may pass it.
+        stop = start + a_character * len(string) if len(words) < len(strings) - 1 else end
+        words.append(Word(string, box, (start, stop), kind))
+        start = stop
+    return Line(tuple(words))
+
+
 class Recogniser(ABC):
     """Finds the words of items, in text to be seen or in speech.
 
     Subclasses carry a nested `Spec` with `name: Literal["..."]`. Constructing one may be slow;
-    `check` is what a job calls first.
+    `check` is what a job calls first. What it finds in an item depends on that item alone.
     """
 
     Spec: ClassVar[type[Spec]]
@@ -62,6 +91,15 @@ class Recogniser(ABC):
     @abstractmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
         """What it reads of an item: of "scan", "frames" and "audio" (see `schema.PAYLOAD`)."""
+
+    @classmethod
+    def unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
+        """Of files given by the user, the ids that nothing has: how many, and a few of them.
+
+        Args:
+            known_ids: of all items and their parents, in any order; may repeat.
+        """
+        return 0, []
 
     @abstractmethod
     def lines(self, item: dict[str, Any]) -> list[Line]:

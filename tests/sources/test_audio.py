@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from tests.media import heard, tone_of, tones, write_sound, write_video
 
 def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any) -> Audio:
     return Audio(Audio.Spec(path=str(path), **options), wants)
+
+
+def stored(item: Item) -> dict[str, Any]:
+    """The row of an item, as previews get it."""
+    return {**item.row(), "metadata": item.metadata}
 
 
 def read(media: Source) -> dict[str, Item | Reject]:
@@ -129,10 +135,11 @@ def test_sound_for_a_preview(tmp_path):
     write_sound(tmp_path / "a.wav", tones(7))
     media = source(tmp_path, window_seconds=3)
     item = read(media)["a.wav#t=3,6"]
-    sound, rate = media.sound(item.parent_id, item.metadata, 4.0, 4.9)
+    sound, rate, start = media.sound(stored(replace(item, span=("seconds", 4.0, 4.9))))
     assert rate == 16_000 and heard(sound, rate) == pytest.approx(tone_of(4.0), abs=4)
+    assert start == pytest.approx(4.0, abs=0.01)
     with pytest.raises(Unreadable, match="nothing in this window"):
-        media.sound(item.parent_id, item.metadata, 40.0, 41.0)
+        media.sound(stored(replace(item, span=("seconds", 40.0, 41.0))))
 
 
 def test_the_revision_tells_what_changes_the_sound(tmp_path):

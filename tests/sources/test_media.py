@@ -18,7 +18,7 @@ from pipeline.config import SpecError
 from pipeline.schema import Item, Reject
 from pipeline.sources.audio import Audio
 from tests.media import heard, tar
-from tests.sources.test_audio import read, samples
+from tests.sources.test_audio import read, samples, stored
 
 
 def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any) -> Audio:
@@ -134,7 +134,7 @@ def test_a_stored_item_finds_its_file_again(tmp_path):
     (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(600))]))
     media = source(tmp_path)
     item = read(media)["2"]
-    sound, rate = source(tmp_path).sound(item.parent_id, item.metadata, 0.0, 0.5)
+    sound, rate, _ = source(tmp_path).sound(stored(item))
     assert round(heard(sound, rate)) == 600
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject
 from pipeline.sources.video import Video
 from tests.media import every, heard, number_of, tar, tone_of, tones, write_sound, write_video
-from tests.sources.test_audio import read, samples
+from tests.sources.test_audio import read, samples, stored
 
 BOTH = ("frames", "audio")
 
@@ -123,14 +124,15 @@ def test_previews_of_stored_items(tmp_path):
     found = read(media)
     for name in ("clip#t=3,6", "b.mp4#t=3,6"):
         item = next(item for key, item in found.items() if key.startswith(name[:-1]))
-        jpeg = media.picture(item.parent_id, item.metadata, 4.25)
+        jpeg = media.picture(stored(item), 4.25)
         image = np.asarray(Image.open(io.BytesIO(jpeg)))
         assert number_of(image) == 42 and image.shape[0] * image.shape[1] <= 5000
-        sound, rate = media.sound(item.parent_id, item.metadata, 4.0, 4.9)
+        sound, rate, start = media.sound(stored(replace(item, span=("seconds", 4.0, 4.9))))
         assert heard(sound, rate) == pytest.approx(tone_of(4.0), abs=4)
-    silent = write_video(tmp_path / "in/c.mp4", [0, 1])
+        assert start == pytest.approx(4.0, abs=0.01)
+    write_video(tmp_path / "in/c.mp4", [0, 1])
     with pytest.raises(Unreadable, match="no audio track"):
-        media.sound(silent.name, {}, 0, 1)
+        media.sound({"parent_id": "c.mp4", "metadata": {}, "span": {"start": 0, "end": 1}})
 
 
 def test_videos_that_lie_elsewhere(tmp_path):

@@ -1,0 +1,167 @@
+"""Reads media files: by the source stage of the index job, or by bare loops. One side of a figure.
+
+    python -m jobs.bench.media_run ray video FOLDER PROCESSES
+    python -m jobs.bench.media_run bare audio FOLDER PROCESSES
+    python -m jobs.bench.media_run held video FILE 1
+
+The bare loop of videos is decord: it opens a file with one thread, finds the frames that are shown
+at the sampled times and takes them window by window. That of sound is soundfile and soxr. Both run
+in as many processes, which take one file after the other, without Ray, without the process that a
+crash is kept in and without the blocks that frames travel in. The last line is a JSON object: the
+frames or seconds read, and the seconds from the first result to the last of the side (of the bare
+loop: of reading alone). `held` reads one file in this process and says what memory that took.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jobs
+from pipeline.config import Spec
+from pipeline.registry import SOURCES
+
+WANTS = {"video": ("frames",), "audio": ("audio",)}
+FPS, WINDOW_SECONDS, SAMPLE_RATE = 1.0, 30.0, 16_000
+
+
+def main() -> None:
+    """Runs one side and prints what it came to."""
+    side, kind, path, processes = sys.argv[1:]
+    run = {"ray": source_stage, "bare": bare_loops, "held": held}[side]
+    print(json.dumps(run(kind, path, int(processes))))
+
+
+def spec_of(kind: str, path: str) -> Spec:
+    """The source: every window of 30 s, a frame a second or mono sound at 16 kHz."""
+    fields: dict[str, Any] = {"name": kind, "path": path, "window_seconds": WINDOW_SECONDS}
+    if kind == "video":
+        fields |= {"fps": FPS, "num_frames": 64}
+    return SOURCES.resolve(fields)
+
+
+def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The source stage of the index job as it streams; its start is no part of the time."""
+    from pipeline.index import job, listing
+    from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.stage import Resources, from_ipc
+
+    spec = spec_of(kind, path)
+    with tempfile.TemporaryDirectory() as folder, jobs.cluster():
+        listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), WANTS[kind])
+        shards = range(listing.plan(listed, None))
+        for shard in shards:
+            listing.list_shard(listed, shard)
+        configure_ray_data()
+        pool = Resources(num_cpus=1, max_actors=processes)
+        first, amount = None, 0.0
+        for row in rows_of(job.read_stage(listed, shards, 64, pool)):
+            if row is None:
+                continue
+            own = _amount(kind, from_ipc(row["items"]).to_pylist())
+            last = time.perf_counter()
+            if first is None:
+                first = last
+            else:
+                amount += own
+    return {"amount": amount, "seconds": last - first}
+
+
+def _amount(kind: str, items: list[dict[str, Any]]) -> float:
+    """How many frames, or seconds of sound, some items bring."""
+    if kind == "video":
+        return sum(len(item["frames"]) for item in items)
+    return sum(len(item["audio"]["samples"]) / 4 / SAMPLE_RATE for item in items)
+
+
+def bare_loops(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The bare loops; the processes are there and have imported all before the time begins."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(processes + 1)
+    results = context.Queue()
+    taken = context.Value("i", 0)  # files that some loop has begun
+    loops = [
+        context.Process(target=_loop, args=(kind, path, taken, ready, results))
+        for _ in range(processes)
+    ]
+    for loop in loops:
+        loop.start()
+    ready.wait()
+    start = time.perf_counter()
+    amount = sum(results.get() for _ in loops)
+    seconds = time.perf_counter() - start
+    for loop in loops:
+        loop.join()
+    return {"amount": amount, "seconds": seconds}
+
+
+def _loop(kind: str, folder: str, taken: Any, ready: Any, results: Any) -> None:
+    read = {"video": _bare_frames, "audio": _bare_sound}[kind]
+    paths = sorted(str(path) for path in Path(folder).rglob("*.*"))
+    ready.wait()
+    amount = 0.0
+    while True:
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= len(paths):
+            break
+        amount += sum(read(paths[number]))
+    results.put(amount)
+
+
+def _bare_frames(path: str) -> Iterator[float]:
+    import decord
+
+    reader = decord.VideoReader(path, num_threads=1)
+    shown = reader.get_frame_timestamp(range(len(reader)))
+    for start in np.arange(0, shown[-1, 1], WINDOW_SECONDS):
+        end = min(start + WINDOW_SECONDS, shown[-1, 1])
+        times = np.arange(start, end, 1 / FPS)
+        indices = np.unique(np.searchsorted(shown[:, 0], times + 1e-3, side="right") - 1)
+        yield len(reader.get_batch(indices.tolist()).asnumpy())
+
+
+def _bare_sound(path: str) -> Iterator[float]:
+    import soundfile
+    import soxr
+
+    with soundfile.SoundFile(path) as file:
+        block = round(WINDOW_SECONDS * file.samplerate)
+        for samples in file.blocks(block, dtype="float32", always_2d=True):
+            mono = soxr.resample(samples.mean(axis=1), file.samplerate, SAMPLE_RATE)
+            yield len(mono) / SAMPLE_RATE
+
+
+def held(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The most memory of a worker and of its decoding process, over one file."""
+    spec = spec_of(kind, path)
+    source = SOURCES.build(spec, WANTS[kind])
+    (shard,) = source.shards()
+    listed = list(enumerate(source.scan(shard)))
+    amount = 0.0
+    for item in source.decode(shard, listed):
+        amount += _amount(kind, [item.payload])
+    child = source.process._process.pid
+    return {"amount": amount, "worker": _most_held(os.getpid()), "decoder": _most_held(child)}
+
+
+def _most_held(pid: int) -> int:
+    """The most bytes that a process has had in memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -66,8 +66,9 @@ class SoundFile:
 class Track:
     """The audio track of a file that FFmpeg reads: AAC, Opus, any video.
 
-    decord has a reader of tracks too, but it decodes the whole track into memory when it opens it:
-    for 30 minutes in stereo about 600 MB, where this one takes a few.
+    decord has a reader of tracks too, but it decodes the whole track when it opens it: 30 minutes
+    of stereo took 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, where this one takes 17 MB. It also adds
+    up the channels of stereo with a factor of 0.7 instead of their mean.
 
     Args:
         zero: the time stamp, in seconds, that is the file's beginning.
@@ -246,7 +247,7 @@ def read_samples(
     stop = max(0, round((end - at) * sample_rate))
     kept: list[np.ndarray] = []
     position = 0
-    mono = (block.mean(axis=1) for _, block in itertools.chain([first], blocks))
+    mono = (_mono(block) for _, block in itertools.chain([first], blocks))
     for piece in _resampled(mono, sound.sample_rate, sample_rate):
         part = piece[max(0, skip - position) : max(0, stop - position)]
         if len(part):
@@ -256,6 +257,12 @@ def read_samples(
             break
     samples = np.concatenate(kept) if kept else np.zeros(0, np.float32)
     return at + skip / sample_rate, samples
+
+
+def _mono(block: np.ndarray) -> np.ndarray:
+    """The mean of the channels; as a product, which is much faster."""
+    channels = block.shape[1]
+    return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
 
 
 def _resampled(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:

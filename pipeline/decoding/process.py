@@ -32,7 +32,13 @@ RETRYABLE = ("timed out", "out of memory", "unreadable")
 START_SECONDS = 120.0
 #: The C library keeps the memory of an image for the next one. By default it gives blocks of that
 #: size back to the kernel, and a fifth of the time goes into getting and clearing them again.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+#: One heap for all threads: a decoder's threads free what others took, and with a heap for each
+#: the memory of a long video grows by a fifth.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
 #: What the process may be ahead of who reads it.
 PIPE_BYTES = 1 << 20
 
@@ -150,16 +156,15 @@ class DecodingProcess:
         """
         deadline = time.monotonic() + self.limits.seconds
         (length,) = struct.unpack("<Q", self._read(8, deadline))
-        reply = json.loads(self._read(length, deadline))
+        reply = json.loads(bytes(self._read(length, deadline)))
         for name, dtype, shape in reply.pop("bulk", ()):
             size = math.prod(shape) * (np.dtype(dtype).itemsize if dtype else 1)
             data = self._read(size, deadline)
             reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
         return reply
 
-    def _read(self, length: int, deadline: float) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
+    def _read(self, length: int, deadline: float) -> memoryview:
+        view = memoryview(np.empty(length, np.uint8))  # not cleared first: frames are large
         stream = self._process.stdout.fileno()
         done = 0
         with selectors.DefaultSelector() as selector:
@@ -173,7 +178,7 @@ class DecodingProcess:
                     self.stop()
                     raise Unreadable("crashed", f"the library that reads it ended with code {code}")
                 done += some
-        return data
+        return view
 
     def __del__(self) -> None:
         self.stop()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import struct
+from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
 from pipeline.decoding import Unreadable
 from pipeline.decoding.audio import describe, read_windows
-from pipeline.decoding.process import DecodingProcess, Limits
+from pipeline.decoding.process import FILES_A_PROCESS, DecodingProcess, Limits
 from tests.media import every, heard, tone_of, tones, write_sound, write_video
 
 RATE = {"sample_rate": 16_000}
+SAMPLE = Fraction(1, 16_000)
 
 
 def read(path, *windows, rate=16_000):
@@ -135,6 +138,38 @@ def test_a_track_that_begins_late(tmp_path):
     (window,) = read(late, (2, 6))
     assert window["audio_start"] == pytest.approx(3, abs=0.1)
     assert len(window["samples"]) == pytest.approx(3 * 16_000, abs=1600)
+
+
+def test_a_gap_in_a_track_is_silence(tmp_path):
+    path = tmp_path / "a.mka"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=16_000, layout="mono")
+        for second in (0, 1, 4, 5):
+            samples = np.full((1, 16_000), 8000 + 1000 * second, np.int16)
+            frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 16_000, 16_000 * second, SAMPLE
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert describe(str(path))["duration"] == pytest.approx(6)
+    whole, part, pause = read(path, (0, 6), (3.5, 5), (2.5, 3.5))
+    levels = [round(float(x) * 32_768) for x in whole["samples"][8000::16_000]]
+    assert levels == [8000, 9000, 0, 0, 12_000, 13_000]
+    assert part["audio_start"] == pytest.approx(4)
+    assert len(part["samples"]) == 16_000 and part["samples"].min() > 0.3
+    assert isinstance(pause, Unreadable)
+
+
+def test_a_process_is_replaced_before_what_it_keeps_of_files_adds_up(tmp_path):
+    path = str(write_sound(tmp_path / "a.wav", tones(1)))
+    process = DecodingProcess("audio", Limits())
+    process.call("describe", path)
+    first = process._process.pid
+    process.call("describe", path)
+    assert process._process.pid == first
+    process._num_requests = FILES_A_PROCESS
+    assert process.call("describe", path)["duration"] == 1
+    assert process._process.pid != first
+    process.stop()
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.m4a"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,6 +71,15 @@ class Encoder(ABC):
         Work apart from the model that gives the vectors: recognising text and speech.
         """
         return items
+
+    @classmethod
+    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """Sentences for the end of an index job: what was given to the encoder and not used.
+
+        Args:
+            ids: gives those of every item of the index and of their parents, in a stream.
+        """
+        return []
 
     @abstractmethod
     def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:

@@ -7,7 +7,7 @@ default recognisers. A photo without text has nothing to index.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -90,6 +90,19 @@ class Transcript(Encoder):
     def columns_prefix(cls, spec: Spec) -> str:
         """That of the text encoder, whose vectors these are."""
         return spec.text.name
+
+    @classmethod
+    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """How many ids of files that stand in for a recogniser are those of no item."""
+        said = []
+        for field, part in _parts(spec):
+            number, some = _registry(field).load(part.name).unmatched(part, ids())
+            if number:
+                said.append(
+                    f"{field}: {number:,} ids of {part.path} belong to no item: {', '.join(some)}"
+                    + (", ..." if number > len(some) else "")
+                )
+        return said
 
     def prepare(self, items: pa.Table) -> pa.Table:
         """The items with their words in `text` and the columns of `Words`, payload left out."""

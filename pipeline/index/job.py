@@ -175,6 +175,8 @@ def run(
         this.prepare_columns()
         this.stream()
         this.finish()
+        for sentence in ray.get(_remarks.remote(spec)):
+            report(sentence)
         if remove_missing:
             this.remove_missing()
     return progress
@@ -607,6 +609,18 @@ _gone = ray.remote(listing.gone_rows)
 @ray.remote
 def _facts(spec: Spec) -> EncoderFacts:
     return EncoderFacts.of(ENCODERS.build(spec), spec)
+
+
+@ray.remote
+def _remarks(spec: IndexSpec) -> list[str]:
+    def ids() -> Iterator[str]:
+        index = Index(spec.index)
+        for batch in index.batches(["item_id", "parent_id"], batch_rows=65_536):
+            for column in batch.columns:
+                yield from column.to_pylist()
+        yield from index.rejects()["item_id"].to_pylist()
+
+    return ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
 
 
 @ray.remote

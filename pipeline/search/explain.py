@@ -64,8 +64,7 @@ def best_place(text: str, matches: Sequence[Match], *, width: int = 240) -> Plac
     frames the one; the box is around its marked words, the times are from the first to the last.
     """
     best = best_half(matches)
-    marked = merge(span for match in best for span in match.spans)
-    start, end = _densest_window(len(text), list(marked), width)
+    start, end, _ = _shown(text, [span for match in best for span in match.spans], width)
     places = [
         place
         for place in dict.fromkeys(place for match in best for place in match.places)
@@ -118,15 +117,7 @@ def snippet(
     '... ddd [eee] fff'
     """
     text = printable(text)
-    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
-    ranges = merge(ranges)
-    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
-
-    start, end = _densest_window(len(text), marked, width)
-    # Never half a word at either end.
-    start = next((w[1] for w in words if w[0] < start < w[1]), start)
-    end = next((w[0] for w in words if w[0] < end < w[1]), end)
-
+    start, end, marked = _shown(text, ranges, width)
     pieces, done = [], start
     for word_start, word_end in marked:
         if start <= word_start and word_end <= end:
@@ -134,6 +125,20 @@ def snippet(
             done = word_end
     shown = "".join([*pieces, text[done:end]]).strip()
     return " ".join(["..."] * (start > 0) + [shown] + ["..."] * (end < len(text)))
+
+
+def _shown(
+    text: str, ranges: Iterable[Sequence[int]], width: int
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """The stretch of a text with the most marked characters, and every marked word of the text."""
+    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
+    ranges = merge(ranges)
+    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
+    start, end = _densest_window(len(text), marked, width)
+    # Never half a word at either end.
+    start = next((w[1] for w in words if w[0] < start < w[1]), start)
+    end = next((w[0] for w in words if w[0] < end < w[1]), end)
+    return start, end, marked
 
 
 def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:

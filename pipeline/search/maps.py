@@ -329,11 +329,14 @@ def smaller(picture: bytes) -> bytes:
 def write_maps(folder: str, number: int, previews: Previews, map: SimilarityMap) -> list[str]:
     """Writes a hit's maps: of the whole query, of each query token, and the numbers as JSON.
 
+    Words without a place, such as those of a caption, light nothing: the picture is there once.
+
     Returns:
         The names of the files, `<number>.png`, `<number>-<token>-<text>.png`, `<number>.json`.
     """
     files = {f"{number}.png": light(previews, map), f"{number}.json": map.to_json()}
-    for token, text in enumerate(map.query_tokens):
+    has_places = any(word.box or word.times for word in map.words)
+    for token, text in enumerate(map.query_tokens if has_places else []):
         name = re.sub(r"\W+", "_", text)[:20]
         files[f"{number}-{token + 1:02d}-{name}.png"] = light(previews, map, token)
     for name, data in files.items():

@@ -50,7 +50,7 @@ def sign(text: str) -> Image.Image:
 
 
 def write_corpus(folder: Path) -> list[dict[str, Any]]:
-    """Photos with and without text and captions, a talk, a speech, silence; damaged ones of each."""
+    """Photos with text, with captions and without; a talk, a speech, silence; damaged files."""
     for name in ("photos", "clips", "sound"):
         (folder / name).mkdir()
     sign("road closed").save(folder / "photos/sign.png")

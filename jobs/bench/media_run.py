@@ -25,10 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray.data
 
 import jobs
 from pipeline.config import Spec
 from pipeline.registry import SOURCES
+from pipeline.sources import items_table
+from pipeline.stage import Unit
 
 WANTS = {"video": ("frames",), "audio": ("audio",)}
 FPS, WINDOW_SECONDS, SAMPLE_RATE = 1.0, 30.0, 16_000
@@ -53,7 +58,7 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     """The source stage of the index job as it streams; its start is no part of the time."""
     from pipeline.index import job, listing
     from pipeline.index.session import configure_ray_data, rows_of
-    from pipeline.stage import Resources, from_ipc
+    from pipeline.stage import Resources
 
     spec = spec_of(kind, path)
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
@@ -63,24 +68,39 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
             listing.list_shard(listed, shard)
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
-        first, amount = None, 0.0
-        for row in rows_of(job.read_stage(listed, shards, 64, pool)):
-            if row is None:
-                continue
-            own = _amount(kind, from_ipc(row["items"]).to_pylist())
-            last = time.perf_counter()
-            if first is None:
-                first = last
-            else:
-                amount += own
-    return {"amount": amount, "seconds": last - first}
+        # What comes next in the index job is an actor that is handed the blocks.
+        counted = job.read_stage(listed, shards, 64, pool).map_batches(
+            Count,
+            fn_constructor_kwargs={"kind": kind},
+            batch_size=1,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=0,
+        )
+        rows = [row for row in rows_of(counted) if row is not None]
+    ends = sorted((row["when"], row["amount"]) for row in rows)
+    amount = sum(amount for _, amount in ends[1:])
+    return {"amount": amount, "seconds": ends[-1][0] - ends[0][0]}
 
 
-def _amount(kind: str, items: list[dict[str, Any]]) -> float:
+class Count:
+    """Says of each unit how much it brings, and when it came."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        items = Unit.unpack(block, 0).items
+        return pa.table({"when": [time.time()], "amount": [_amount(self.kind, items)]})
+
+
+def _amount(kind: str, items: pa.Table) -> float:
     """How many frames, or seconds of sound, some items bring."""
     if kind == "video":
-        return sum(len(item["frames"]) for item in items)
-    return sum(len(item["audio"]["samples"]) / 4 / SAMPLE_RATE for item in items)
+        return float(pc.sum(pc.list_value_length(items["frames"])).as_py())
+    samples = pc.struct_field(items["audio"], "samples")
+    return pc.sum(pc.binary_length(samples)).as_py() / 4 / SAMPLE_RATE
 
 
 def bare_loops(kind: str, path: str, processes: int) -> dict[str, Any]:
@@ -150,7 +170,7 @@ def held(kind: str, path: str, processes: int) -> dict[str, Any]:
     listed = list(enumerate(source.scan(shard)))
     amount = 0.0
     for item in source.decode(shard, listed):
-        amount += _amount(kind, [item.payload])
+        amount += _amount(kind, items_table([item], source.payload))
     child = source.process._process.pid
     return {"amount": amount, "worker": _most_held(os.getpid()), "decoder": _most_held(child)}
 

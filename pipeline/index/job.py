@@ -24,6 +24,7 @@ from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
+from pipeline.decoding.process import keep_memory
 from pipeline.index import listing
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
@@ -550,6 +551,7 @@ def read_stage(
     """The units that are to be done of some shards, each a packed row, read in tasks."""
 
     def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+        keep_memory()
         start = time.perf_counter()
         for shard in block["shard"]:
             for unit in listing.read_units(listing_job, int(shard), unit_items):

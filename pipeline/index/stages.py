@@ -426,7 +426,7 @@ class WriteFragments:
         row = {
             "fragments": json.dumps([fragment.to_json() for fragment in fragments]),
             "about": json.dumps(about),
-            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])),
+            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
         }
         return pa.Table.from_pylist([row], schema=WRITTEN)
 

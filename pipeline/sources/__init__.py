@@ -108,7 +108,7 @@ def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
     """A table of items with the columns of `ITEM` and of `payload`.
 
     Equal to `pa.Table.from_pylist` of their rows, but arrays (N, D) in a payload column of vectors
-    are copied as they are, without a Python object for each number.
+    and Arrow arrays in one of lists are taken as they are, without a Python object for each number.
 
     >>> vectors = pa.field("vectors", pa.list_(pa.list_(pa.float32(), 2)))
     >>> item = Item("a", "a", "s", "text", "r", payload={"vectors": np.ones((1, 2), np.float32)})
@@ -118,10 +118,17 @@ def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
     table = pa.Table.from_pylist([replace(item, payload={}).row() for item in items], ITEM)
     for field in payload:
         values = [item.payload.get(field.name) for item in items]
-        is_vectors = bool(values) and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values)
-        column = _vectors_column(values, field.type) if is_vectors else pa.array(values, field.type)
-        table = table.append_column(field, column)
+        table = table.append_column(field, _column(values, field.type))
     return table
+
+
+def _column(values: list[Any], type: pa.DataType) -> pa.Array:
+    if values and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values):
+        return _vectors_column(values, type)
+    if values and all(isinstance(v, pa.Array) for v in values):
+        ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
+        return pa.ListArray.from_arrays(pa.array(ends), pa.concat_arrays(values)).cast(type)
+    return pa.array(values, type)
 
 
 def _vectors_column(arrays: Sequence[np.ndarray], type: pa.ListType) -> pa.Array:

@@ -31,6 +31,7 @@ class Audio(WindowSource):
     gives = ("item_id", "audio")
     suffixes = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus")
     module = "audio"
+    files_per_shard = 16
     modality = "audio"
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):

@@ -84,6 +84,7 @@ class Images(MediaSource):
     containers = (ARCHIVE, manifests.TABLE)
     lists = (*manifests.LINES, manifests.ONE_VALUE)
     module = "image"
+    files_per_shard = 256
     opens_to_list = False
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):

@@ -28,7 +28,6 @@ from pipeline.sources.files import escaped, existing_root, folder_of, open_root,
 
 ARCHIVE = ".tar"
 #: A shard is a task's work: some files, few enough that tasks end at about the same time.
-FILES_PER_SHARD = 256
 BYTES_PER_SHARD = 64 << 20
 #: What stands beside a sample of an archive is small: captions, metadata.
 SIDECAR_BYTES = 1 << 20
@@ -93,6 +92,7 @@ class MediaSource(Source):
     containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)  # what holds files
     lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
     module: ClassVar[str]  # of `pipeline.decoding`
+    files_per_shard: ClassVar[int]
     opens_to_list: bool  # whether only decoding tells what items a file holds
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
@@ -155,7 +155,7 @@ class MediaSource(Source):
                 yield from self.shards_of(file, num_bytes)
                 continue
             size += num_bytes or 0
-            if group and (len(group) == FILES_PER_SHARD or size > BYTES_PER_SHARD):
+            if group and (len(group) == self.files_per_shard or size > BYTES_PER_SHARD):
                 yield {"files": group}
                 group, size = [], num_bytes or 0
             group.append((file, num_bytes))

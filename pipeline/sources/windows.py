@@ -18,7 +18,7 @@ from pipeline.sources.media import MediaFile, MediaSource, MediaSpec
 #: What is left behind the last window is one of its own from this length on; less is joined to it.
 LEAST_SECONDS = 1.0
 #: What the undecoded payload of the items of a unit may take in memory together.
-UNIT_BYTES = 256 << 20
+UNIT_BYTES = 128 << 20
 
 
 class WindowSpec(MediaSpec):

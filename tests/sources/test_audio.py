@@ -174,7 +174,7 @@ def test_few_items_are_in_memory_together():
     def most(**options: Any) -> int:
         return source("x", **options).max_unit_items
 
-    assert most() * 30 * 16_000 * 4 <= 256 << 20 < (most() + 1) * 30 * 16_000 * 4
+    assert most() * 30 * 16_000 * 4 <= 128 << 20 < (most() + 1) * 30 * 16_000 * 4
     assert most(window_seconds=86_400) == 1
     assert most(window_seconds=None) == 1
     assert source("x", ("item_id",)).max_unit_items == Source.max_unit_items

@@ -123,10 +123,10 @@ class Item:
     span: tuple[str, float, float] | None = None
     title: str | None = None
     text: str | None = None
-    caption: str | None = None
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
-    handle: Any = None  # of the source that lists and decodes it; not stored
+    caption: str | None = None
+    handle: Any = None  # where the source found it, a JSON value; not stored
 
     def row(self) -> dict[str, Any]:
         """The item as a row for `pa.Table.from_pylist`."""

@@ -247,13 +247,10 @@ def chain(
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:
-    """A table as an Arrow stream, copied once: frames of a video are many bytes.
-
-    In memory of the C library, which a process that reads keeps (`decoding.process.keep_memory`).
-    """
+    """A table as an Arrow stream, copied once: frames of a video are many bytes."""
     measure = pa.MockOutputStream()
     _write_stream(measure, table)
-    buffer = pa.allocate_buffer(measure.size(), memory_pool=pa.system_memory_pool())
+    buffer = pa.allocate_buffer(measure.size())
     _write_stream(pa.FixedSizeBufferWriter(buffer), table)
     return buffer
 

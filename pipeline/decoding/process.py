@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from pydantic import Field
 
 import pipeline
@@ -188,7 +189,7 @@ class DecodingProcess:
 
 
 def keep_memory() -> None:
-    """Lets this process keep the memory of large results for the next ones.
+    """Lets this process keep the memory of large results, Arrow's too, for the next ones.
 
     Asking the kernel for the memory of the frames of a window, and having it cleared, can take as
     long as a fifth of decoding them. Does nothing where the C library cannot.
@@ -197,6 +198,7 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        pa.set_memory_pool(pa.system_memory_pool())
 
 
 def decoding_process(module: str, limits: Limits) -> DecodingProcess:

@@ -106,6 +106,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     dataset = _dataset(part(job.index, ITEMS))
     rejected = _dataset(part(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
+    kept: list[list[Any]] = []
     unlisted: list[Reject] = []
     solved: list[str] = []
     for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
@@ -118,6 +119,8 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
             status, fragment = _status(item, stored.get(item.item_id), known)
             if status == DONE:
                 done.append(item.item_id)
+            if source.keeps_listing:
+                kept.append([position, vars(item)])
             columns["position"].append(position)
             columns["hash"].append(id_hash(item.item_id))
             columns["status"].append(status)
@@ -125,6 +128,9 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
         solved += _ids_among(rejected, done)
     table = pa.table(columns, schema=LISTED)
     _write_table(job.file("listed", shard), table)
+    if source.keeps_listing:
+        with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
+            json.dump(kept, file, default=str)
     hashes = [id_hash(reject.item_id) for reject in unlisted]
     _write_table(job.file("unlisted", shard), pa.table({"hash": pa.array(hashes, pa.uint64())}))
     known = _known_rejects(rejected, [reject.item_id for reject in unlisted], job)
@@ -201,7 +207,7 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
         (rows.pop(), position, entry)
-        for position, entry in _scan(source, description)
+        for position, entry in _listed(job, source, shard, description)
         if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
     ]
     wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
@@ -295,7 +301,7 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
         description = _read_json(job.file("shards", shard))
         wanted = [
             (p, entry)
-            for p, entry in _scan(source, description)
+            for p, entry in _listed(job, source, shard, description)
             if p in chosen and isinstance(entry, Item)
         ]
         decoded = source.decode(description["shard"], wanted)
@@ -322,6 +328,17 @@ def preview(
         if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
             sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
     return items_table(sample, source.payload), num_items, rejects
+
+
+def _listed(
+    job: ListingJob, source: Source, shard: int, described: dict[str, Any]
+) -> Iterator[tuple[int, Item | Reject]]:
+    """The entries of a shard that was listed, with their positions: as kept, else listed anew."""
+    if not source.keeps_listing:
+        yield from _scan(source, described)
+        return
+    for position, fields in _read_json(job.file("items", shard)):
+        yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
 
 
 def _scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:

@@ -33,6 +33,7 @@ class Source(ABC):
     Spec: ClassVar[type[Spec]]
     gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
+    keeps_listing: bool = False  # whether listing anew takes longer than reading what was listed
     max_unit_items: int = 1_000_000  # decoded items that may be in memory together
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):

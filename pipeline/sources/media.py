@@ -11,7 +11,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar, Literal
 
@@ -93,6 +93,7 @@ class MediaSource(Source):
     lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
     module: ClassVar[str]  # of `pipeline.decoding`
     files_per_shard: ClassVar[int]
+    keeps_listing = True
     opens_to_list: bool  # whether only decoding tells what items a file holds
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
@@ -208,7 +209,7 @@ class MediaSource(Source):
             where["bytes"] = [file.offset, file.size]
         if file.row is not None:
             where["row"] = file.row
-        return replace(item, handle=file, metadata={**(item.metadata or {}), **where})
+        return replace(item, handle=asdict(file), metadata={**(item.metadata or {}), **where})
 
     def file_of(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
         """The file of a stored item."""
@@ -299,12 +300,13 @@ class MediaSource(Source):
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
         """Decodes the wanted items, each file brought here once."""
-        for _, group in itertools.groupby(items, lambda entry: entry[1].handle.id):
+        for _, group in itertools.groupby(items, lambda entry: entry[1].handle["id"]):
             own = [item for _, item in group]
+            file = MediaFile(**own[0].handle)
             given = 0
             try:
-                with self.local(own[0].handle) as path:
-                    results = self.decode_file(own[0].handle, path, own)
+                with self.local(file) as path:
+                    results = self.decode_file(file, path, own)
                     for item, result in zip(own, results, strict=True):
                         is_bad = isinstance(result, Unreadable)
                         yield (

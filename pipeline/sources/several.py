@@ -47,6 +47,11 @@ class Several(Source):
         super().__init__(spec, wants)
         self._sources: list[Source] = [SOURCES.build(s, wants) for s in spec.sources]
 
+    @property
+    def keeps_listing(self) -> bool:
+        """Whether that is so for one of them."""
+        return any(source.keeps_listing for source in self._sources)
+
     @classmethod
     def parts(cls, spec: Spec) -> list[config.Spec]:
         """The specs of its sources."""

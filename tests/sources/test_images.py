@@ -214,7 +214,7 @@ def test_samples_of_an_archive(tmp_path):
     assert reasons(found) == {"e": "damaged sidecar"}
     assert found["b"].title == "Cats"
     metadata = {"licence": 4, "own_file": "x", "text": "more", "num_captions": 1}
-    where = {"file": "0.tar", "bytes": [found["b"].handle.offset, len(PNG)]}
+    where = {"file": "0.tar", "bytes": [found["b"].handle["offset"], len(PNG)]}
     assert found["b"].metadata == {**metadata, "width": 30, "height": 20, **where}
     assert found["c"].metadata["url"] == "u"
 

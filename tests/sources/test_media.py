@@ -83,7 +83,7 @@ def test_shards_are_small_enough_to_share_the_work(tmp_path):
     shards = list(source(tmp_path).shards())
     assert {"archive": "b.tar"} in shards
     files = [shard["files"] for shard in shards if "files" in shard]
-    assert [len(group) for group in files] == [256, 256, 88]
+    assert [len(group) for group in files] == [16] * 37 + [8]
     assert len({name for name, _ in itertools.chain(*files)}) == 600
 
 

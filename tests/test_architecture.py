@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
 ORDER = [
     ("config",),
-    ("atomic",),
+    ("atomic", "checkpoint"),
     ("schema",),
     ("registry",),
     ("tokens", "decoding"),

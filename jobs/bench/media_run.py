@@ -15,7 +15,6 @@ loop: of reading alone). `held` reads one file in this process and says what mem
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -24,12 +23,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import decord
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
+import soundfile
+import soxr
 
 import jobs
+from jobs.bench.loops import run_loops
 from pipeline.config import Spec
 from pipeline.registry import SOURCES
 from pipeline.sources import items_table
@@ -104,44 +107,16 @@ def _amount(kind: str, items: pa.Table) -> float:
 
 
 def bare_loops(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """The bare loops; the processes are there and have imported all before the time begins."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(processes + 1)
-    results = context.Queue()
-    taken = context.Value("i", 0)  # files that some loop has begun
-    loops = [
-        context.Process(target=_loop, args=(kind, path, taken, ready, results))
-        for _ in range(processes)
-    ]
-    for loop in loops:
-        loop.start()
-    ready.wait()
-    start = time.perf_counter()
-    amount = sum(results.get() for _ in loops)
-    seconds = time.perf_counter() - start
-    for loop in loops:
-        loop.join()
-    return {"amount": amount, "seconds": seconds}
+    """The bare loops over the files of a folder."""
+    paths = sorted(str(file) for file in Path(path).rglob("*.*"))
+    return run_loops(_read_bare, paths, kind, processes)
 
 
-def _loop(kind: str, folder: str, taken: Any, ready: Any, results: Any) -> None:
-    read = {"video": _bare_frames, "audio": _bare_sound}[kind]
-    paths = sorted(str(path) for path in Path(folder).rglob("*.*"))
-    ready.wait()
-    amount = 0.0
-    while True:
-        with taken.get_lock():
-            number = taken.value
-            taken.value += 1
-        if number >= len(paths):
-            break
-        amount += sum(read(paths[number]))
-    results.put(amount)
+def _read_bare(path: str, kind: str) -> float:
+    return sum({"video": _bare_frames, "audio": _bare_sound}[kind](path))
 
 
 def _bare_frames(path: str) -> Iterator[float]:
-    import decord
-
     reader = decord.VideoReader(path, num_threads=1)
     shown = reader.get_frame_timestamp(range(len(reader)))
     for start in np.arange(0, shown[-1, 1], WINDOW_SECONDS):
@@ -152,9 +127,6 @@ def _bare_frames(path: str) -> Iterator[float]:
 
 
 def _bare_sound(path: str) -> Iterator[float]:
-    import soundfile
-    import soxr
-
     with soundfile.SoundFile(path) as file:
         block = round(WINDOW_SECONDS * file.samplerate)
         for samples in file.blocks(block, dtype="float32", always_2d=True):

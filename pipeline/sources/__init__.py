@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from pipeline.config import Spec
 from pipeline.decoding import Unreadable
+from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
 
 #: The reason of items that have nothing to see or to hear.
@@ -83,6 +84,24 @@ class Source(ABC):
             items: (position in the scan of this shard, rejects counted; item), positions ascending.
         """
         yield from (item for _, item in items)
+
+    def reject(
+        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
+    ) -> Reject:
+        """What is said of an item that cannot be read."""
+        if isinstance(error, Unreadable):
+            reason, detail = error.reason, error.detail
+        else:
+            reason, detail = "unreadable", str(error).encode("utf-8", "backslashreplace").decode()
+        return Reject(
+            item_id=item_id,
+            source=self.collection,
+            stage=stage,
+            reason=reason,
+            detail=detail[:500],
+            revision=revision,
+            retryable=reason in RETRYABLE,
+        )
 
     def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """What a stored item looks like, as an encoded picture: for previews.

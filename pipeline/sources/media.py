@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.decoding.process import RETRYABLE, DecodingProcess, Limits, decoding_process
+from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
@@ -337,24 +337,6 @@ class MediaSource(Source):
         fs, place = self.place_of(file)
         with fs.open(place, "rb") as stream:
             yield stream if file.offset is None else Part(stream, file.offset, file.size)
-
-    def reject(
-        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
-    ) -> Reject:
-        """What is said of an item that cannot be read."""
-        if isinstance(error, Unreadable):
-            reason, detail = error.reason, error.detail
-        else:
-            reason, detail = "unreadable", escaped(str(error))
-        return Reject(
-            item_id=item_id,
-            source=self.collection,
-            stage=stage,
-            reason=reason,
-            detail=detail[:500],
-            revision=revision,
-            retryable=reason in RETRYABLE,
-        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.decoding.process import RETRYABLE, DecodingProcess, Limits, decoding_process
+from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
@@ -177,7 +177,7 @@ class Pages(Source):
                 revision = self._revision(path)
                 about = self._process.call("describe", path)
         except (Unreadable, OSError) as error:
-            yield self._reject(escaped(file), revision, error, "list")
+            yield self.reject(escaped(file), revision, error, "list")
             return
         for number in range(1, about["num_pages"] + 1):
             yield Item(
@@ -209,35 +209,18 @@ class Pages(Source):
                     given += 1
         except OSError as error:  # of the storage
             for item in items[given:]:
-                yield self._reject(item.item_id, item.revision, error, "decode")
+                yield self.reject(item.item_id, item.revision, error, "decode")
 
     def _item(self, item: Item, page: dict[str, Any] | Unreadable) -> Item | Reject:
         if isinstance(page, Unreadable):
-            return self._reject(item.item_id, item.revision, page, "decode")
+            return self.reject(item.item_id, item.revision, page, "decode")
         text = page["text"]
         image = page.get("image")
         if not text and not image:
             reason = "no text layer" if page["num_objects"] else "empty page"
-            return self._reject(item.item_id, item.revision, Unreadable(reason), "decode")
+            return self.reject(item.item_id, item.revision, Unreadable(reason), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
         there = {**page, "scan": None if text else image}
         payload = {name: there[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
-
-    def _reject(
-        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
-    ) -> Reject:
-        if isinstance(error, Unreadable):
-            reason, detail = error.reason, error.detail
-        else:
-            reason, detail = "unreadable", escaped(str(error))
-        return Reject(
-            item_id=item_id,
-            source=self.collection,
-            stage=stage,
-            reason=reason,
-            detail=detail,
-            revision=revision,
-            retryable=reason in RETRYABLE,
-        )

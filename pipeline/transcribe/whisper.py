@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
 import numpy as np
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import field_validator
 from transformers import (
     AutomaticSpeechRecognitionPipeline,
@@ -20,6 +17,7 @@ from transformers import (
 )
 
 from pipeline import config
+from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
 from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
@@ -135,20 +133,8 @@ class Whisper(Recogniser):
 
 
 def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
-    """The checkpoint's folder; `hub_files` of a model on the hub are downloaded if need be."""
-    if Path(spec.model).is_dir():
-        return Path(spec.model)
     legal = "the path of an existing folder, or the hub name of a Whisper model"
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", spec.model):
-        raise SpecError("model", spec.model, legal, "is not a folder")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            spec.model, revision=spec.revision, allow_patterns=hub_files
-        )
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"is not a folder, and the hub does not give it ({type(error).__name__})"
-        raise SpecError("model", spec.model, legal, problem) from None
-    return Path(folder)
+    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
 
 
 def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> GenerationConfig:

@@ -40,6 +40,8 @@ SCORES: tuple[str, ...] = get_args(Score)
 
 #: Queries scored at once: bounds the (queries, items) score matrix of a long list.
 QUERY_BATCH = 64
+#: Filters whose items are known: 8 bytes an item each.
+KEPT_FILTERS = 16
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Searcher:
     def __init__(self, index: Index):
         self.index = index
         self._packed: dict[str, PackedVectors] = {}
+        self._filtered: dict[str, np.ndarray] = {}
         self._encoders: dict[str, Encoder] = {}
 
     def search(
@@ -283,12 +286,17 @@ class Searcher:
         """The ascending positions of the items that a filter lets through; None for all."""
         if where is None:
             return None
+        if where in self._filtered:  # the version does not change
+            return self._filtered[where]
         try:
             through = self.index.dataset.to_table(columns=["item_id"], filter=where)["item_id"]
         except (ValueError, OSError) as error:
             raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
         let_through = pc.is_in(self._ids["item_id"], value_set=through)
-        return np.flatnonzero(let_through.to_numpy())
+        while len(self._filtered) >= KEPT_FILTERS:
+            del self._filtered[next(iter(self._filtered))]
+        self._filtered[where] = np.flatnonzero(let_through.to_numpy())
+        return self._filtered[where]
 
     def _vectors(self, column: str) -> PackedVectors:
         """The vectors of a representation, or of the pooled ones, read once."""

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jobs
+from pipeline.config import SpecError
 from pipeline.schema import Hit, Place
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
@@ -47,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
     parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")
-    parser.add_argument("--documents", metavar="FOLDER", help="where the files of the hits lie now")
+    parser.add_argument(
+        "--documents",
+        metavar="[COLLECTION=]FOLDER",
+        action="append",
+        default=[],
+        help="where the files of the hits lie now; may stand several times",
+    )
     args = parser.parse(arguments)
     if args.save_maps and (args.run or args.queries):
         parser.error("--save-maps is for one query, without --run")
@@ -104,18 +111,32 @@ def write_maps(
     hits: Sequence[Hit],
     representation: str,
     folder: str,
-    documents: str | None,
+    documents: Sequence[str],
 ) -> None:
-    """Writes the similarity maps of hits and says where."""
+    """Writes the similarity maps of hits and says where, or why a hit has none.
+
+    Raises:
+        SpecError: no hit has one; as the first says.
+    """
     from pipeline.search import maps
     from pipeline.search.explain import printable
 
-    previews = maps.Previews(searcher.index, documents)
+    moved = (named.rpartition("=") for named in documents)
+    previews = maps.Previews(searcher.index, {name: where for name, _, where in moved})
+    errors = []
     for hit in hits:
-        map = maps.similarity_map(searcher, query, hit.item_id, representation)
-        maps.write_maps(folder, hit.rank, previews, map)
+        try:
+            map = maps.similarity_map(searcher, query, hit.item_id, representation)
+            maps.write_maps(folder, hit.rank, previews, map)
+        except SpecError as error:
+            errors.append(error)
+            if len(errors) < len(hits):
+                print(f"map {hit.rank}: none; {error}")
+            continue
         best = map.best_word()
         print(f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {printable(best.text)}")
+    if errors and len(errors) == len(hits):
+        raise errors[0]
 
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:

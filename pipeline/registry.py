@@ -115,6 +115,8 @@ BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 
 def _resolve_source(value: Any) -> Spec:
     """A source, or a list of sources that are read as one."""
+    if value == []:
+        raise SpecError("", [], "a source, or a list of at least one")
     return SOURCES.resolve(
         {"name": "several", "sources": value} if isinstance(value, list) else value
     )

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from pipeline import config
-from pipeline.config import within
+from pipeline.config import SpecError, within
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.registry import OCR, SPEECH, OcrSpec, SpeechSpec
@@ -67,7 +67,10 @@ class Transcript(Encoder):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the model or a recogniser is not there."""
+        """Raises `SpecError` if the model or a recogniser is not there, or none is named."""
+        if not _parts(spec):
+            legal = "a recogniser of text here or of speech in `speech`, or the encoder minilm"
+            raise SpecError("ocr", None, legal, "leaves nothing to recognise")
         cls.check_queries(spec)
         for field, part in _parts(spec):
             with within(field):

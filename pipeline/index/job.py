@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveFloat
@@ -486,7 +487,10 @@ class Run:
             self.writer.commit(pending.fragments, pending.replaced)
         else:
             self.writer.renew()  # rejects only: still, nobody without the lease writes
-        self.writer.set_rejects(pa.concat_tables(pending.rejects), pending.item_ids)
+        rejects = pa.concat_tables(pending.rejects)
+        spec = pc.fill_null(rejects["spec"], self.listing.spec_digest)  # stages do not know it
+        rejects = rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)
+        self.writer.set_rejects(rejects, pending.item_ids)
         progress = self.progress
         num_replaced = sum(map(len, pending.replaced.values()))
         progress.new += pending.num_items - num_replaced

@@ -35,6 +35,8 @@ from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 #: Padded numbers in one batch of a compressing actor: 256 MiB of float32.
 COMPRESS_NUMBERS = 1 << 26
 
+#: How the reason begins of an item that has nothing of what is encoded.
+NOTHING = "nothing to index"
 #: What is wrong with items, by their row.
 Problems = dict[int, str]
 
@@ -56,7 +58,7 @@ class Encode(Stage):
     def setup(self) -> None:
         self._encoder = ENCODERS.build(self.spec)
         why = self._encoder.nothing if "content" in self.aspects else "no caption"
-        self.nothing = f"nothing to index: {why}"
+        self.nothing = f"{NOTHING}: {why}"
 
     def prepare(self, items: pa.Table) -> pa.Table:
         """The items with all that the encoder reads."""
@@ -277,7 +279,10 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     item_id, source, revision = (
         items[name][row].as_py() for name in ("item_id", "source", "revision")
     )
-    return Reject(item_id, source, "encode", problem, revision=revision)
+    detail = ""
+    if problem.startswith(NOTHING) and items["caption"][row].is_valid:
+        detail = "it has a caption, which a representation `of: caption` would hold"
+    return Reject(item_id, source, "encode", problem, detail, revision)
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,11 +148,12 @@ class Previews:
     """What the items of an index look and sound like, from the files that its jobs read.
 
     Args:
-        documents: where the files lie now, if not where the jobs found them.
+        documents: where the files of a collection lie now, if not where the jobs found them; under
+            "", those of all others.
     """
 
-    def __init__(self, index: Index, documents: str | None = None):
-        self.index, self._documents = index, documents
+    def __init__(self, index: Index, documents: Mapping[str, str] | None = None):
+        self.index, self._documents = index, documents or {}
         self._sources: dict[str, Source] = {}
 
     def picture(self, item_id: str, seconds: float | None = None) -> bytes:
@@ -185,19 +186,20 @@ class Previews:
                 legal = "a page, a photo, a video or a sound"
                 raise SpecError("item_id", item_id, legal, error.detail) from None
             problem = f"has no readable {item['parent_id']} ({first_line(error)})"
-            legal = "the folder where the documents lie now (--documents)"
+            legal = f"where they lie now: --documents {item['source']}=FOLDER"
             raise SpecError("documents", source.spec.path, legal, problem) from None
 
     def _source(self, collection: str) -> Source:
         if collection not in self._sources:
             spec = next((s for s in self._specs() if collection in _collections(s)), None)
+            moved = self._documents.get(collection, self._documents.get(""))
             if spec is None:
                 legal = f"the folder of the collection {collection}"
-                raise SpecError("documents", self._documents, legal, "is not known")
-            if self._documents:
+                raise SpecError("documents", moved, legal, "is not known")
+            if moved:
                 with within("documents"):
-                    existing_root(absolute(self._documents))
-                spec = spec.model_copy(update={"path": absolute(self._documents)})
+                    existing_root(absolute(moved))
+                spec = spec.model_copy(update={"path": absolute(moved)})
             self._sources[collection] = SOURCES.build(spec)
         return self._sources[collection]
 

@@ -26,6 +26,8 @@ from pipeline.sources.text import parse_line
 PICTURE_FIELDS = ("image", "file_name", "path")
 CAPTION_FIELDS = ("captions", "caption", "text")
 CAPTION_SUFFIXES = (".txt", ".caption")
+#: Recognising their text takes seconds each: what is done shows, and is committed, sooner.
+SCANS_AT_ONCE = 8
 #: Of a few megabytes each.
 PICTURES_AT_ONCE = 64
 #: What finds a stored item's file again: a manifest's fields of these names get another one.
@@ -93,6 +95,8 @@ class Images(MediaSource):
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """How many pictures may be in memory together; captions alone take next to none."""
+        if "scan" in self.wants:
+            return SCANS_AT_ONCE
         return PICTURES_AT_ONCE if self.payload.names else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
@@ -119,7 +123,9 @@ class Images(MediaSource):
             raise SpecError("path", self.spec.path, "a manifest of at least one row", "is empty")
         if self.spec.images:
             try:
-                existing_root(self.spec.images)
+                fs, folder = existing_root(self.spec.images)
+                if not fs.isdir(folder):
+                    raise SpecError("path", self.spec.images, "a folder", "is a file")
             except SpecError as error:
                 raise SpecError("images", error.value, error.legal, error.problem) from None
 

@@ -273,7 +273,7 @@ class MediaSource(Source):
 
     def _broken(self, archive: str, problem: Broken) -> Reject:
         where = problem.name or f"byte {problem.offset}"
-        error = Unreadable("damaged archive", problem.detail)
+        error = Unreadable(problem.reason, problem.detail)
         return self.reject(escaped(f"{archive}/{where}"), "", error, "list")
 
     def _key(self, member: Member) -> str:
@@ -356,11 +356,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Broken:
-    """A stretch of an archive that cannot be read, or a member (`name`) that is cut off."""
+    """A stretch of an archive, or a member (`name`), that cannot be read."""
 
     offset: int
     detail: str
     name: str = ""
+    reason: str = "damaged archive"
 
 
 class Part:
@@ -389,7 +390,7 @@ class Part:
 
 
 def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
-    """The regular files of a tar archive in order; damaged stretches between them are told.
+    """The regular files of a tar archive in order; links and damaged stretches are told.
 
     A reader of tar files takes a damaged header for the end. Here the search goes on, block by
     block, and what was skipped is reported if it is more than zeros.
@@ -420,6 +421,9 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
         end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if not member.isreg():
             end = member.offset_data
+            if not member.isdir():
+                detail = f"leads to {escaped(member.linkname)}" if member.linkname else ""
+                yield Broken(member.offset, detail, escaped(member.name), "no file of its own")
         elif member.offset_data + member.size > size:
             yield Broken(member.offset, "the archive ends before the member does", member.name)
             return

@@ -27,6 +27,9 @@ SUFFIX = ".pdf"
 #: A shard is a task's work: some documents, few enough that tasks end at about the same time.
 FILES_PER_SHARD = 8
 BYTES_PER_SHARD = 16 << 20
+#: Pages whose text has to be recognised take seconds each: what is done shows, and is committed,
+#: sooner in small units.
+SCANS_AT_ONCE = 16
 
 
 class Pages(Source):
@@ -75,6 +78,8 @@ class Pages(Source):
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
+        if "scan" in wants:
+            self.max_unit_items = SCANS_AT_ONCE
         self.payload = pa.schema(
             [column for kind in self.gives if kind in wants for column in PAYLOAD[kind]]
         )

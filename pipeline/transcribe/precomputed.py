@@ -202,7 +202,8 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
     if not found:
-        raise SpecError("path", spec.path, "an existing file or folder", "does not exist")
+        legal = "a file, or a folder that holds one"
+        raise SpecError("path", spec.path, legal, "does not exist or holds nothing")
     is_file = list(found) == [root]
     if not (is_file and spec.form):  # a file whose form is told may have any name
         found = {path: about for path, about in found.items() if path.lower().endswith(endings)}

@@ -41,6 +41,8 @@ class Rapid(Recogniser):
             recognition: an ONNX file of a PP-OCR model that reads them, for another script.
             characters: its characters, one a line, if the ONNX file does not hold them itself.
             min_confidence: lines that are less sure are left out.
+            upside_down: also read lines that stand on their heads; short lines that do not are then
+                sometimes turned.
             max_side: a picture with a longer side is made smaller.
             min_change: a frame is read only if it differs so much from the last one that was
                 read, in the 32 x 32 pixels that differ most; 0 to 1.
@@ -51,6 +53,7 @@ class Rapid(Recogniser):
         recognition: config.Uri | None = None
         characters: config.Uri | None = None
         min_confidence: float = Field(0.5, ge=0, le=1)
+        upside_down: bool = False
         max_side: int = Field(2000, ge=64, le=16384)
         min_change: float = Field(0.02, ge=0, le=1)
 
@@ -70,6 +73,7 @@ class Rapid(Recogniser):
                 # Lines that are not sure are left out here: it loses count of its boxes.
                 "Global.text_score": 0.0,
                 "Global.max_side_len": spec.max_side,
+                "Global.use_cls": spec.upside_down,
                 "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
                 **{name: path for name, path in paths.items() if path},

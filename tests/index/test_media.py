@@ -70,6 +70,10 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     shutil.copy(ROOT / "jobs/data/speech/jfk.flac", folder / "sound")
     soundfile.write(folder / "sound/silence.wav", np.zeros(16_000), 16_000)
     (folder / "sound/empty.wav").touch()
+    return sources_of(folder)
+
+
+def sources_of(folder: Path) -> list[dict[str, Any]]:
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 0.25}
     return [
         {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"},
@@ -105,6 +109,12 @@ def test_what_cannot_be_indexed_says_why(uri):
         "silence.wav#t=0,1": NOTHING,
         "empty.wav": "empty file",
     }
+
+
+def test_what_has_nothing_is_not_recognised_again(uri, folder):
+    progress, said = run(uri, sources_of(folder), "transcript", FULL, CAPTION)
+    assert (progress.to_do, progress.commits, progress.rejected_before) == (0, 0, 6)
+    assert said[-1].startswith("listed 11 = indexed 5 (0 new")
 
 
 def test_a_spoken_phrase_is_found_with_its_time(uri):

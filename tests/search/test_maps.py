@@ -111,13 +111,19 @@ def test_what_has_no_map(uri, tmp_path):
         similarity_map(searcher, "fish", "b.pdf#page=1")
     with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text, which has no picture"):
         Previews(searcher.index).picture("letter.txt")
-    with pytest.raises(SpecError, match="documents: .* has no readable a.pdf .* lie now"):
-        Previews(searcher.index, str(tmp_path)).picture("a.pdf#page=1")
+    with pytest.raises(
+        SpecError, match="documents: .* has no readable a.pdf .* --documents pages=FOLDER"
+    ):
+        Previews(searcher.index, {"": str(tmp_path)}).picture("a.pdf#page=1")
     with pytest.raises(SpecError, match=r"documents.path: '.*nowhere' does not exist"):
-        Previews(searcher.index, str(tmp_path / "nowhere")).picture("a.pdf#page=1")
+        Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
 
 
 def test_documents_that_were_moved(uri, tmp_path):
     searcher = open_index(uri)
     (tmp_path / "a.pdf").write_bytes(Path(uri).parent.joinpath("pages/a.pdf").read_bytes())
-    assert Previews(searcher.index, str(tmp_path)).picture("a.pdf#page=2").startswith(b"\xff\xd8")
+    assert (
+        Previews(searcher.index, {"": str(tmp_path)})
+        .picture("a.pdf#page=2")
+        .startswith(b"\xff\xd8")
+    )

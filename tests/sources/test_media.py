@@ -230,3 +230,23 @@ def test_a_revision_by_stat_reads_nothing(tmp_path):
     (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(500))]))
     by_stat, by_content = revisions(tmp_path, revision="stat"), revisions(tmp_path)
     assert by_stat["1"] != by_stat["2"] and by_content["1"] == by_content["2"]
+
+
+def test_links_of_an_archive_are_told(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, kind in (("a.wav", tarfile.SYMTYPE), ("b.wav", tarfile.LNKTYPE)):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, "c.wav"
+            archive.addfile(link)
+        folder = tarfile.TarInfo("sounds")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        member = tarfile.TarInfo("c.wav")
+        member.size = len(wav(500))
+        archive.addfile(member, io.BytesIO(wav(500)))
+    found = read(source(tmp_path))
+    assert isinstance(found.pop("c"), Item)
+    assert [(name, r.reason, r.detail) for name, r in found.items()] == [
+        ("x.tar/a.wav", "no file of its own", "leads to c.wav"),
+        ("x.tar/b.wav", "no file of its own", "leads to c.wav"),
+    ]

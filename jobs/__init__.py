@@ -32,18 +32,22 @@ def run(
         main(arguments)
     except SpecError as error:
         sys.exit(_said(error, BAD_INPUT))
-    except Stopped as stopped:
-        sys.exit(_said(stopped, STOPPED))
+    except (Stopped, KeyboardInterrupt) as stopped:
+        sys.exit(_stopped(stopped))
     except JobError as error:
         sys.exit(_said(error, 1))
-    except KeyboardInterrupt:
-        sys.exit(_said("interrupted", INTERRUPTED))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if hasattr(error, "cause"):  # of a Ray task: where it happened matters
             raise
         sys.exit(_said(error, 1))
+
+
+def _stopped(error: Stopped | KeyboardInterrupt) -> int:
+    if isinstance(error, Stopped):
+        return _said(error, STOPPED)
+    return _said("interrupted", INTERRUPTED)
 
 
 def _said(error: object, code: int) -> int:
@@ -129,8 +133,16 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         ray.init(log_to_driver=False, logging_level="ERROR", **local)
     try:
         yield
-    finally:
+    except (Stopped, KeyboardInterrupt) as stopped:
+        # While actors are starting, Ray's shutdown may end this process at once and with code 1.
+        # What Ray started here ends by itself when this process does.
+        code = _stopped(stopped)
+        sys.stdout.flush()
+        os._exit(code)
+    except BaseException:
         ray.shutdown()
+        raise
+    ray.shutdown()
 
 
 @contextlib.contextmanager

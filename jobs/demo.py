@@ -1,8 +1,10 @@
-"""The demo: indexes the shipped abstracts and PDF pages, searches them, evaluates every method.
+"""The demo: indexes what is shipped of five kinds into one index, searches and evaluates it.
 
     python -m jobs.demo
 
-No GPU and no model hub needed. Run it again: what is indexed and evaluated is not done twice.
+Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, in what is
+said and in a photo. No GPU and no model hub needed. Run it again: what is indexed and evaluated is
+not done twice.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import jobs
 from jobs import evaluate, index, search
 
 RESOURCES = "cluster/profiles/laptop.yaml"
-ABSTRACTS, PAGES = "out/cranfield", "out/pages"
-SEARCHES = [
-    (ABSTRACTS, "hpool_32", "how does a slipstream change the lift of a wing", []),
-    (ABSTRACTS, "full", "buckling of thin cylindrical shells under axial compression", []),
-    (PAGES, "full", "how many people have a severe disability", ["--maps", f"{PAGES}/maps"]),
+OUT = "out/demo"
+INDEX = f"{OUT}/index"
+COLLECTIONS = ["cranfield", "us_government", "photos"]
+#: What is asked, and of which representation.
+QUESTIONS = [
+    ("how does a slipstream change the lift of a wing", "hpool_32"),
+    ("how many people have a severe disability", "full"),
+    ("ask what you can do for your country", "full"),
+    ("two people on horseback at the sea", "caption_full"),
 ]
 
 
@@ -33,17 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(arguments)
         spent.append((name, time.perf_counter() - start))
 
-    phase("index abstracts", index.main, "jobs/specs/cranfield.yaml", "--resources", RESOURCES)
-    phase("index pages", index.main, "jobs/specs/pages.yaml", "--resources", RESOURCES)
-    for folder, representation, query, options in SEARCHES:
-        asked = (f"{folder}/index", query, "--representation", representation, "--k", "2", *options)
-        phase("search", search.main, *asked)
-    phase("evaluate abstracts", evaluate.main, "jobs/specs/cranfield_evaluate.yaml")
-    phase("evaluate pages", evaluate.main, "jobs/specs/pages_evaluate.yaml")
+    phase("index", index.main, "jobs/specs/demo.yaml", "--resources", RESOURCES)
+    for number, (question, representation) in enumerate(QUESTIONS, start=1):
+        how = ("--representation", representation, "--k", "2", "--group-by", "parent")
+        maps = ("--save-maps", f"{OUT}/maps/{number}") if number > 1 else ()
+        phase("search", search.main, INDEX, question, *how, *maps)
+    for name in COLLECTIONS:
+        phase(f"evaluate {name}", evaluate.main, f"jobs/specs/{name}_evaluate.yaml")
     print("\ntimes: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
-    for folder in (ABSTRACTS, PAGES):
-        print(f"report: {folder}/evaluation/report.html")
-    print(f"maps:   {PAGES}/maps")
+    for name in COLLECTIONS:
+        print(f"report: {OUT}/{name.replace('_', '-')}/report.html")
+    print(f"maps:   {OUT}/maps")
 
 
 if __name__ == "__main__":

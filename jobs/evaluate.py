@@ -26,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = jobs.spec_parser(__doc__, profiles=False).parse(arguments)
 
     from pipeline.eval import evaluation
-    from pipeline.search.maps import page_maps
+    from pipeline.search.maps import hit_maps
 
     spec = config.load(evaluation.EvaluateSpec, args.spec, args.overrides)
-    evaluation.run(spec, lambda line: print(line, flush=True), page_maps)
+    evaluation.run(spec, lambda line: print(line, flush=True), hit_maps)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@
     python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --query-vectors query.npy
-    python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --maps out/maps
+    python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
 
 Prints hits, the words that matched best marked; with --run it writes a run in TREC's form instead.
-With --maps it also writes each hit, which must be a page, with the matching words lit: by the whole
-query and by each of its tokens, as PNG, and the numbers as JSON.
+With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
+of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
+as JSON.
 Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
 tokens, dim) or as Parquet with the columns `id` and `vectors`.
 """
@@ -21,7 +22,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.schema import Hit
+from pipeline.config import SpecError
+from pipeline.schema import Hit, Place
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
@@ -45,11 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
-    parser.add_argument("--maps", metavar="FOLDER", help="write similarity maps of the hits")
-    parser.add_argument("--documents", metavar="FOLDER", help="where the PDFs of the maps lie now")
+    parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")
+    parser.add_argument(
+        "--documents",
+        metavar="[COLLECTION=]FOLDER",
+        action="append",
+        default=[],
+        help="where the files of the hits lie now; may stand several times",
+    )
     args = parser.parse(arguments)
-    if args.maps and (args.run or args.queries):
-        parser.error("--maps is for one query, without --run")
+    if args.save_maps and (args.run or args.queries):
+        parser.error("--save-maps is for one query, without --run")
     if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
         parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
 
@@ -66,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         queries = {"1": " ".join(args.query)}
     if args.run is not None:
         check_writable(args.run, "run", as_file=True)
-    if args.maps:
-        check_writable(args.maps, "maps")
+    if args.save_maps:
+        check_writable(args.save_maps, "save-maps")
     searcher = open_index(args.index, args.version)
     name, _ = searcher.representation(args.representation)
     how = {
@@ -93,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(queries) > 1:
             print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
         print(page(hits, marks))
-        if args.maps:
-            write_maps(searcher, query, hits, name, args.maps, args.documents)
+        if args.save_maps:
+            write_maps(searcher, query, hits, name, args.save_maps, args.documents)
 
 
 def write_maps(
@@ -103,46 +111,79 @@ def write_maps(
     hits: Sequence[Hit],
     representation: str,
     folder: str,
-    documents: str | None,
+    documents: Sequence[str],
 ) -> None:
-    """Writes the similarity maps of hits that are pages and says where."""
+    """Writes the similarity maps of hits and says where, or why a hit has none.
+
+    Raises:
+        SpecError: no hit has one; as the first says.
+    """
     from pipeline.search import maps
     from pipeline.search.explain import printable
 
-    images = maps.PageImages(searcher.index, documents)
+    moved = (named.rpartition("=") for named in documents)
+    previews = maps.Previews(searcher.index, {name: where for name, _, where in moved})
+    errors = []
     for hit in hits:
-        map = maps.similarity_map(searcher, query, hit.item_id, representation)
-        maps.write_maps(folder, hit.rank, images.image(hit.item_id), map)
+        try:
+            map = maps.similarity_map(searcher, query, hit.item_id, representation)
+            maps.write_maps(folder, hit.rank, previews, map)
+        except SpecError as error:
+            errors.append(error)
+            if len(errors) < len(hits):
+                print(f"map {hit.rank}: none; {error}")
+            continue
         best = map.best_word()
         print(f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {printable(best.text)}")
+    if errors and len(errors) == len(hits):
+        raise errors[0]
 
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     """The hits of a query for reading: rank, score, id, place, title, and a snippet below."""
-    from pipeline.search.explain import best_half, printable, snippet
+    from pipeline.search.explain import best_half, best_place, printable, snippet
 
     if not hits:
         return "no hits"
     lines = []
     for hit in hits:
-        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, place(hit.span), hit.title or ""]
+        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, span(hit.span), hit.title or ""]
         lines.append("  ".join(printable(part) for part in head if part))
-        ranges = [span for match in best_half(hit.matches) for span in match.spans]
+        ranges = [words for match in best_half(hit.matches) for words in match.spans]
         if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
             lines.append(f"     {shown}")
+        if hit.text and (where := best_place(hit.text, hit.matches)):
+            lines.append(f"     {place(where)}")
     return "\n".join(lines)
 
 
-def place(span: dict[str, Any] | None) -> str:
+def span(span: dict[str, Any] | None) -> str:
     """Where in its parent a hit lies.
 
-    >>> place({"unit": "page", "start": 3.0, "end": 3.0}), place(None)
+    >>> span({"unit": "page", "start": 3.0, "end": 3.0}), span(None)
     ('(page 3)', '')
     """
     if not span or not span["unit"]:
         return ""
     start, end = (f"{span[side]:g}" for side in ("start", "end"))
     return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
+
+
+def place(place: Place) -> str:
+    """Where in a hit the match is.
+
+    >>> place(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
+    >>> place(Place((0, 4), None, (5.31, 7.0)))
+    'heard 5.3-7.0 s'
+    """
+    parts = []
+    if place.times:
+        start, end = place.times
+        parts.append(f"{'seen' if place.box else 'heard'} {start:.1f}-{end:.1f} s")
+    if place.box:
+        parts.append("box " + " ".join(f"{side:.2f}" for side in place.box))
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

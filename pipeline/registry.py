@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
@@ -69,6 +69,7 @@ ENCODERS = Registry(
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",
+        "transcript": "pipeline.encoders.transcript:Transcript",
     },
 )
 COMPRESSORS = Registry(
@@ -84,16 +85,52 @@ COMPRESSORS = Registry(
 SOURCES = Registry(
     "sources",
     {
+        "audio": "pipeline.sources.audio:Audio",
+        "images": "pipeline.sources.images:Images",
         "pages": "pipeline.sources.pages:Pages",
+        "several": "pipeline.sources.several:Several",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
+        "video": "pipeline.sources.video:Video",
+    },
+)
+OCR = Registry(
+    "ocr",
+    {
+        "precomputed": "pipeline.transcribe.precomputed:PrecomputedText",
+        "rapidocr": "pipeline.transcribe.rapid:Rapid",
+    },
+)
+SPEECH = Registry(
+    "speech",
+    {
+        "pocketsphinx": "pipeline.transcribe.sphinx:Sphinx",
+        "precomputed": "pipeline.transcribe.precomputed:PrecomputedSpeech",
+        "whisper": "pipeline.transcribe.whisper:Whisper",
     },
 )
 CODECS = Registry("codecs", {"float16": "pipeline.index.codecs:Float16"})
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 
+
+def _resolve_source(value: Any) -> Spec:
+    """A source, or a list of sources that are read as one."""
+    if value == []:
+        raise SpecError("", [], "a source, or a list of at least one")
+    return SOURCES.resolve(
+        {"name": "several", "sources": value} if isinstance(value, list) else value
+    )
+
+
+def _or_none(registry: Registry) -> Callable[[Any], Spec | None]:
+    return lambda value: None if value is None else registry.resolve(value)
+
+
 EncoderSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(ENCODERS.resolve)]
 CompressorSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(COMPRESSORS.resolve)]
-SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(SOURCES.resolve)]
+SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(_resolve_source)]
+#: None: text to be seen, or speech, is not recognised.
+OcrSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(OCR))]
+SpeechSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(CODECS.resolve)]
 BenchmarkSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(BENCHMARKS.resolve)]

@@ -27,7 +27,7 @@ SPAN = pa.struct(
     ]
 )
 
-#: One item, as a source lists it. Sources add payload columns behind these (images, vectors, ...).
+#: One item, as a source lists it. Sources add payload columns behind these, see `PAYLOAD`.
 ITEM = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
@@ -37,10 +37,47 @@ ITEM = pa.schema(
         pa.field("span", SPAN),
         pa.field("title", pa.string()),
         pa.field("text", pa.string()),
+        pa.field("caption", pa.string()),  # what somebody said of it, apart from what is in it
         pa.field("revision", pa.string(), nullable=False),
         pa.field("metadata", pa.string()),  # a JSON object
     ]
 )
+
+WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
+WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
+WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
+WORD_KINDS = pa.list_(pa.int8())  # codes of `tokens.KINDS`: to be seen, or to be heard
+
+#: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
+FRAME = pa.struct(
+    [
+        pa.field("index", pa.int32()),
+        pa.field("seconds", pa.float64()),
+        pa.field("height", pa.int32()),
+        pa.field("width", pa.int32()),
+        pa.field("pixels", pa.binary()),
+    ]
+)
+#: Sound: one channel of little-endian float32 samples, from `start` seconds of the file on.
+AUDIO = pa.struct(
+    [
+        pa.field("start", pa.float64()),
+        pa.field("sample_rate", pa.int32()),
+        pa.field("samples", pa.binary()),
+    ]
+)
+
+#: What an encoder can want of a source, and the columns that bring it. A source fills those of the
+#: wanted ones that it has.
+PAYLOAD = {
+    "item_id": [],
+    "text": [pa.field("word_spans", WORD_SPANS), pa.field("word_boxes", WORD_BOXES)],
+    "caption": [],
+    "image": [pa.field("image", pa.binary())],  # an upright RGB picture, as JPEG, PNG or WebP
+    "scan": [pa.field("scan", pa.binary())],  # the same where its text is not known otherwise
+    "frames": [pa.field("frames", pa.list_(FRAME))],
+    "audio": [pa.field("audio", AUDIO)],
+}
 
 #: One thing that did not become a row. `retryable`: the next run tries it again by itself.
 REJECT = pa.schema(
@@ -88,6 +125,8 @@ class Item:
     text: str | None = None
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
+    caption: str | None = None
+    handle: Any = None  # where the source found it, a JSON value; not stored
 
     def row(self) -> dict[str, Any]:
         """The item as a row for `pa.Table.from_pylist`."""
@@ -130,13 +169,29 @@ def metadata_of(column: pa.Field) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where something of an item is: in a picture, at a time, or both (a frame).
+
+    Attributes:
+        span: its characters in the item's text.
+        box: x0 y0 x1 y1 in [0, 1] of the page, picture or frame; None: it is heard, not seen.
+        times: t0 t1 in seconds of the parent; None: it has no time.
+    """
+
+    span: tuple[int, int]
+    box: tuple[float, float, float, float] | None
+    times: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class Match:
-    """What one query token matched best: a vector of the hit, and the characters it stands for."""
+    """What one query token matched best: a vector of the hit, and the words it stands for."""
 
     query_token: str
     similarity: float
     document_token: int  # index among the vectors of the item in the searched representation
     spans: tuple[tuple[int, int], ...]  # character ranges in the item's text; may be empty
+    places: tuple[Place, ...] = ()  # of the words that have a place, in the order of the text
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
@@ -76,21 +77,22 @@ class Unit:
         added = pa.Table.from_pylist([r.row() for r in rejects], schema=REJECT)
         return replace(self, rejects=pa.concat_tables([self.rejects, added]))
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> pa.Table:
         """The unit as one row of a Ray Data block: Ray never splits a row."""
         about = {"seconds": self.seconds, "extra": self.extra}
-        return {
-            "unit": self.name,
-            "items": to_ipc(self.items),
-            "rejects": to_ipc(self.rejects),
-            "about": json.dumps(about),
-        }
+        columns = [
+            pa.array([self.name]),
+            _one_binary(to_ipc(self.items)),
+            _one_binary(to_ipc(self.rejects)),
+            pa.array([json.dumps(about)]),
+        ]
+        return pa.Table.from_arrays(columns, schema=PACKED)
 
     @classmethod
     def unpack(cls, row: pa.Table, i: int) -> Unit:
         """Row `i` of a block of packed units."""
         about = json.loads(row["about"][i].as_py())
-        items, rejects = (from_ipc(row[name][i].as_buffer()) for name in ("items", "rejects"))
+        items, rejects = (from_ipc(_binary_of(row[name], i)) for name in ("items", "rejects"))
         return cls(row["unit"][i].as_py(), items, rejects, about["seconds"], about["extra"])
 
 
@@ -106,7 +108,7 @@ PACKED = pa.schema(
 
 def packed_table(units: Sequence[Unit]) -> pa.Table:
     """A block of packed units."""
-    return pa.Table.from_pylist([unit.pack() for unit in units], schema=PACKED)
+    return pa.concat_tables([unit.pack() for unit in units])
 
 
 class Stage(ABC):
@@ -244,12 +246,31 @@ def chain(
     return dataset
 
 
-def to_ipc(table: pa.Table) -> bytes:
-    """A table as the bytes of an Arrow stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
+def to_ipc(table: pa.Table) -> pa.Buffer:
+    """A table as an Arrow stream, copied once: frames of a video are many bytes."""
+    measure = pa.MockOutputStream()
+    _write_stream(measure, table)
+    buffer = pa.allocate_buffer(measure.size())
+    _write_stream(pa.FixedSizeBufferWriter(buffer), table)
+    return buffer
+
+
+def _write_stream(sink: pa.NativeFile, table: pa.Table) -> None:
+    with sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+
+
+def _one_binary(buffer: pa.Buffer) -> pa.Array:
+    """A column of one value, which is not copied."""
+    ends = pa.py_buffer(np.array([0, buffer.size], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, buffer])
+
+
+def _binary_of(column: pa.ChunkedArray, i: int) -> pa.Buffer:
+    """A value of a binary column where it lies; taking it as a scalar would copy it."""
+    array = column.slice(i, 1).chunk(0)
+    start, end = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + 2]
+    return array.buffers()[2].slice(start, end - start)
 
 
 def from_ipc(buffer: pa.Buffer | bytes) -> pa.Table:

@@ -15,10 +15,11 @@ from tests.conftest import ROOT
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
 ORDER = [
     ("config",),
-    ("atomic",),
+    ("atomic", "checkpoint"),
     ("schema",),
     ("registry",),
-    ("tokens",),
+    ("tokens", "decoding"),
+    ("transcribe",),
     ("sources", "encoders", "compression"),
     ("stage",),
     ("index",),
@@ -57,8 +58,8 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
 def test_the_core_runs_without_ray_and_lance():
     code = """
 import sys
-from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
-for registry in (COMPRESSORS, ENCODERS, SOURCES):
+from pipeline.registry import COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH
+for registry in (COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH):
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens

@@ -58,7 +58,7 @@ def speed(bench: Bench, folder: Path, args: Any) -> None:
     for repeat in range(args.repeats):
         for side in ("ray", "bare") if repeat % 2 == 0 else ("bare", "ray"):
             run = run_apart("jobs.bench.pages_run", side, str(copies), str(args.processes))
-            taken[side].append(run["pages"] / run["seconds"])
+            taken[side].append(run["amount"] / run["seconds"])
     rates = {side: Repeats(tuple(values)) for side, values in taken.items()}
     ratio = rates["ray"].over(rates["bare"])
     rows = [

@@ -12,7 +12,6 @@ from the first result to the last of the side (of the bare loop: of reading alon
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-from pipeline.sources import pdf
+from jobs.bench.loops import run_loops
+from pipeline.decoding import pdf
 from pipeline.sources.pages import Pages
 
 NEEDS = ("text", "image")
@@ -57,45 +57,20 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
                 first = last
             else:
                 pages += num_pages
-    return {"pages": pages, "seconds": last - first}
+    return {"amount": pages, "seconds": last - first}
 
 
 def bare_loops(spec: Pages.Spec, processes: int) -> dict[str, Any]:
-    """The bare loops; the processes are there and have imported all before the time begins."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(processes + 1)
-    results = context.Queue()
-    taken = context.Value("i", 0)  # documents that some loop has begun
-    loops = [
-        context.Process(target=_loop, args=(spec, taken, ready, results)) for _ in range(processes)
-    ]
-    for loop in loops:
-        loop.start()
-    ready.wait()
-    start = time.perf_counter()
-    pages = sum(results.get() for _ in loops)
-    seconds = time.perf_counter() - start
-    for loop in loops:
-        loop.join()
-    return {"pages": pages, "seconds": seconds}
-
-
-def _loop(spec: Pages.Spec, taken: Any, ready: Any, results: Any) -> None:
-    settings = {"text": True, "dpi": spec.dpi, "max_pixels": spec.max_pixels}
+    """The bare loops over the documents of a folder."""
+    settings = {"text": True, "image": True, "dpi": spec.dpi, "max_pixels": spec.max_pixels}
     paths = sorted(map(str, Path(spec.path).rglob("*.pdf")))
-    ready.wait()
-    pages = 0
-    while True:
-        with taken.get_lock():
-            number = taken.value
-            taken.value += 1
-        if number >= len(paths):
-            break
-        path = paths[number]
-        numbers = range(1, pdf.describe(path)["num_pages"] + 1)
-        for page in pdf.read_pages(path, list(numbers), settings):
-            pages += isinstance(page, dict)
-    results.put(pages)
+    return run_loops(_read_pages, paths, settings, processes)
+
+
+def _read_pages(path: str, settings: dict[str, Any]) -> float:
+    numbers = range(1, pdf.describe(path)["num_pages"] + 1)
+    pages = pdf.read_pages(path, list(numbers), settings)
+    return sum(isinstance(page, dict) for page in pages)
 
 
 if __name__ == "__main__":

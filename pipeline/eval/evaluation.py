@@ -24,10 +24,10 @@ from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compare
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import BM25, RESULTS, SINGLE, Evaluation, Result, in_order, method_name
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.reader import Index
+from pipeline.index.reader import Index, first_line
 from pipeline.index.status import stored
 from pipeline.registry import BENCHMARKS, BenchmarkSpec
-from pipeline.schema import Hit
+from pipeline.schema import ITEM, Hit
 from pipeline.search.searcher import SCORES, Score, Searcher, open_index
 
 AnyQueries = EncodedQueries | list[np.ndarray]
@@ -51,6 +51,9 @@ class EvaluateSpec(Spec):
         k: hits per query: no measure sees deeper.
         judged: what the judgments name: items, or their parents, of which the best item counts.
         bm25: whether BM25 over the items' texts has a row.
+        text: what BM25 reads: the texts, or the captions.
+        where: a Lance filter over the items' columns, such as "source = 'letters'": the benchmark
+            is about these items alone, and no others are searched.
     """
 
     index: str
@@ -63,6 +66,8 @@ class EvaluateSpec(Spec):
     k: PositiveInt = 100
     judged: Literal["parent", "item"] = "parent"
     bm25: bool = True
+    text: Literal["text", "caption"] = "text"
+    where: str | None = None
 
     @field_validator("measures")
     @classmethod
@@ -102,12 +107,13 @@ def run(
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
     ranker = _Ranker(spec, judged, searcher)
+    num_items = _count(searcher.index, spec.where)
     notes = list(_left_out(spec, judged, searcher.index))
     plan = list(_plan(spec, searcher))
-    if spec.bm25 and bm25.has_texts(searcher.index):
+    if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.where):
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
-        notes.append("no item has a text: there is no row of BM25")
+        notes.append(f"no item has a {spec.text}: there is no row of BM25")
     for line in notes:
         say(line)
 
@@ -134,7 +140,7 @@ def run(
         spec=dump(spec),
         headline=headline,
         judgments=ranker.judgments,
-        num_items=len(searcher.index),
+        num_items=num_items,
         notes=notes,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
@@ -218,10 +224,11 @@ class _Ranker:
         """The hash of all that decides what `cell` gives."""
         index = self._searcher.index
         if row.score == BM25:
-            decides = {"content": index.content_key(["item_id", "parent_id", "text"])}
+            columns = ["item_id", "parent_id", self._spec.text, *self._filtered]
+            decides = {"content": index.content_key(columns), "text": self._spec.text}
         else:
             about = index.representation(row.representation)
-            columns = ["item_id", "parent_id", *_columns(row, about)]
+            columns = ["item_id", "parent_id", *_columns(row, about), *self._filtered]
             decides = {
                 "content": index.content_key(columns),
                 "encoder": about["fingerprint"],
@@ -234,7 +241,13 @@ class _Ranker:
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,
+            **({"where": self._spec.where} if self._spec.where else {}),
         )
+
+    @property
+    def _filtered(self) -> list[str]:
+        """Columns that may decide which items take part."""
+        return ITEM.names if self._spec.where else []
 
     def cell(self, row: Row) -> Cell:
         """Ranks every query by the row: all at once, then some one at a time."""
@@ -253,7 +266,7 @@ class _Ranker:
         return Cell(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
-            **_sizes(self._searcher.index, row),
+            **_sizes(self._searcher.index, row, self._spec.where),
             queries_per_second=len(everyone) / seconds,
             median_ms=float(np.median(alone)),
             p95_ms=float(np.percentile(alone, 95)),
@@ -265,18 +278,19 @@ class _Ranker:
             return []
         places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
         queries = self._queries(result.representation, [places[q] for q in query_ids])
-        how = {"k": NUM_HITS, "score": result.score, "group_by": self._group_by}
+        how = {"k": NUM_HITS, **self._how(result.score)}
         return self._searcher.search(queries, result.representation, **how)
 
     def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
-        ranker = bm25.Bm25(self._searcher.index, self._spec.judged)
+        spec = self._spec
+        ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.where)
         texts = list(self._judged.queries.values())
         return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
 
     def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         self._searcher.load(name, row.score)
-        how = {"k": self._spec.k, "score": row.score, "group_by": self._group_by}
+        how = {"k": self._spec.k, **self._how(row.score)}
 
         def rank(places: Sequence[int]) -> list[dict[str, float]]:
             rankings = self._searcher.rank(self._queries(name, places), name, **how)
@@ -285,6 +299,9 @@ class _Ranker:
             return [ranking.scores_by_item() for ranking in rankings]
 
         return rank
+
+    def _how(self, score: str) -> dict[str, Any]:
+        return {"score": score, "group_by": self._group_by, "where": self._spec.where}
 
     def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
         """Some of the judged queries as vectors: the caller's, or those of the encoder."""
@@ -331,7 +348,7 @@ def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     Raises:
         SpecError: a representation is not there, or has no single vectors and a score needs them.
     """
-    names = spec.representations or list(searcher.index.representations())
+    names = spec.representations or _filled(searcher.index, spec.where)
     if not names:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
     abouts = {name: searcher.representation(name)[1] for name in names}
@@ -350,6 +367,16 @@ def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
                 yield Row(name, score)
 
 
+def _filled(index: Index, where: str | None) -> list[str]:
+    """The representations that any of the items has."""
+    limit = f"({where}) AND " if where else ""
+    return [
+        name
+        for name in index.representations()
+        if any(b.num_rows for b in index.batches(["item_id"], where=f"{limit}`{name}` IS NOT NULL"))
+    ]
+
+
 def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     measured = cell.model_dump(exclude={"rankings"})
     if row.score == BM25:
@@ -363,11 +390,11 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     return Result(row.representation, method, budget, row.score, encoder, **measured)
 
 
-def _sizes(index: Index, row: Row) -> dict[str, float]:
+def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
     """Vectors and bytes per item of what the row's score reads."""
     sizes = {"vectors_per_item": 0.0, "vector_bytes": 0.0, "all_bytes": 0.0}
     if row.score in ("late", "hybrid"):
-        there = stored(index, row.representation)
+        there = stored(index, row.representation, where)
         kinds = ("vectors", "bytes_vectors", "bytes_all")
         sizes = {name: float(there[kind]) for name, kind in zip(sizes, kinds, strict=True)}
     if row.score in (SINGLE, "hybrid"):
@@ -377,6 +404,21 @@ def _sizes(index: Index, row: Row) -> dict[str, float]:
         for name in ("vector_bytes", "all_bytes"):
             sizes[name] += type.list_size * type.value_type.bit_width / 8
     return sizes
+
+
+def _count(index: Index, where: str | None) -> int:
+    """How many items take part.
+
+    Raises:
+        SpecError: the filter is none, or lets nothing through.
+    """
+    try:
+        number = index.dataset.count_rows(filter=where)
+    except (ValueError, OSError) as error:
+        raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
+    if where and not number:
+        raise SpecError("where", where, "a filter that lets items through", "lets none through")
+    return number
 
 
 def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
@@ -394,7 +436,7 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
     }
     there = set()
     column = f"{spec.judged}_id"
-    for batch in index.batches([column]):
+    for batch in index.batches([column], where=spec.where):
         there |= relevant & set(batch[column].to_pylist())
     if missing := len(relevant) - len(there):
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"

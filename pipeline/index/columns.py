@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
@@ -19,10 +20,20 @@ if TYPE_CHECKING:  # listing and reading go without torch: each of their process
 
 #: How the names of columns end that come with a representation or an encoder.
 COMPANIONS = ("_support", "_pooled", "_spans", "_extents")
+#: What of an item a representation stands for: what is in it, or what somebody said of it.
+Aspect = Literal["content", "caption"]
+ASPECTS: tuple[str, ...] = get_args(Aspect)
 #: Token columns between an encoding and a compressing actor, where those are apart.
 TOKEN_COLUMNS = ("vectors", "spans", "extents", "pooled")
+
+
+def token_column(aspect: str, name: str) -> str:
+    """What a token column is called that is of this aspect of the items."""
+    return name if aspect == "content" else f"{aspect}_{name}"
+
+
 #: Columns that are there already: stored, or on the way from encoder to compressor.
-TAKEN = (*ITEM.names, *TOKEN_COLUMNS)
+TAKEN = (*ITEM.names, *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS))
 
 
 class Representation(Spec):
@@ -30,6 +41,7 @@ class Representation(Spec):
 
     compressor: CompressorSpec
     codec: CodecSpec = Field(default="float16")
+    of: Aspect = "content"
     id: str = ""  # the column's name; default: the method and its budget, such as hpool_32
     keep_support: bool = (
         True  # which input tokens each vector stands for, for marked words and maps
@@ -50,6 +62,7 @@ class Representation(Spec):
         if not self.id:
             num_vectors = getattr(self.compressor, "num_vectors", None)
             name = "full" if self.compressor.name == "none" else self.compressor.name
+            name = token_column(self.of, name)
             object.__setattr__(self, "id", f"{name}_{num_vectors}" if num_vectors else name)
         return self
 
@@ -97,17 +110,20 @@ class EncoderFacts:
     has_spans: bool
     has_extents: bool
     fingerprint: str
+    prefix: str  # how the encoder's own columns begin (pooled vector and positions)
 
     @classmethod
     def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
         """The facts of a loaded encoder."""
         names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "fingerprint")
-        return cls(dump(spec), **{name: getattr(encoder, name) for name in names})
+        known = {name: getattr(encoder, name) for name in names}
+        return cls(dump(spec), **known, prefix=encoder.columns_prefix(spec))
 
-    @property
-    def prefix(self) -> str:
-        """How the encoder's own columns begin (pooled vector and positions)."""
-        return self.spec["name"]
+    def about(self, aspect: str) -> EncoderFacts:
+        """The facts as they are of one aspect of the items: captions have columns of their own."""
+        if aspect == "content":
+            return self
+        return replace(self, has_extents=False, prefix=f"{self.prefix}_{aspect}")
 
 
 def pooled_id(facts: EncoderFacts) -> str | None:
@@ -126,7 +142,7 @@ def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
 
 
 def encoder_fields(facts: EncoderFacts, keep_positions: bool) -> list[pa.Field]:
-    """The columns an encoder fills once for all representations."""
+    """The columns an encoder fills once for all representations of a aspect of the items."""
     about = {
         "format_version": FORMAT_VERSION,
         "encoder": facts.spec,
@@ -152,6 +168,7 @@ def representation_fields(
 ) -> list[pa.Field]:
     """The column of a representation, and that of its support where it has one."""
     compressor = COMPRESSORS.load(representation.compressor.name)
+    prefix, facts = facts.prefix, facts.about(representation.of)
     about = {
         "format_version": FORMAT_VERSION,
         "role": "search",
@@ -163,6 +180,9 @@ def representation_fields(
         "dim": facts.dim,
         "normalised": compressor.normalised,
         "score": "sum",
+        "of": representation.of,
+        "text": "text" if representation.of == "content" else representation.of,
+        "columns": prefix,
         "pooled": pooled_id(facts),
         "positions": {kind: f"{facts.prefix}_{kind}" for kind in position_columns(facts)},
     }
@@ -177,6 +197,12 @@ def representation_fields(
     return [with_metadata(column, about), *fields]
 
 
+def aspects_of(representations: Iterable[Representation]) -> tuple[str, ...]:
+    """The parts of the items that representations stand for, content first."""
+    wanted = {representation.of for representation in representations}
+    return tuple(aspect for aspect in ASPECTS if aspect in wanted)
+
+
 def other_setting(
     representation: Representation, facts: EncoderFacts, there: dict[str, Any]
 ) -> tuple[str, Any] | None:
@@ -189,7 +215,9 @@ def other_setting(
         "fingerprint": facts.fingerprint,
         "compressor": dump(representation.compressor),
         "codec": dump(representation.codec),
+        "of": representation.of,
     }
+    there = {"of": "content", **there}
     return next(((key, value) for key, value in here.items() if there.get(key) != value), None)
 
 

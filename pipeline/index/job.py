@@ -8,6 +8,7 @@ goes on from there: the index is its own checkpoint.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -18,16 +19,19 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
+from pipeline.decoding.process import keep_memory
 from pipeline.index import listing
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
+    aspects_of,
     by_role,
     encoder_fields,
     every_representation,
@@ -38,11 +42,17 @@ from pipeline.index.columns import (
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, drop_unusable
+from pipeline.index.stages import (
+    Compress,
+    Encode,
+    Represent,
+    WriteFragments,
+)
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
 from pipeline.stage import Resources, chain, from_ipc, packed_table
+from pipeline.tokens import TokenBatch
 
 log = logging.getLogger("maxray.index")
 
@@ -167,6 +177,8 @@ def run(
         this.prepare_columns()
         this.stream()
         this.finish()
+        for sentence in ray.get(_remarks.remote(spec)):
+            report(sentence)
         if remove_missing:
             this.remove_missing()
     return progress
@@ -184,10 +196,25 @@ def check(spec: IndexSpec) -> None:
     dims = getattr(spec.encoder, "dim", None), getattr(spec.source, "dim", None)
     if "vectors" in encoder.needs and dims[1] and dims[0] != dims[1]:
         raise SpecError("encoder.dim", dims[0], f"{dims[1]}, as source.dim")
-    gives = SOURCES.load(spec.source.name).gives
-    if missing := set(encoder.needs) - set(gives):
-        legal = f"an encoder of {' or '.join(gives)}, which the source {spec.source.name} gives"
-        problem = f"reads {', '.join(sorted(missing))}"
+    for source in SOURCES.load(spec.source.name).parts(spec.source):
+        _check_fit(spec, source.name)
+
+
+def _check_fit(spec: IndexSpec, source: str) -> None:
+    """Raises `SpecError` if a source gives nothing of what is to be encoded."""
+    gives = SOURCES.load(source).gives
+    aspects = aspects_of(every_representation(spec))
+    encoder = ENCODERS.load(spec.encoder.name)
+    reads = encoder.wants(spec.encoder)
+    if "caption" in gives and "caption" in aspects:
+        return
+    if "content" not in aspects:
+        legal = "content, for sources without captions"
+        raise SpecError("representations.of", "caption", legal, f"is nothing that {source} gives")
+    if missing := set(encoder.needs) - set(gives) or not set(reads) & set(gives):
+        legal = f"an encoder of {' or '.join(gives)}, which the source {source} gives"
+        what = missing if isinstance(missing, set) else reads
+        problem = f"reads {', '.join(sorted(what))}"
         raise SpecError("encoder", spec.encoder.name, legal, problem)
 
 
@@ -202,8 +229,15 @@ def _check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
 
 
 def source_of(spec: IndexSpec) -> Source:
-    """The spec's source, which reads what its encoder needs."""
-    return SOURCES.build(spec.source, ENCODERS.load(spec.encoder.name).needs)
+    """The spec's source, which reads what its encoder wants."""
+    return SOURCES.build(spec.source, wants_of(spec))
+
+
+def wants_of(spec: IndexSpec) -> tuple[str, ...]:
+    """What is read of the items, see `schema.PAYLOAD`."""
+    aspects = aspects_of(every_representation(spec))
+    reads = ENCODERS.load(spec.encoder.name).wants(spec.encoder) if "content" in aspects else ()
+    return (*reads, *(aspect for aspect in aspects if aspect != "content"))
 
 
 def dry_run(
@@ -264,7 +298,7 @@ class Run:
             spec.source,
             digest(deciding),
             retry_rejects,
-            ENCODERS.load(spec.encoder.name).needs,
+            wants_of(spec),
         )
         light = {"num_cpus": self.resources.read.num_cpus}
         with self._phase("index ids"):
@@ -349,7 +383,7 @@ class Run:
                     self.artefacts[r.id] = load_artefact(spec.index, there["artefact"])
         names = {r.id: there for r in added if (there := self._fit(r))}
         fields = [f for r in added for f in representation_fields(r, self.facts, names.get(r.id))]
-        own = encoder_fields(self.facts, spec.keep_positions)
+        own = own_fields(self.facts, spec)
         self.encoder_columns = [f.name for f in own if empty or f.name in schema.names]
         self.writer.add_columns([f for f in own if empty and f.name not in schema.names] + fields)
 
@@ -362,10 +396,8 @@ class Run:
 
     def _refuse_other_encoders(self, schema: pa.Schema) -> None:
         for name, about in by_role(schema, "search", "single").items():
-            if (
-                about["encoder"]["name"] == self.facts.spec["name"]
-                and about["fingerprint"] != self.facts.fingerprint
-            ):
+            prefix = about.get("columns", about["encoder"]["name"])
+            if prefix == self.facts.prefix and about["fingerprint"] != self.facts.fingerprint:
                 raise SpecError(
                     "encoder",
                     self.facts.spec["name"],
@@ -386,7 +418,7 @@ class Run:
                     self.num_shards,
                     sample.num_items,
                     sample.seed,
-                    self.spec.encoder,
+                    Encode(self.spec.encoder, self.facts, (representation.of,)),
                     representation.compressor,
                 )
             )
@@ -429,10 +461,9 @@ class Run:
         spec, resources = self.spec, self.resources
         configure_ray_data()
         units = read_stage(self.listing, self.shards_to_do, spec.unit_items, resources.read)
-        encode = Encode(spec.encoder, self.facts)
-        compress = Compress(
-            self.facts, every_representation(spec), self.artefacts, self.encoder_columns
-        )
+        wanted = every_representation(spec)
+        encode = Encode(spec.encoder, self.facts, aspects_of(wanted))
+        compress = Compress(self.facts, wanted, self.artefacts, self.encoder_columns)
         if resources.compress is None:
             groups = [([Represent(encode, compress)], resources.encode)]
         else:
@@ -456,7 +487,10 @@ class Run:
             self.writer.commit(pending.fragments, pending.replaced)
         else:
             self.writer.renew()  # rejects only: still, nobody without the lease writes
-        self.writer.set_rejects(pa.concat_tables(pending.rejects), pending.item_ids)
+        rejects = pa.concat_tables(pending.rejects)
+        spec = pc.fill_null(rejects["spec"], self.listing.spec_digest)  # stages do not know it
+        rejects = rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)
+        self.writer.set_rejects(rejects, pending.item_ids)
         progress = self.progress
         num_replaced = sum(map(len, pending.replaced.values()))
         progress.new += pending.num_items - num_replaced
@@ -484,8 +518,8 @@ class Run:
                 f"nothing was removed: {self.num_unreadable} parts of the source cannot be read at"
                 " present (see the rejects); all else is done"
             )
-        collection = self.listing.build_source().collection
-        gone = ray.get(_gone.remote(self.listing, self.num_shards, collection))
+        collections = self.listing.build_source().collections
+        gone = ray.get(_gone.remote(self.listing, self.num_shards, collections))
         self.writer.remove(gone)
         self.progress.removed = sum(map(len, gone.values()))
         self.report(f"removed {self.progress.removed:,} items that the source no longer lists")
@@ -509,12 +543,19 @@ class Run:
             raise JobError("the sum does not hold: items were lost on the way; run it again")
 
 
+def own_fields(facts: EncoderFacts, spec: IndexSpec) -> list[pa.Field]:
+    """The columns that the encoder fills once for all representations."""
+    aspects = aspects_of(every_representation(spec))
+    return [f for a in aspects for f in encoder_fields(facts.about(a), spec.keep_positions)]
+
+
 def read_stage(
     listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
 ) -> ray.data.Dataset:
     """The units that are to be done of some shards, each a packed row, read in tasks."""
 
     def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+        keep_memory()
         start = time.perf_counter()
         for shard in block["shard"]:
             for unit in listing.read_units(listing_job, int(shard), unit_items):
@@ -577,6 +618,18 @@ def _facts(spec: Spec) -> EncoderFacts:
 
 
 @ray.remote
+def _remarks(spec: IndexSpec) -> list[str]:
+    def ids() -> Iterator[str]:
+        index = Index(spec.index)
+        for batch in index.batches(["item_id", "parent_id"], batch_rows=65_536):
+            for column in batch.columns:
+                yield from column.to_pylist()
+        yield from index.rejects()["item_id"].to_pylist()
+
+    return ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
+
+
+@ray.remote
 def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
     """The first items decoded, how many items there are, and what cannot be listed."""
     return listing.preview(source_of(spec), limit, num_sample=32)
@@ -585,21 +638,21 @@ def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Re
 @ray.remote
 def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     """Encodes and compresses a few items: tokens an item, items per second, bytes by column."""
-    encoder = ENCODERS.build(spec.encoder)
-    facts = EncoderFacts.of(encoder, spec.encoder)
+    facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
     fitted = [
         r for r in every_representation(spec) if not COMPRESSORS.load(r.compressor.name).needs_fit
     ]
-    columns = [column.name for column in encoder_fields(facts, spec.keep_positions)]
-    stage = Represent(Encode(spec.encoder, facts), Compress(facts, fitted, {}, columns))
+    columns = [column.name for column in own_fields(facts, spec)]
+    encode = Encode(spec.encoder, facts, aspects_of(fitted))
+    stage = Represent(encode, Compress(facts, fitted, {}, columns))
     stage.setup()
     start = time.perf_counter()
     table, _ = stage.process(items)
     elapsed = time.perf_counter() - start
-    num_tokens = sum(int(batch.mask.sum()) for _, batch in encoder.encode(items))
-    num_bytes = {name: table[name].nbytes / items.num_rows for name in stage.adds}
+    there = [name for name in stage.adds if name in table.column_names]
+    num_bytes = {name: table[name].nbytes / items.num_rows for name in there}
     return {
-        "tokens": num_tokens / items.num_rows,
+        "tokens": stage.num_tokens / items.num_rows,
         "rate": items.num_rows / elapsed,
         "bytes": num_bytes,
     }
@@ -607,15 +660,25 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
 
 @ray.remote
 def _fit(
-    job: ListingJob, num_shards: int, size: int, seed: int, encoder_spec: Spec, compressor: Spec
+    job: ListingJob,
+    num_shards: int,
+    size: int,
+    seed: int,
+    stage: Encode,
+    compressor: Spec,
 ) -> dict[str, np.ndarray]:
-    encoder = ENCODERS.build(encoder_spec)
-    tables = listing.sample_items(job, num_shards, size, seed)
-    if not tables:
+    stage.setup()
+
+    def batches() -> Iterator[TokenBatch]:
+        for items in listing.sample_items(job, num_shards, size, seed):
+            for _, _, batch, _ in stage.batches(stage.prepare(items)):
+                if len(batch):
+                    yield batch
+
+    sample = batches()
+    first = next(sample, None)
+    if first is None:
         legal = "a source with at least one item that can be read"
-        raise SpecError(
-            "source", job.source.name, legal, f"has nothing to fit {compressor.name} on"
-        )
-    items = pa.concat_tables(tables)
-    batches = (drop_unusable(items, *encoded)[1] for encoded in encoder.encode(items))
-    return COMPRESSORS.load(compressor.name).fit(compressor, batches)
+        problem = f"has nothing to fit {compressor.name} on"
+        raise SpecError("source", job.source.name, legal, problem)
+    return COMPRESSORS.load(compressor.name).fit(compressor, itertools.chain([first], sample))

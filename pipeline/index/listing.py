@@ -54,11 +54,11 @@ class ListingJob:
     source: Spec
     spec_digest: str  # of all that decides whether an item is rejected
     retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
-    needs: tuple[str, ...] = ("text",)  # the item columns that the encoder reads
+    wants: tuple[str, ...] = ("text",)  # what the encoder reads
 
     def build_source(self) -> Source:
-        """The source, which reads what the encoder needs."""
-        return SOURCES.build(self.source, self.needs)
+        """The source, which reads what the encoder wants."""
+        return SOURCES.build(self.source, self.wants)
 
     def file(self, kind: str, shard: int) -> str:
         """The URI of a shard's file of one kind."""
@@ -106,6 +106,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     dataset = _dataset(part(job.index, ITEMS))
     rejected = _dataset(part(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
+    kept: list[list[Any]] = []
     unlisted: list[Reject] = []
     solved: list[str] = []
     for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
@@ -118,6 +119,8 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
             status, fragment = _status(item, stored.get(item.item_id), known)
             if status == DONE:
                 done.append(item.item_id)
+            if source.keeps_listing:
+                kept.append([position, vars(item)])
             columns["position"].append(position)
             columns["hash"].append(id_hash(item.item_id))
             columns["status"].append(status)
@@ -125,6 +128,9 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
         solved += _ids_among(rejected, done)
     table = pa.table(columns, schema=LISTED)
     _write_table(job.file("listed", shard), table)
+    if source.keeps_listing:
+        with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
+            json.dump(kept, file, default=str)
     hashes = [id_hash(reject.item_id) for reject in unlisted]
     _write_table(job.file("unlisted", shard), pa.table({"hash": pa.array(hashes, pa.uint64())}))
     known = _known_rejects(rejected, [reject.item_id for reject in unlisted], job)
@@ -198,9 +204,10 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     for row in to_do[::-1].tolist():
         rows_of.setdefault(int(hashes[row]), []).append(row)
     # What was not there when the shard was listed is left to the next run.
+    unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
         (rows.pop(), position, entry)
-        for position, entry in _scan(source, description)
+        for position, entry in _listed(job, source, shard, description)
         if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
     ]
     wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
@@ -244,8 +251,8 @@ def id_hash(item_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(item_id.encode(), digest_size=8).digest(), "little")
 
 
-def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, list[str]]:
-    """The rows of a collection that are no longer listed, as item ids by fragment.
+def gone_rows(job: ListingJob, num_shards: int, collections: Sequence[str]) -> dict[int, list[str]]:
+    """The rows of some collections that are no longer listed, as item ids by fragment.
 
     What is there but was rejected, itself or its parent, keeps its rows. Run it in a task: it holds
     8 bytes a listed item, and the ids that are gone.
@@ -257,7 +264,7 @@ def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, li
     gone: dict[int, list[str]] = {}
     scanner = lance.dataset(part(job.index, ITEMS)).scanner(
         columns=["item_id", "parent_id"],
-        filter=f"source = {quote(collection)}",
+        filter=f"source IN ({', '.join(map(quote, collections))})",
         with_row_address=True,
     )
     for batch in scanner.to_batches():
@@ -273,8 +280,11 @@ def gone_rows(job: ListingJob, num_shards: int, collection: str) -> dict[int, li
     return gone
 
 
-def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list[pa.Table]:
-    """A seeded sample of the listed items, decoded: those with the smallest seeded hash."""
+def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
+    """A seeded sample of the listed items, decoded: those with the smallest seeded hash.
+
+    In tables of as many items as may be in memory together.
+    """
     salt = np.uint64(id_hash(f"sample {seed}"))
     ranked = []
     for shard in range(num_shards):
@@ -286,20 +296,18 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> list
         ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
         ranked = sorted(ranked)[:size]
     source = job.build_source()
-    tables = []
     for shard in sorted({shard for _, shard, _ in ranked}):
         chosen = {position for _, s, position in ranked if s == shard}
         description = _read_json(job.file("shards", shard))
         wanted = [
             (p, entry)
-            for p, entry in _scan(source, description)
+            for p, entry in _listed(job, source, shard, description)
             if p in chosen and isinstance(entry, Item)
         ]
         decoded = source.decode(description["shard"], wanted)
-        items = [item for item in decoded if isinstance(item, Item)]
-        if items:
-            tables.append(items_table(items, source.payload))
-    return tables
+        items = (item for item in decoded if isinstance(item, Item))
+        for chunk in _chunks(items, min(LOOKUP, source.unit_limit(description["shard"]))):
+            yield items_table(chunk, source.payload)
 
 
 def preview(
@@ -316,9 +324,21 @@ def preview(
         items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
         rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
         num_items += len(items)
-        if wanted := items[: num_sample - len(sample)]:
+        left = num_sample - len(sample)
+        if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
             sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
     return items_table(sample, source.payload), num_items, rejects
+
+
+def _listed(
+    job: ListingJob, source: Source, shard: int, described: dict[str, Any]
+) -> Iterator[tuple[int, Item | Reject]]:
+    """The entries of a shard that was listed, with their positions: as kept, else listed anew."""
+    if not source.keeps_listing:
+        yield from _scan(source, described)
+        return
+    for position, fields in _read_json(job.file("items", shard)):
+        yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
 
 
 def _scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:

@@ -32,7 +32,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.reader import ITEMS, Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import Compress, batch_from, batches_of, with_columns
+from pipeline.index.stages import Compress, Found, batch_from, batches_of
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
 from pipeline.stage import Resources
@@ -101,7 +101,11 @@ def run(
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
     wanted = every_representation(spec)
-    facts = stored_facts(Index(spec.index), spec.source)
+    facts, aspect = stored_facts(Index(spec.index), spec.source)
+    for r in wanted:
+        if r.of != aspect:
+            legal = f"{aspect}, that of which {spec.source} holds the tokens"
+            raise SpecError(f"representations.{r.id}.of", r.of, legal)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
         artefacts = _prepare_columns(session, spec, facts, wanted)
@@ -120,8 +124,8 @@ def run(
     return progress
 
 
-def stored_facts(index: Index, source: str) -> EncoderFacts:
-    """The encoder's facts as the index knows them.
+def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
+    """The encoder's facts as the index knows them, and the aspect of the items that `source` is of.
 
     Raises:
         SpecError: `source` is no representation with all tokens.
@@ -132,7 +136,7 @@ def stored_facts(index: Index, source: str) -> EncoderFacts:
     schema = index.dataset.schema
     pooled = about["pooled"]
     positions = about["positions"]
-    return EncoderFacts(
+    facts = EncoderFacts(
         spec=about["encoder"],
         dim=about["dim"],
         pooled_dim=schema.field(pooled).type.list_size if pooled in schema.names else None,
@@ -140,7 +144,9 @@ def stored_facts(index: Index, source: str) -> EncoderFacts:
         has_spans=positions.get("spans") in schema.names,
         has_extents=positions.get("extents") in schema.names,
         fingerprint=about["fingerprint"],
+        prefix=about.get("columns", about["encoder"]["name"]),
     )
+    return facts, about.get("of", "content")
 
 
 def columns_left(
@@ -247,6 +253,7 @@ class FillFragment:
         torch.set_num_threads(num_threads)
         self.index = Index(index, version)
         self.source, self.stage = source, stage
+        (self.aspect,) = stage.aspects
         stage.setup()
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
@@ -257,14 +264,13 @@ class FillFragment:
         start = time.perf_counter()
         fragment = self.index.dataset.get_fragment(number)
         with self.index.reading():
-            table = read_tokens(fragment, self.source, self.stage.facts)
+            table = read_tokens(fragment, self.source, self.stage.facts.about(self.aspect))
         read = time.perf_counter()
-        rows, parts = [], []
-        for batch_rows, tokens in batches_of(table, self.stage.facts):
-            rows.append(batch_rows)
-            parts.append(self.stage.columns(tokens))
-        if parts:
-            filled = with_columns(table.select(["_rowid"]), rows, parts)
+        found = Found()
+        for rows, tokens in batches_of(table, self.stage.facts):
+            found.add(self.aspect, rows, self.stage.columns(tokens, self.aspect))
+        if table.num_rows:
+            filled, _ = found.join(table.select(["_rowid"]), (self.aspect,))
         else:  # a null in one row: the columns have data then, and the fragment is done
             filled = fragment.to_table(columns=[], with_row_id=True, limit=1)
             for name in self.stage.adds:

@@ -16,12 +16,15 @@ from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.config import Spec
 from pipeline.index.codecs import Float16
 from pipeline.index.columns import (
+    ASPECTS,
     TOKEN_COLUMNS,
     EncoderFacts,
     Representation,
+    aspects_of,
     has_support,
     pooled_id,
     position_columns,
+    token_column,
 )
 from pipeline.index.reader import ITEMS, part
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
@@ -32,37 +35,70 @@ from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 #: Padded numbers in one batch of a compressing actor: 256 MiB of float32.
 COMPRESS_NUMBERS = 1 << 26
 
+#: How the reason begins of an item that has nothing of what is encoded.
+NOTHING = "nothing to index"
+#: What is wrong with items, by their row.
+Problems = dict[int, str]
+
 
 class Encode(Stage):
-    """Turns items into token vectors, as columns of Arrow lists."""
+    """Turns items into token vectors, as columns of Arrow lists, for each wanted aspect of them."""
 
     name = "encode"
 
-    def __init__(self, spec: Spec, facts: EncoderFacts):
-        self.spec, self.facts = spec, facts
-        self.needs = ENCODERS.load(spec.name).needs
-        self.adds = ("vectors", *position_columns(facts), *(["pooled"] if facts.pooled_dim else []))
+    def __init__(self, spec: Spec, facts: EncoderFacts, aspects: Sequence[str] = ("content",)):
+        self.spec, self.facts, self.aspects = spec, facts, aspects
+        self.needs = ENCODERS.load(spec.name).needs if "content" in aspects else ("caption",)
+        self.adds = tuple(
+            token_column(aspect, name)
+            for aspect in aspects
+            for name in token_columns_of(facts.about(aspect))
+        )
 
     def setup(self) -> None:
         self._encoder = ENCODERS.build(self.spec)
+        why = self._encoder.nothing if "content" in self.aspects else "no caption"
+        self.nothing = f"{NOTHING}: {why}"
 
-    def batches(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch, list[Reject]]]:
-        """The encoder's batches without the items that cannot be indexed, and why not."""
-        for rows, batch in self._encoder.encode(items):
-            yield drop_unusable(items, rows, batch)
+    def prepare(self, items: pa.Table) -> pa.Table:
+        """The items with all that the encoder reads."""
+        start = time.perf_counter()
+        if "content" in self.aspects:
+            items = self._encoder.prepare(items)
+        self.recognising = time.perf_counter() - start
+        return items
+
+    def batches(self, items: pa.Table) -> Iterator[tuple[str, np.ndarray, TokenBatch, Problems]]:
+        """(aspect, rows, tokens) of what can be indexed, and why other rows cannot."""
+        for aspect in self.aspects:
+            rows, own = _items_of(items, aspect)
+            if not len(rows):
+                continue
+            for batch_rows, batch in self._encoder.encode(own):
+                usable, problems = usable_rows(batch, self.nothing)
+                of_items = rows[batch_rows]
+                bad = {int(of_items[i]): problem for i, problem in problems.items()}
+                kept = usable.nonzero().squeeze(1)
+                yield aspect, of_items[usable.numpy()], batch.take(kept) if bad else batch, bad
 
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
-        parts, rows, rejects = [], [], []
-        for batch_rows, batch, bad in self.batches(items):
+        items = self.prepare(items)
+        found = Found()
+        start = time.perf_counter()
+        for aspect, rows, batch, problems in self.batches(items):
             columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
-            for kind, type in position_columns(self.facts).items():
+            for kind, type in position_columns(self.facts.about(aspect)).items():
                 columns[kind] = positions_column(batch, kind, type)
             if self.facts.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
-            parts.append(pa.table(columns))
-            rows.append(batch_rows)
-            rejects += bad
-        return with_columns(items.select(ITEM.names), rows, parts), rejects
+            named = {token_column(aspect, name): column for name, column in columns.items()}
+            found.add(aspect, rows, pa.table(named), problems)
+        self._seconds = {"encode": time.perf_counter() - start, **recognising(self)}
+        return found.join(items.select(ITEM.names), self.aspects, self.nothing)
+
+    def seconds(self, elapsed: float) -> dict[str, float]:
+        """Recognising and encoding apart, for the progress line."""
+        return self._seconds
 
 
 class Compress(Stage):
@@ -79,7 +115,8 @@ class Compress(Stage):
     ):
         self.facts, self.representations, self.artefacts = facts, representations, artefacts
         self.encoder_columns = encoder_columns  # those of the encoder that are stored
-        self.needs = ("vectors",)
+        self.aspects = aspects_of(representations)
+        self.needs = tuple(token_column(aspect, "vectors") for aspect in self.aspects)
         self.adds = (
             *encoder_columns,
             *(r.id for r in representations),
@@ -96,15 +133,18 @@ class Compress(Stage):
             for r in self.representations
         ]
 
-    def columns(self, batch: TokenBatch) -> pa.Table:
-        """The stored columns of a batch of token vectors."""
+    def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
+        """The stored columns of a batch of token vectors of a aspect of the items."""
         columns: dict[str, pa.Array] = {}
-        if pooled_id(self.facts) in self.encoder_columns:
-            columns[pooled_id(self.facts)] = fixed_lists(batch.pooled, pa.float16())
-        for kind, type in position_columns(self.facts).items():
-            if (name := f"{self.facts.prefix}_{kind}") in self.encoder_columns:
+        facts = self.facts.about(aspect)
+        if pooled_id(facts) in self.encoder_columns:
+            columns[pooled_id(facts)] = fixed_lists(batch.pooled, pa.float16())
+        for kind, type in position_columns(facts).items():
+            if (name := f"{facts.prefix}_{kind}") in self.encoder_columns:
                 columns[name] = positions_column(batch, kind, type)
         for representation, compressor, codec in self._compressors:
+            if representation.of != aspect:
+                continue
             result = compressor.compress(batch)
             columns[representation.id] = codec.encode(result)
             if has_support(representation):
@@ -112,11 +152,11 @@ class Compress(Stage):
         return pa.table(columns)
 
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
-        rows, parts = [], []
-        for batch_rows, batch in batches_of(items, self.facts):
-            rows.append(batch_rows)
-            parts.append(self.columns(batch))
-        return with_columns(items.drop_columns(token_columns(items)), rows, parts), []
+        found = Found()
+        for aspect in self.aspects:
+            for rows, batch in batches_of(items, self.facts, aspect):
+                found.add(aspect, rows, self.columns(batch, aspect))
+        return found.join(items.drop_columns(token_columns(items)), self.aspects)
 
 
 class Represent(Stage):
@@ -127,51 +167,122 @@ class Represent(Stage):
     def __init__(self, encode: Encode, compress: Compress):
         self.encode, self.compress = encode, compress
         self.needs, self.adds = encode.needs, compress.adds
+        self.num_tokens = 0  # of the last `process`
 
     def setup(self) -> None:
         self.encode.setup()
         self.compress.setup()
 
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
-        rows, parts, rejects = [], [], []
-        compressing = 0.0
+        items = self.encode.prepare(items)
+        found = Found()
+        compressing, self.num_tokens = 0.0, 0
         started = time.perf_counter()
-        for batch_rows, batch, bad in self.encode.batches(items):
+        for aspect, rows, batch, problems in self.encode.batches(items):
             start = time.perf_counter()
-            rows.append(batch_rows)
-            parts.append(self.compress.columns(batch))
-            rejects += bad
+            found.add(aspect, rows, self.compress.columns(batch, aspect), problems)
+            self.num_tokens += int(batch.mask.sum())
             compressing += time.perf_counter() - start
         encoding = time.perf_counter() - started - compressing
-        self._seconds = {"encode": encoding, "compress": compressing}
-        return with_columns(items.select(ITEM.names), rows, parts), rejects
+        self._seconds = {**recognising(self.encode), "encode": encoding, "compress": compressing}
+        return found.join(items.select(ITEM.names), self.encode.aspects, self.encode.nothing)
 
     def seconds(self, elapsed: float) -> dict[str, float]:
-        """Encoding and compression apart, for the progress line."""
+        """Recognising, encoding and compressing apart, for the progress line."""
         return self._seconds
 
 
-def drop_unusable(
-    items: pa.Table, rows: np.ndarray, batch: TokenBatch
-) -> tuple[np.ndarray, TokenBatch, list[Reject]]:
-    """Leaves out items with no token, too many, or vectors that are not finite, and says so."""
+def recognising(encode: Encode) -> dict[str, float]:
+    """The time of the last `prepare` by name, if it took any."""
+    return {"recognise": encode.recognising} if encode.recognising > 1e-3 else {}
+
+
+def token_columns_of(facts: EncoderFacts) -> tuple[str, ...]:
+    """The token columns that an encoder's batches fill."""
+    return ("vectors", *position_columns(facts), *(["pooled"] if facts.pooled_dim else []))
+
+
+def _items_of(items: pa.Table, aspect: str) -> tuple[np.ndarray, pa.Table]:
+    """The rows that have a aspect, and the items as an encoder of that aspect reads them."""
+    if aspect == "content":
+        return np.arange(items.num_rows), items
+    rows = np.flatnonzero(items[aspect].is_valid().to_numpy())
+    own = items.select(["item_id", aspect]).take(rows)
+    return rows, own.rename_columns(["item_id", "text"])
+
+
+def usable_rows(batch: TokenBatch, nothing: str) -> tuple[torch.Tensor, Problems]:
+    """Which items have tokens that can be indexed, (B,) bool, and what is wrong with the others.
+
+    An item must have a token, not too many, and vectors that are finite.
+    """
     finite = (batch.vectors.isfinite().all(dim=2) | ~batch.mask).all(dim=1)
     if batch.pooled is not None:
         finite &= batch.pooled.isfinite().all(dim=1)
-    fits = (batch.lengths > 0) & (batch.lengths <= MAX_TOKENS)
-    usable = (finite & fits).cpu()
-    if bool(usable.all()):
-        return rows, batch, []
-    rejects = []
-    for i in np.flatnonzero(~usable.numpy()):
-        reason = "non-finite vectors" if not finite[i] else "nothing to index: no tokens"
-        if batch.lengths[i] > MAX_TOKENS:
-            reason = f"more than {MAX_TOKENS:,} tokens: have the source cut it into passages"
-        item_id, source, revision = (
-            items[name][int(rows[i])].as_py() for name in ("item_id", "source", "revision")
-        )
-        rejects.append(Reject(item_id, source, "encode", reason, revision=revision))
-    return rows[usable.numpy()], batch.take(usable.nonzero().squeeze(1)), rejects
+    lengths = batch.lengths
+    usable = (finite & (lengths > 0) & (lengths <= MAX_TOKENS)).cpu()
+    problems = {}
+    for i in np.flatnonzero(~usable.numpy()).tolist():
+        problems[i] = "non-finite vectors" if not finite[i] else nothing
+        if lengths[i] > MAX_TOKENS:
+            problems[i] = f"more than {MAX_TOKENS:,} tokens: have the source cut it into passages"
+    return usable, problems
+
+
+class Found:
+    """What was computed of the items of a unit, aspect by aspect, and what is wrong with some."""
+
+    def __init__(self):
+        self._rows: dict[str, list[np.ndarray]] = {}
+        self._tables: dict[str, list[pa.Table]] = {}
+        self._problems: Problems = {}
+
+    def add(
+        self, aspect: str, rows: np.ndarray, table: pa.Table, problems: Problems | None = None
+    ) -> None:
+        """Adds the columns of a aspect for some rows."""
+        if len(rows):
+            self._rows.setdefault(aspect, []).append(rows)
+            self._tables.setdefault(aspect, []).append(table)
+        self._problems.update(problems or {})
+
+    def join(
+        self, items: pa.Table, aspects: Sequence[str], nothing: str = ""
+    ) -> tuple[pa.Table, list[Reject]]:
+        """The items with the columns of every aspect, null where one has none of a aspect.
+
+        An item that has no aspect at all is a reject, and so is one with a aspect that is spoilt.
+        """
+        has_any = np.zeros(items.num_rows, dtype=bool)
+        order: dict[str, np.ndarray] = {}
+        for aspect, rows in self._rows.items():
+            every = np.concatenate(rows)
+            order[aspect] = np.full(items.num_rows, -1)
+            order[aspect][every] = np.arange(len(every))
+            has_any[every] = True
+        for row, problem in self._problems.items():
+            has_any[row] &= problem == nothing
+        kept = np.flatnonzero(has_any)
+        table = items.take(kept)
+        for aspect in aspects:
+            if aspect not in order:
+                continue
+            place = order[aspect][kept]
+            added = pa.concat_tables(self._tables[aspect]).take(pa.array(place, mask=place < 0))
+            for name in added.column_names:
+                table = table.append_column(name, added[name])
+        bad = np.flatnonzero(~has_any).tolist()
+        return table, [_reject(items, row, self._problems.get(row, nothing)) for row in bad]
+
+
+def _reject(items: pa.Table, row: int, problem: str) -> Reject:
+    item_id, source, revision = (
+        items[name][row].as_py() for name in ("item_id", "source", "revision")
+    )
+    detail = ""
+    if problem.startswith(NOTHING) and items["caption"][row].is_valid:
+        detail = "it has a caption, which a representation `of: caption` would hold"
+    return Reject(item_id, source, "encode", problem, detail, revision)
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
@@ -206,32 +317,28 @@ def fixed_lists(vectors: torch.Tensor, type: pa.DataType) -> pa.FixedSizeListArr
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), type), vectors.shape[1])
 
 
-def with_columns(items: pa.Table, rows: list[np.ndarray], parts: list[pa.Table]) -> pa.Table:
-    """The items that were processed, in their old order, with the new columns.
-
-    `rows[j]` are the rows of `items` that the table `parts[j]` is about.
-    """
-    if not parts:
-        return items.slice(0, 0)
-    every = np.concatenate(rows)
-    order = np.argsort(every, kind="stable")
-    added = pa.concat_tables(parts).take(order)
-    kept = items.take(every[order])
-    for name in added.column_names:
-        kept = kept.append_column(name, added[name])
-    return kept
-
-
 def token_columns(items: pa.Table) -> list[str]:
     """Which columns of a table `Encode` put there."""
-    return [name for name in TOKEN_COLUMNS if name in items.column_names]
+    every = {token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS}
+    return [name for name in items.column_names if name in every]
 
 
-def batches_of(items: pa.Table, facts: EncoderFacts) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-    """Padded batches from the token columns of `Encode`, items of like length together."""
-    lengths = flat_lengths(items["vectors"])
+def batches_of(
+    items: pa.Table, facts: EncoderFacts, aspect: str = "content"
+) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    """Padded batches from the token columns of `Encode`, items of like length together.
+
+    Yields:
+        (rows, batch): rows of `items` that have tokens, and these.
+    """
+    if (vectors := token_column(aspect, "vectors")) not in items.column_names:
+        return
+    names = {token_column(aspect, name): name for name in TOKEN_COLUMNS}
+    own = items.select([name for name in names if name in items.column_names])
+    own = own.rename_columns([names[name] for name in own.column_names])
+    lengths = flat_lengths(items[vectors])
     by_length = np.argsort(lengths, kind="stable")
-    start = 0
+    start = int((lengths == 0).sum())
     while start < len(by_length):
         stop = start + 1
         while stop < len(by_length) and (
@@ -239,7 +346,7 @@ def batches_of(items: pa.Table, facts: EncoderFacts) -> Iterator[tuple[np.ndarra
         ):
             stop += 1
         rows = by_length[start:stop]
-        yield rows, batch_from(items.take(rows), facts)
+        yield rows, batch_from(own.take(rows), facts)
         start = stop
 
 
@@ -298,7 +405,8 @@ class WriteFragments:
         tables = [unit.items for unit in units if unit.items.num_rows]
         fragments, item_ids, num_bytes = [], [], 0
         if tables:
-            table = pa.concat_tables(tables)
+            # A aspect that no item of a unit has is no column there.
+            table = pa.concat_tables(tables, promote_options="default")
             item_ids = table["item_id"].to_pylist()
             num_bytes = table.nbytes
             fragments = write_table(table, self.uri)
@@ -323,7 +431,7 @@ class WriteFragments:
         row = {
             "fragments": json.dumps([fragment.to_json() for fragment in fragments]),
             "about": json.dumps(about),
-            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])),
+            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
         }
         return pa.Table.from_pylist([row], schema=WRITTEN)
 

@@ -41,8 +41,8 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     }
 
 
-def stored(index: Index, representation: str) -> dict[str, Any]:
-    """What a representation takes.
+def stored(index: Index, representation: str, where: str | None = None) -> dict[str, Any]:
+    """What a representation takes, of all items or of those that a Lance filter lets through.
 
     Returns:
         `vectors`: mean per item; `bytes_vectors` and `bytes_all` per item that has it: of the
@@ -56,7 +56,7 @@ def stored(index: Index, representation: str) -> dict[str, Any]:
     num_rows = num_filled = num_vectors = 0
     num_bytes = Counter()
     columns = [representation, *others]
-    for batch in index.batches(columns):
+    for batch in index.batches(columns, where=where):
         filled = np.asarray(pc.is_valid(batch[representation]))
         num_rows += batch.num_rows
         num_filled += int(filled.sum())

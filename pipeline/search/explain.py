@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from pipeline.schema import Match
+from pipeline.schema import Match, Place
 
 DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
 
@@ -42,6 +44,47 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
+def place_of(span: Sequence[int], extent: Sequence[float]) -> Place | None:
+    """A token's place from its characters and its extent x0 y0 x1 y1 t0 t1; None if it has none.
+
+    >>> nan = float("nan")
+    >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5))
+    Place(span=(0, 3), box=None, times=(2.0, 2.5))
+    """
+    box, times = (
+        None if any(map(math.isnan, sides)) else tuple(sides) for sides in (extent[:4], extent[4:])
+    )
+    return Place(tuple(span), box, times) if box or times else None
+
+
+def best_place(text: str, matches: Sequence[Match], *, width: int = 240) -> Place | None:
+    """Where the words are that `snippet` shows and marks: what is shown together, or said.
+
+    Of frames and of speech in one stretch of text the one with more marked words counts, and of
+    frames the one; the box is around its marked words, the times are from the first to the last.
+    """
+    best = best_half(matches)
+    start, end, _ = _shown(text, [span for match in best for span in match.spans], width)
+    places = [
+        place
+        for place in dict.fromkeys(place for match in best for place in match.places)
+        if start <= place.span[0] and place.span[1] <= end
+    ]
+    if not places:
+        return None
+    groups: dict[Any, list[Place]] = {}
+    for place in places:
+        groups.setdefault(place.times if place.box else "said", []).append(place)
+    group = max(groups.values(), key=len)
+    box = times = None
+    if group[0].box:
+        sides = list(zip(*(place.box for place in group), strict=True))
+        box = (min(sides[0]), min(sides[1]), max(sides[2]), max(sides[3]))
+    if group[0].times:
+        times = (min(p.times[0] for p in group), max(p.times[1] for p in group))
+    return Place((min(p.span[0] for p in group), max(p.span[1] for p in group)), box, times)
+
+
 def best_half(matches: Sequence[Match]) -> list[Match]:
     """The matches at least as close as the median one: what is worth marking."""
     middle = statistics.median_low([match.similarity for match in matches]) if matches else 0.0
@@ -74,15 +117,7 @@ def snippet(
     '... ddd [eee] fff'
     """
     text = printable(text)
-    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
-    ranges = merge(ranges)
-    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
-
-    start, end = _densest_window(len(text), marked, width)
-    # Never half a word at either end.
-    start = next((w[1] for w in words if w[0] < start < w[1]), start)
-    end = next((w[0] for w in words if w[0] < end < w[1]), end)
-
+    start, end, marked = _shown(text, ranges, width)
     pieces, done = [], start
     for word_start, word_end in marked:
         if start <= word_start and word_end <= end:
@@ -90,6 +125,20 @@ def snippet(
             done = word_end
     shown = "".join([*pieces, text[done:end]]).strip()
     return " ".join(["..."] * (start > 0) + [shown] + ["..."] * (end < len(text)))
+
+
+def _shown(
+    text: str, ranges: Iterable[Sequence[int]], width: int
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """The stretch of a text with the most marked characters, and every marked word of the text."""
+    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
+    ranges = merge(ranges)
+    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
+    start, end = _densest_window(len(text), marked, width)
+    # Never half a word at either end.
+    start = next((w[1] for w in words if w[0] < start < w[1]), start)
+    end = next((w[0] for w in words if w[0] < end < w[1]), end)
+    return start, end, marked
 
 
 def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:

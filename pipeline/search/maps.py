@@ -1,8 +1,9 @@
-"""Similarity maps: where on a page the words of a query match, and where its score comes from.
+"""Similarity maps: where in an item the words of a query match, and where its score comes from.
 
-A map compares each query token with each *input* token of an item, through the vector that stands
-for it: its own, or that of the compressed token whose support holds it. So a map of a compressed
-item shows what its few vectors still tell apart.
+Pages and photos are lit where the words stand, videos on the frame in which the best word is to be
+seen, and what is said on the wave of the sound. A map compares each query token with each *input*
+token of an item, through the vector that stands for it: its own, or that of the compressed token
+whose support holds it. So a map of a compressed item shows what its few vectors still tell apart.
 """
 
 from __future__ import annotations
@@ -10,42 +11,43 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.atomic import write_atomic
-from pipeline.config import SpecError, absolute, within
+from pipeline.config import Spec, SpecError, absolute, within
+from pipeline.decoding import Unreadable
 from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
 from pipeline.schema import Hit
-from pipeline.search.explain import DROPPED
+from pipeline.search.explain import DROPPED, place_of
 from pipeline.search.searcher import Searcher
+from pipeline.sources import NO_PREVIEW, Source
 from pipeline.sources.files import existing_root
-from pipeline.sources.pages import Pages
-from pipeline.sources.pdf import Unreadable
 
 #: The colour of what matches; its opacity grows with the similarity.
 COLOUR = (255, 120, 0)
 MAX_OPACITY = 150
 
-#: Pages in reports are this small: pixels per inch.
-REPORT_DPI = 72.0
+#: The longer side of pictures in reports.
+REPORT_PIXELS = 900
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a page and how it matches.
+    """A word of an item and how it matches.
 
     Attributes:
         text: the word, or the part of it in this box.
-        box: x0 y0 x1 y1 in [0, 1] of the page.
+        box: x0 y0 x1 y1 in [0, 1] of the page, photo or frame; None if it is not to be seen.
+        times: t0 t1 in seconds of the parent; None if it has no time.
         similarities: (M,) with each query token, the best of the word's tokens; NaN if no vector
             stands for them.
         credit: what the word's vectors add to the late score, summed over the query tokens; the
@@ -53,9 +55,15 @@ class Word:
     """
 
     text: str
-    box: tuple[float, float, float, float]
+    box: tuple[float, float, float, float] | None
+    times: tuple[float, float] | None
     similarities: np.ndarray
     credit: float
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is said, not shown."""
+        return self.times is not None and self.box is None
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ class SimilarityMap:
         words = [
             {
                 "text": word.text,
-                "box": [round(float(side), 5) for side in word.box],
+                "box": word.box and [round(side, 5) for side in word.box],
+                "times": word.times and [round(side, 3) for side in word.times],
                 "similarities": [
                     None if np.isnan(s) else round(float(s), 4) for s in word.similarities
                 ],
@@ -115,8 +124,8 @@ def similarity_map(
     """Compares a query with the words of an item.
 
     Raises:
-        SpecError: no such item, or it lacks what a map needs: boxes of its tokens, the vectors, the
-            support of compressed ones.
+        SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the
+            vectors, the support of compressed ones.
     """
     name, about = searcher.representation(representation)
     queries = searcher.queries([query], name)
@@ -135,111 +144,213 @@ def similarity_map(
     return SimilarityMap(item_id, name, queries.token_texts[0], words, score)
 
 
-class PageImages:
-    """The page images of an index, rendered from the documents that its jobs read.
+class Previews:
+    """What the items of an index look and sound like, from the files that its jobs read.
 
     Args:
-        documents: where the documents lie now, if not where the jobs found them.
+        documents: where the files of a collection lie now, if not where the jobs found them; under
+            "", those of all others.
     """
 
-    def __init__(self, index: Index, documents: str | None = None):
-        self.index, self._documents = index, documents
-        self._sources: dict[str, Pages] = {}
+    def __init__(self, index: Index, documents: Mapping[str, str] | None = None):
+        self.index, self._documents = index, documents or {}
+        self._sources: dict[str, Source] = {}
 
-    def image(self, item_id: str, dpi: float | None = None) -> bytes:
-        """The page of an item as a JPEG, by default with the resolution of the source's spec.
+    def picture(self, item_id: str, seconds: float | None = None) -> bytes:
+        """The page, the photo, or the frame at a time, as an encoded picture.
 
         Raises:
-            SpecError: the item is no page, or its document is not there or cannot be rendered.
+            SpecError: the item has none, or its file is not there or cannot be read.
         """
-        table = self.index.items([item_id], ["source", "parent_id", "modality", "span"])
-        (row,) = table.to_pylist() or [None]
-        if row is None or row["modality"] != "page":
-            raise SpecError("item_id", item_id, "a page of the index", "is no page")
-        source = self._source(row["source"])
+        return self._of(item_id, lambda source, item: source.picture(item, seconds))
+
+    def sound(self, item_id: str) -> tuple[np.ndarray, int, float]:
+        """The sound of the item: samples (S,), their rate, and the second at which they start.
+
+        Raises:
+            SpecError: the item has none, or its file is not there or cannot be read.
+        """
+        return self._of(item_id, lambda source, item: source.sound(item))
+
+    def _of(self, item_id: str, read: Callable[[Source, dict[str, Any]], Any]) -> Any:
+        columns = ["source", "parent_id", "modality", "span", "metadata"]
+        (item,) = self.index.items([item_id], columns).to_pylist() or [None]
+        if item is None:
+            raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
+        item["metadata"] = json.loads(item["metadata"] or "{}")
+        source = self._source(item["source"])
         try:
-            return source.image(row["parent_id"], int(row["span"]["start"]), dpi)
+            return read(source, item)
         except (Unreadable, OSError) as error:
-            problem = f"has no readable {row['parent_id']} ({first_line(error)})"
-            legal = "the folder where the documents lie now (--documents)"
+            if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:
+                legal = "a page, a photo, a video or a sound"
+                raise SpecError("item_id", item_id, legal, error.detail) from None
+            problem = f"has no readable {item['parent_id']} ({first_line(error)})"
+            legal = f"where they lie now: --documents {item['source']}=FOLDER"
             raise SpecError("documents", source.spec.path, legal, problem) from None
 
-    def _source(self, collection: str) -> Pages:
+    def _source(self, collection: str) -> Source:
         if collection not in self._sources:
-            spec = next((s for s in self._specs() if Pages(s).collection == collection), None)
+            spec = next((s for s in self._specs() if collection in _collections(s)), None)
+            moved = self._documents.get(collection, self._documents.get(""))
             if spec is None:
                 legal = f"the folder of the collection {collection}"
-                raise SpecError("documents", self._documents, legal, "is not known")
-            if self._documents:
+                raise SpecError("documents", moved, legal, "is not known")
+            if moved:
                 with within("documents"):
-                    existing_root(absolute(self._documents))
-                spec = spec.model_copy(update={"path": absolute(self._documents)})
-            self._sources[collection] = Pages(spec)
+                    existing_root(absolute(moved))
+                spec = spec.model_copy(update={"path": absolute(moved)})
+            self._sources[collection] = SOURCES.build(spec)
         return self._sources[collection]
 
-    def _specs(self) -> Iterator[Pages.Spec]:
-        """The sources of pages that the index's jobs read, the last first."""
+    def _specs(self) -> Iterator[Spec]:
+        """The sources that the index's jobs read, the last first."""
         filesystem, path = open_folder(self.index.uri, JOBS)
         for file in sorted(filesystem.glob(f"{path}/*/spec.yaml"), reverse=True):
             with filesystem.open(file, "r", encoding="utf-8") as stream:
                 source = yaml.safe_load(stream).get("source")
-            if isinstance(source, dict) and source.get("name") == "pages":
-                yield SOURCES.resolve(source)
+            if isinstance(source, dict):  # the source of a recompression is a column
+                spec = SOURCES.resolve(source)
+                yield from SOURCES.load(spec.name).parts(spec)
+
+
+def _collections(spec: Spec) -> tuple[str, ...]:
+    return SOURCES.build(spec).collections
+
+
+def light(previews: Previews, map: SimilarityMap, query_token: int | None = None) -> bytes:
+    """An item's picture with the matching words lit, as a PNG.
+
+    Of a video it is the frame in which the best word is to be seen; if that is said, the wave of
+    the item's sound.
+
+    Raises:
+        SpecError: as `Previews`.
+    """
+    best = map.best_word(query_token)
+    if best.is_heard:
+        return draw_sound(*previews.sound(map.item_id), map, query_token)
+    at = None if best.times is None else best.times[0]
+    return draw(previews.picture(map.item_id, at), map, query_token)
 
 
 def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> bytes:
-    """A page with its words lit by one query token, or by the whole query, as a PNG.
+    """A picture with its words lit by one query token, or by the whole query, as a PNG.
 
-    For a query token only what is more similar than the page's middle word is lit, the most similar
-    brightest; for the whole query every word with a part in the score.
+    For a query token only what is more similar than the item's middle word is lit, the most similar
+    brightest; for the whole query every word with a part in the score. Of the words of a video
+    those are lit that are to be seen together with the best one.
     """
     page = Image.open(io.BytesIO(image)).convert("RGB")
-    light = Image.new("RGBA", page.size, (*COLOUR, 0))
-    pen = ImageDraw.Draw(light)
+    layer = Image.new("RGBA", page.size, (*COLOUR, 0))
+    pen = ImageDraw.Draw(layer)
     size = np.array([*page.size, *page.size])
+    best = map.best_word(query_token)
     for word, strength in zip(map.words, _strengths(map.values(query_token)), strict=True):
-        if strength > 0:
+        if strength > 0 and word.box and _together(word, best):
             x0, y0, x1, y1 = np.array(word.box) * size
             opacity = round(MAX_OPACITY * strength)
             pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=(*COLOUR, opacity))
-    best = map.best_word(query_token)
-    x0, y0, x1, y1 = np.array(best.box) * size
-    pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(200, 30, 0, 255), width=2)
-    lit = Image.alpha_composite(page.convert("RGBA"), light).convert("RGB")
+    if best.box:
+        x0, y0, x1, y1 = np.array(best.box) * size
+        pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(200, 30, 0, 255), width=2)
+    lit = Image.alpha_composite(page.convert("RGBA"), layer).convert("RGB")
     png = io.BytesIO()
     # 256 colours do for text on white, at a third of the bytes.
     lit.quantize(256).save(png, "PNG", optimize=True)
     return png.getvalue()
 
 
-def page_maps(
+def draw_sound(
+    samples: np.ndarray,
+    sample_rate: int,
+    start: float,
+    map: SimilarityMap,
+    query_token: int | None = None,
+) -> bytes:
+    """The wave of a sound with the spans of its matching words lit and written out, as a PNG.
+
+    Args:
+        samples: (S,) from `start` seconds of the parent on.
+    """
+    width, height, foot = 1200, 240, 24
+    seconds = max(len(samples) / sample_rate, 1e-3)
+    picture = Image.new("RGB", (width, height + foot), "white")
+    pen = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(13)
+
+    def x(time: float) -> float:
+        return (time - start) / seconds * width
+
+    best = map.best_word(query_token)
+    for word, strength in zip(map.words, _strengths(map.values(query_token)), strict=True):
+        if strength > 0 and word.is_heard:
+            share = MAX_OPACITY / 255 * strength
+            colour = tuple(round(255 + (c - 255) * share) for c in COLOUR)
+            edge = (200, 30, 0) if word is best else None
+            pen.rectangle((x(word.times[0]), 0, x(word.times[1]), height), colour, edge, 2)
+            pen.text((x(word.times[0]) + 3, 4), word.text, "black", font)
+    columns = np.array_split(samples, width) if len(samples) >= width else [samples]
+    loudest = max(float(np.abs(samples).max(initial=0)), 1e-6)
+    for column, part in enumerate(columns):
+        low, high = (height / 2 * (1 - side / loudest) for side in (part.min(), part.max()))
+        pen.line((column, high, column, low), (60, 90, 140))
+    step = next(s for s in (1, 2, 5, 10, 30, 60, 300, 600, 3600) if seconds / s <= 20)
+    for mark in np.arange(-(-start // step) * step, start + seconds, step):
+        pen.line((x(mark), height, x(mark), height + 5), "black")
+        pen.text((x(mark) + 2, height + 6), f"{mark:g} s", "black", font)
+    png = io.BytesIO()
+    picture.save(png, "PNG", optimize=True)
+    return png.getvalue()
+
+
+def hit_maps(
     searcher: Searcher, query: str, hit: Hit, representation: str
 ) -> list[tuple[str, bytes]]:
-    """The map of a hit under the whole query, with a caption; nothing for what is no page.
+    """The map of a hit under the whole query, with a caption; nothing for what has no picture.
 
     A document that is not there any more has no map: a report can do without.
     """
     try:
         map = similarity_map(searcher, query, hit.item_id, representation)
-        image = PageImages(searcher.index).image(hit.item_id, REPORT_DPI)
+        picture = light(Previews(searcher.index), map)
     except SpecError:
         return []
-    return [(f"{hit.item_id}: what {representation} matches", draw(image, map))]
+    return [(f"{hit.item_id}: what {representation} matches", smaller(picture))]
 
 
-def write_maps(folder: str, number: int, image: bytes, map: SimilarityMap) -> list[str]:
+def smaller(picture: bytes) -> bytes:
+    """A picture as a report shows it."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    image.thumbnail((REPORT_PIXELS, REPORT_PIXELS))
+    png = io.BytesIO()
+    image.quantize(256).save(png, "PNG", optimize=True)
+    return png.getvalue()
+
+
+def write_maps(folder: str, number: int, previews: Previews, map: SimilarityMap) -> list[str]:
     """Writes a hit's maps: of the whole query, of each query token, and the numbers as JSON.
+
+    Words without a place, such as those of a caption, light nothing: the picture is there once.
 
     Returns:
         The names of the files, `<number>.png`, `<number>-<token>-<text>.png`, `<number>.json`.
     """
-    files = {f"{number}.png": draw(image, map), f"{number}.json": map.to_json()}
-    for token, text in enumerate(map.query_tokens):
+    files = {f"{number}.png": light(previews, map), f"{number}.json": map.to_json()}
+    has_places = any(word.box or word.times for word in map.words)
+    for token, text in enumerate(map.query_tokens if has_places else []):
         name = re.sub(r"\W+", "_", text)[:20]
-        files[f"{number}-{token + 1:02d}-{name}.png"] = draw(image, map, token)
+        files[f"{number}-{token + 1:02d}-{name}.png"] = light(previews, map, token)
     for name, data in files.items():
         write_atomic(f"{folder}/{name}", data)
     return list(files)
+
+
+def _together(word: Word, best: Word) -> bool:
+    """Whether two words are to be seen at one time."""
+    if word.times is None or best.times is None:
+        return word.times == best.times
+    return word.times[0] <= best.times[0] <= word.times[1]
 
 
 def _strengths(values: np.ndarray) -> np.ndarray:
@@ -257,14 +368,15 @@ def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> 
     """The stored columns of an item that a map needs, as a table of one row."""
     schema = searcher.index.dataset.schema
     positions = about["positions"]
-    needed = [positions.get("extents"), positions.get("spans"), about.get("support"), name, "text"]
+    needed = [positions.get("extents"), positions.get("spans"), about.get("support"), name]
+    needed.append(about.get("text", "text"))
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
     if not table.num_rows:
         raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
-    extents = positions.get("extents")
-    if extents not in table.column_names or not table[extents].is_valid()[0].as_py():
-        legal = "an item whose words have boxes (a page), in an index that keeps positions"
-        raise SpecError("item_id", item_id, legal, "has no boxes")
+    spans = positions.get("spans")
+    if spans not in table.column_names or not table[spans].is_valid()[0].as_py():
+        legal = "an item of an index that keeps positions, made by an encoder of words"
+        raise SpecError("item_id", item_id, legal, "has no words")
     if not table[name].is_valid()[0].as_py():
         raise SpecError("item_id", item_id, f"an item with vectors in {name}", "has none")
     return table.combine_chunks()
@@ -272,7 +384,7 @@ def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> 
 
 def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> np.ndarray:
     """(T,) for each input token the vector that stands for it, or -1."""
-    num_tokens = len(row[about["positions"]["extents"]][0])
+    num_tokens = len(row[about["positions"]["spans"]][0])
     if about["compressor"]["name"] == "none":
         return np.arange(num_tokens)
     if about.get("support") not in row.column_names:
@@ -288,20 +400,29 @@ def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> 
 
 
 def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.ndarray) -> list[Word]:
-    """Neighbouring tokens in one box, as words."""
-    extents_T4 = np.array(row[about["positions"]["extents"]][0].as_py())[:, :4]
-    spans_T2 = np.array(row[about["positions"]["spans"]][0].as_py())
-    text = row["text"][0].as_py()
-    has_box_T = ~np.isnan(extents_T4).any(axis=1)
-    starts = np.flatnonzero(np.r_[True, (extents_T4[1:] != extents_T4[:-1]).any(axis=1)])
+    """Neighbouring tokens of one place, as words; without places, those of one run of letters."""
+    positions = about["positions"]
+    text = row[about.get("text", "text")][0].as_py()
+    spans_T2 = np.array(row[positions["spans"]][0].as_py())
+    extents_T6 = np.full((len(spans_T2), 6), np.nan)
+    extents = positions.get("extents")
+    if extents in row.column_names and row[extents].is_valid()[0].as_py():
+        extents_T6 = np.array(row[extents][0].as_py(), float)
+    has_place_T = ~np.isnan(extents_T6).all(axis=1)
+    moves_T = (np.nan_to_num(np.diff(extents_T6, axis=0)) != 0).any(axis=1)
+    moves_T |= np.isnan(extents_T6[1:]).sum(axis=1) != np.isnan(extents_T6[:-1]).sum(axis=1)
+    touches_T = spans_T2[1:, 0] == spans_T2[:-1, 1]
+    starts = np.flatnonzero(np.r_[True, np.where(has_place_T[1:], moves_T, ~touches_T)])
     words = []
-    for start, stop in zip(starts, [*starts[1:], len(extents_T4)], strict=True):
-        if not has_box_T[start]:
+    for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
+        if (has_place_T.any() and not has_place_T[start]) or spans_T2[start, 0] < 0:
             continue
         own = sim_MT[:, start:stop]
         there = ~np.isnan(own).all(axis=0)
         similarities = own[:, there].max(axis=1) if there.any() else np.full(len(own), np.nan)
         first, last = spans_T2[start, 0], spans_T2[stop - 1, 1]
-        box = tuple(extents_T4[start].tolist())
-        words.append(Word(text[first:last], box, similarities, float(credit_T[start:stop].max())))
+        found = place_of((first, last), extents_T6[start].tolist())
+        box, times = (found.box, found.times) if found else (None, None)
+        credit = float(credit_T[start:stop].max())
+        words.append(Word(text[first:last], box, times, similarities, credit))
     return words

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -29,8 +29,8 @@ from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.columns import by_role
 from pipeline.index.reader import Index, first_line
 from pipeline.registry import CODECS, ENCODERS
-from pipeline.schema import Hit, Match
-from pipeline.search.explain import input_tokens, merge
+from pipeline.schema import Hit, Match, Place
+from pipeline.search.explain import input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
 from pipeline.search.packed import PackedVectors, single_vectors
 from pipeline.search.queries import Queries
@@ -40,6 +40,8 @@ SCORES: tuple[str, ...] = get_args(Score)
 
 #: Queries scored at once: bounds the (queries, items) score matrix of a long list.
 QUERY_BATCH = 64
+#: Filters whose items are known: 8 bytes an item each.
+KEPT_FILTERS = 16
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Searcher:
     def __init__(self, index: Index):
         self.index = index
         self._packed: dict[str, PackedVectors] = {}
+        self._filtered: dict[str, np.ndarray] = {}
         self._encoders: dict[str, Encoder] = {}
 
     def search(
@@ -154,7 +157,7 @@ class Searcher:
         key = digest(about["encoder"])
         if key not in self._encoders:
             spec = ENCODERS.resolve(about["encoder"])
-            ENCODERS.load(spec.name).check(spec)
+            ENCODERS.load(spec.name).check_queries(spec)
             self._encoders[key] = ENCODERS.build(spec)
         encoder = self._encoders[key]
         if encoder.fingerprint != about["fingerprint"]:
@@ -283,12 +286,17 @@ class Searcher:
         """The ascending positions of the items that a filter lets through; None for all."""
         if where is None:
             return None
+        if where in self._filtered:  # the version does not change
+            return self._filtered[where]
         try:
             through = self.index.dataset.to_table(columns=["item_id"], filter=where)["item_id"]
         except (ValueError, OSError) as error:
             raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
         let_through = pc.is_in(self._ids["item_id"], value_set=through)
-        return np.flatnonzero(let_through.to_numpy())
+        while len(self._filtered) >= KEPT_FILTERS:
+            del self._filtered[next(iter(self._filtered))]
+        self._filtered[where] = np.flatnonzero(let_through.to_numpy())
+        return self._filtered[where]
 
     def _vectors(self, column: str) -> PackedVectors:
         """The vectors of a representation, or of the pooled ones, read once."""
@@ -314,10 +322,11 @@ class Searcher:
         about: dict[str, Any],
         explain: bool,
     ) -> list[list[Hit]]:
-        spans_column = about["positions"].get("spans")
-        wanted = ["title", "text", "span"]
+        text = about.get("text", "text")
+        wanted = ["title", text, "span"]
         if explain:
-            wanted += [column for column in (about.get("support"), spans_column) if column]
+            positions = about["positions"].values()
+            wanted += [column for column in (about.get("support"), *positions) if column]
         there = [column for column in wanted if column in self.index.dataset.schema.names]
         item_ids = sorted({item_id for ranking in rankings for item_id in ranking.item_ids})
         found = self.index.items(item_ids, there) if item_ids else pa.table({"item_id": []})
@@ -334,41 +343,70 @@ class Searcher:
                     item_id=item_id,
                     parent_id=ranking.parent_ids[i],
                     title=row.get("title"),
-                    text=row.get("text"),
+                    text=row.get(text),
                     span=row.get("span"),
                 )
                 if explain:
                     vectors = self._vectors(name).item(ranking.rows[i])
-                    characters = self._characters_of(row, about)
-                    matches = _matches(queries, query, vectors, characters)
+                    inputs = self._inputs_of(row, about)
+                    matches = _matches(queries, query, vectors, inputs, _positions(row, about))
                     hit = replace(hit, matches=matches)
                 hits[-1].append(hit)
         return hits
 
-    def _characters_of(self, row: dict[str, Any], about: dict[str, Any]):
-        """A function from an item's vector to the characters it stands for, as far as is stored."""
-        spans = row.get(about["positions"].get("spans"))
-        uncompressed = about["compressor"]["name"] == "none"
+    def _inputs_of(
+        self, row: dict[str, Any], about: dict[str, Any]
+    ) -> Callable[[int], Sequence[int]]:
+        """A function from an item's vector to the input tokens it stands for, if that is stored."""
+        if about["compressor"]["name"] == "none":
+            return lambda token: [token]
         support = row.get(about.get("support"))
-        if spans is None or (support is None and not uncompressed):
-            return lambda token: ()
-        if uncompressed:
-            return lambda token: merge([spans[token]])
+        if support is None:
+            return lambda token: []
         form = by_role(self.index.dataset.schema, "support")[about["support"]]["form"]
-        return lambda token: merge(spans[i] for i in input_tokens(token, support, form))
+        return lambda token: input_tokens(token, support, form)
 
 
-def _matches(queries: Queries, query: int, vectors_ND: torch.Tensor, characters_of) -> tuple:
+@dataclass(frozen=True)
+class _Positions:
+    """Where an item's input tokens stand, as far as that is stored: lists of T, or None."""
+
+    spans: list | None
+    extents: list | None
+
+    def characters(self, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The character ranges of some input tokens, merged."""
+        return merge(self.spans[i] for i in tokens) if self.spans else ()
+
+    def places(self, tokens: Sequence[int]) -> tuple[Place, ...]:
+        """Where some input tokens are to be seen or heard, in the order of the text."""
+        if not self.spans or not self.extents:
+            return ()
+        found = (place_of(self.spans[i], self.extents[i]) for i in tokens)
+        return tuple(sorted({p for p in found if p}, key=lambda place: place.span))
+
+
+def _positions(row: dict[str, Any], about: dict[str, Any]) -> _Positions:
+    return _Positions(*(row.get(about["positions"].get(kind)) for kind in ("spans", "extents")))
+
+
+def _matches(
+    queries: Queries,
+    query: int,
+    vectors_ND: torch.Tensor,
+    inputs_of: Callable[[int], Sequence[int]],
+    positions: _Positions,
+) -> tuple[Match, ...]:
     if not len(vectors_ND):  # found by its pooled vector alone
         return ()
     similarities, tokens = best_matches(queries.tokens[query], vectors_ND)
     texts = queries.token_texts[query]
-    return tuple(
-        Match(text, similarity, token, characters_of(token))
-        for text, similarity, token in zip(
-            texts, similarities.tolist(), tokens.tolist(), strict=True
-        )
-    )
+    matches = []
+    for text, similarity, token in zip(texts, similarities.tolist(), tokens.tolist(), strict=True):
+        inputs = inputs_of(token)
+        characters, places = positions.characters(inputs), positions.places(inputs)
+        matches.append(Match(text, similarity, token, characters, places))
+    return tuple(matches)
 
 
 def _columns(name: str, about: dict[str, Any], score: str) -> list[str]:

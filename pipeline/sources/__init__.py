@@ -15,7 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import Spec
+from pipeline.decoding import Unreadable
+from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
+
+#: The reason of items that have nothing to see or to hear.
+NO_PREVIEW = "no preview"
 
 
 class Source(ABC):
@@ -27,12 +32,28 @@ class Source(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
-    gives: ClassVar[tuple[str, ...]]  # of the item columns, those that encoders may need of it
+    gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
+    keeps_listing: bool = False  # whether listing anew takes longer than reading what was listed
+    max_unit_items: int = 1_000_000  # decoded items that may be in memory together
 
-    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
-        """Args: needs: the item columns that the encoder reads; no others are worth work."""
-        self.spec, self.needs = spec, needs
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+        """Args: wants: what the encoder reads; nothing else is worth work."""
+        self.spec, self.wants = spec, wants
+
+    @classmethod
+    def parts(cls, spec: Spec) -> list[Spec]:
+        """The specs of the sources that this one is made of: itself, as a rule."""
+        return [spec]
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """How many decoded items of a shard may be in memory together."""
+        return self.max_unit_items
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """Every value of its items' `source`."""
+        return (self.collection,)
 
     @property
     def collection(self) -> str:
@@ -64,12 +85,50 @@ class Source(ABC):
         """
         yield from (item for _, item in items)
 
+    def reject(
+        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
+    ) -> Reject:
+        """What is said of an item that cannot be read."""
+        if isinstance(error, Unreadable):
+            reason, detail = error.reason, error.detail
+        else:
+            reason, detail = "unreadable", str(error).encode("utf-8", "backslashreplace").decode()
+        return Reject(
+            item_id=item_id,
+            source=self.collection,
+            stage=stage,
+            reason=reason,
+            detail=detail[:500],
+            revision=revision,
+            retryable=reason in RETRYABLE,
+        )
+
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """What a stored item looks like, as an encoded picture: for previews.
+
+        Args:
+            item: its row, with the metadata as a mapping.
+            seconds: of the parent, for what moves.
+
+        Raises:
+            Unreadable: it has no look, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no picture")
+
+    def sound(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+        """What a stored item sounds like: samples (S,), their rate, the second they start at.
+
+        Raises:
+            Unreadable: it has no sound, or its file cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no sound")
+
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
     """A table of items with the columns of `ITEM` and of `payload`.
 
     Equal to `pa.Table.from_pylist` of their rows, but arrays (N, D) in a payload column of vectors
-    are copied as they are, without a Python object for each number.
+    and Arrow arrays in one of lists are taken as they are, without a Python object for each number.
 
     >>> vectors = pa.field("vectors", pa.list_(pa.list_(pa.float32(), 2)))
     >>> item = Item("a", "a", "s", "text", "r", payload={"vectors": np.ones((1, 2), np.float32)})
@@ -79,10 +138,17 @@ def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
     table = pa.Table.from_pylist([replace(item, payload={}).row() for item in items], ITEM)
     for field in payload:
         values = [item.payload.get(field.name) for item in items]
-        is_vectors = bool(values) and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values)
-        column = _vectors_column(values, field.type) if is_vectors else pa.array(values, field.type)
-        table = table.append_column(field, column)
+        table = table.append_column(field, _column(values, field.type))
     return table
+
+
+def _column(values: list[Any], type: pa.DataType) -> pa.Array:
+    if values and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values):
+        return _vectors_column(values, type)
+    if values and all(isinstance(v, pa.Array) for v in values):
+        ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
+        return pa.ListArray.from_arrays(pa.array(ends), pa.concat_arrays(values)).cast(type)
+    return pa.array(values, type)
 
 
 def _vectors_column(arrays: Sequence[np.ndarray], type: pa.ListType) -> pa.Array:

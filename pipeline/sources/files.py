@@ -43,9 +43,14 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def folder_of(uri: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URI, and the folder in it: that of the file, if the URI is one."""
+    """The file system of a URI, and the folder in it: that of the file, if the URI is one.
+
+    What is not there any more is taken for a file if its name ends like one.
+    """
     fs, root = open_root(uri)
-    return (fs, root) if fs.isdir(root) else (fs, root.rpartition("/")[0])
+    folder, _, name = root.rpartition("/")
+    is_file = fs.isfile(root) or ("." in name and not fs.isdir(root))
+    return (fs, folder) if is_file else (fs, root)
 
 
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:

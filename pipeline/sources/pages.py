@@ -17,24 +17,19 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.schema import Item, Reject, item_id_problem
+from pipeline.decoding import Unreadable
+from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
+from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
-from pipeline.sources.pdf import Unreadable
-from pipeline.sources.pdf_process import RETRYABLE, Limits, pdf_process
 
 SUFFIX = ".pdf"
 #: A shard is a task's work: some documents, few enough that tasks end at about the same time.
 FILES_PER_SHARD = 8
 BYTES_PER_SHARD = 16 << 20
-
-WORDS = pa.schema(
-    [
-        pa.field("word_spans", pa.list_(pa.list_(pa.int32(), 2))),
-        pa.field("word_boxes", pa.list_(pa.list_(pa.float32(), 4))),
-    ]
-)
-IMAGE = pa.schema([pa.field("image", pa.binary())])
+#: Pages whose text has to be recognised take seconds each: what is done shows, and is committed,
+#: sooner in small units.
+SCANS_AT_ONCE = 16
 
 
 class Pages(Source):
@@ -50,9 +45,9 @@ class Pages(Source):
     word's characters in the text, and `word_boxes`, its box x0 y0 x1 y1 in [0, 1] of the page as it
     is displayed (rotated, cut to its crop box). A word that is divided by a hyphen has two.
 
-    **Images.** Payload `image`, a JPEG, only for encoders that read it. A page without text is then
-    an item too; for encoders of text it is rejected: `no text layer`, or `empty page` if nothing is
-    drawn on it.
+    **Images.** Payload `image`, a JPEG, only for encoders that want it; `scan`, the same of pages
+    without text alone, for encoders that recognise text. A page without text is then an item too;
+    for others it is rejected: `no text layer`, or `empty page` if nothing is drawn on it.
 
     **Safety.** Pages are read in another process with limits of time and memory. After a crash or a
     time-out the rest of that document is rejected, and the job goes on.
@@ -79,12 +74,14 @@ class Pages(Source):
         limits: Limits = Limits()
 
     spec: Spec
-    gives = ("item_id", "text", "image")
+    gives = ("item_id", "text", "image", "scan")
 
-    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("text",)):
-        super().__init__(spec, needs)
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+        super().__init__(spec, wants)
+        if "scan" in wants:
+            self.max_unit_items = SCANS_AT_ONCE
         self.payload = pa.schema(
-            [*(WORDS if "text" in needs else []), *(IMAGE if "image" in needs else [])]
+            [column for kind in self.gives if kind in wants for column in PAYLOAD[kind]]
         )
 
     def check(self) -> None:
@@ -126,26 +123,29 @@ class Pages(Source):
             pages = [item for _, item in group]
             yield from self._decode_document(document, pages)
 
-    def image(self, document: str, number: int, dpi: float | None = None) -> bytes:
-        """A page as a JPEG, by default with the resolution of the spec.
-
-        Raises:
-            Unreadable: it cannot be rendered.
-        """
-        settings = {**self._settings, "text": False, "dpi": dpi or self.spec.dpi}
+    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """A page as a JPEG, with the resolution of the spec."""
+        document, number = item["parent_id"], int(item["span"]["start"])
+        settings = {**self._settings, "text": False, "image": True}
         with self._local(document) as path:
-            (page,) = pdf_process(self.spec.limits).pages(path, [number], settings)
+            (page,) = self._process.stream(1, "read_pages", path, [number], settings)
         if isinstance(page, Unreadable):
             raise page
         return page["image"]
 
     @property
     def _settings(self) -> dict[str, Any]:
+        scans = "no text" if "scan" in self.wants else False
         return {
             "text": True,
-            "dpi": self.spec.dpi if "image" in self.needs else 0,
+            "image": "image" in self.wants or scans,
+            "dpi": self.spec.dpi,
             "max_pixels": self.spec.max_pixels,
         }
+
+    @property
+    def _process(self) -> DecodingProcess:
+        return decoding_process("pdf", self.spec.limits)
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
@@ -180,9 +180,9 @@ class Pages(Source):
                 raise Unreadable("bad id", problem)
             with self._local(file) as path:
                 revision = self._revision(path)
-                about = pdf_process(self.spec.limits).describe(path)
+                about = self._process.call("describe", path)
         except (Unreadable, OSError) as error:
-            yield self._reject(escaped(file), revision, error, "list")
+            yield self.reject(escaped(file), revision, error, "list")
             return
         for number in range(1, about["num_pages"] + 1):
             yield Item(
@@ -198,7 +198,7 @@ class Pages(Source):
     def _revision(self, path: str) -> str:
         with open(path, "rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()
-        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.needs else []
+        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
         return config.digest([content, images])
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
@@ -206,41 +206,26 @@ class Pages(Source):
         given = 0
         try:
             with self._local(document) as path:
-                process = pdf_process(self.spec.limits)
-                for item, page in zip(
-                    items, process.pages(path, numbers, self._settings), strict=True
-                ):
+                pages = self._process.stream(
+                    len(numbers), "read_pages", path, numbers, self._settings
+                )
+                for item, page in zip(items, pages, strict=True):
                     yield self._item(item, page)
                     given += 1
         except OSError as error:  # of the storage
             for item in items[given:]:
-                yield self._reject(item.item_id, item.revision, error, "decode")
+                yield self.reject(item.item_id, item.revision, error, "decode")
 
     def _item(self, item: Item, page: dict[str, Any] | Unreadable) -> Item | Reject:
         if isinstance(page, Unreadable):
-            return self._reject(item.item_id, item.revision, page, "decode")
+            return self.reject(item.item_id, item.revision, page, "decode")
         text = page["text"]
-        if not text and "image" not in self.needs:
+        image = page.get("image")
+        if not text and not image:
             reason = "no text layer" if page["num_objects"] else "empty page"
-            return self._reject(item.item_id, item.revision, Unreadable(reason), "decode")
+            return self.reject(item.item_id, item.revision, Unreadable(reason), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
-        payload = {name: page[name] for name in self.payload.names}
+        there = {**page, "scan": None if text else image}
+        payload = {name: there[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
-
-    def _reject(
-        self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
-    ) -> Reject:
-        if isinstance(error, Unreadable):
-            reason, detail = error.reason, error.detail
-        else:
-            reason, detail = "unreadable", escaped(str(error))
-        return Reject(
-            item_id=item_id,
-            source=self.collection,
-            stage=stage,
-            reason=reason,
-            detail=detail,
-            revision=revision,
-            retryable=reason in RETRYABLE,
-        )

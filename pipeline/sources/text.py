@@ -28,7 +28,7 @@ _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
 #: What reading a file may raise: a truncated or damaged gzip file raises the last two.
-_UNREADABLE = (OSError, EOFError, zlib.error)
+UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class Passages(config.Spec):
@@ -192,12 +192,12 @@ class Text(Source):
                     if line.strip():
                         yield from self._scan_line(f"{file}:{offset}", line)
                     offset += len(line)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             yield self._unreadable(f"{file}:{offset}", error)
 
     def _scan_line(self, where: str, line: bytes) -> Iterator[Item | Reject]:
         try:
-            record = _parse(line)
+            record = parse_line(line)
         except UnicodeError as error:
             yield self._reject(where, "not UTF-8", str(error), line)
             return
@@ -322,7 +322,13 @@ def read_lines(stream: BinaryIO, start: int, end: int | None) -> Iterator[tuple[
         offset += len(line)
 
 
-def _parse(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
+    """The value of a line of JSON.
+
+    Raises:
+        UnicodeError: it is not UTF-8, or names characters that are no text.
+        ValueError, RecursionError: it is not JSON.
+    """
     text = line.decode("utf-8").removeprefix("\ufeff")
     value = json.loads(text, parse_constant=_refuse_constant)
     if "\\u" in text:  # an escaped half of a surrogate pair is no text: raises UnicodeEncodeError

@@ -17,6 +17,7 @@ SPECS = {
     "minilm": {"window": 32, "overlap_tokens": 8},
     "precomputed": {"dim": 4, "label": "random"},
     "sleeping": {"seconds": 0, "batch_size": 3, "num_tokens": 6, "dim": 4},
+    "transcript": {"text": {"window": 32, "overlap_tokens": 8}},
 }
 
 TEXTS = [

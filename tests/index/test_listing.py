@@ -292,12 +292,12 @@ def test_rows_that_are_no_longer_listed(folder):
     store(a_job(folder, "second"), "b0")
     job = a_job(folder, "same")
     list_all(job)
-    assert listing.gone_rows(job, 2, "notes") == {}
+    assert listing.gone_rows(job, 2, ["notes"]) == {}
     write(folder, a="a0=changed", b="b9=x")
     job = a_job(folder, "next")
     list_all(job)
-    assert listing.gone_rows(job, 2, "notes") == {0: ["a1", "it's"], 1: ["b0"]}
-    assert listing.gone_rows(job, 2, "another collection") == {}
+    assert listing.gone_rows(job, 2, ["notes"]) == {0: ["a1", "it's"], 1: ["b0"]}
+    assert listing.gone_rows(job, 2, ["another collection"]) == {}
 
 
 def test_a_sample_follows_from_its_seed_alone(folder):

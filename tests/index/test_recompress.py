@@ -126,7 +126,7 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
     a_spec = spec(uri, HPOOL)
     # A run that came as far as one committed fragment, and died.
     writer = IndexWriter(str(uri), "died")
-    facts = recompress.stored_facts(Index(str(uri)), "full")
+    facts, _ = recompress.stored_facts(Index(str(uri)), "full")
     (wanted,) = every_representation(a_spec)
     writer.add_columns(recompress.representation_fields(wanted, facts, None))
     assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}

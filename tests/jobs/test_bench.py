@@ -102,3 +102,20 @@ def test_the_pages_bench(cluster, tmp_path):
     assert speed["ray"]["median"] > 0 and speed["bare"]["median"] > 0
     assert "| source stage |" in out and "MiB of all processes" in out
     assert list(memory["MiB"])[-1] == "30"
+
+
+@pytest.mark.heavy
+def test_the_media_bench(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--copies", "5", "--seconds", "6", "--minutes", "2", "--pages", "1")
+    few = ("--repeats", "1", "--processes", "1", "--only", "video", "memory", "recognition")
+    arguments = ("media", *sizes, *few, "--out", str(record))
+    process = start_job("jobs.bench", *arguments, address=cluster)
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    video, memory, recognition = json.loads(record.read_text())["figures"].values()
+    assert video["processes"]["1"]["ray"]["median"] > 0
+    assert memory["ratio"] < 1.3
+    assert recognition["pocketsphinx"]["words"] == 22
+    assert 0.5 < recognition["rapidocr"]["accuracy"] <= 1
+    assert "source stage, frames/s" in out and "word accuracy" in out

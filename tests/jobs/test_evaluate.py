@@ -239,3 +239,27 @@ def test_query_vectors_of_ones_own(spec_file, tmp_path):
     pq.write_table(pa.table({"id": ["1"], "vectors": rows[:1]}), path)
     with pytest.raises(SpecError, match="query_vectors: 'b' is judged and has no vectors"):
         evaluate.main([spec_file, f"query_vectors={path}", f"output={tmp_path / 'none'}"])
+
+
+def test_only_what_a_filter_lets_through_takes_part(spec_file, tmp_path, texts):
+    where = "where=parent_id <> 'bread'"
+    evaluate.main([spec_file, where, "representations=[full]", "scores=[late]"])
+    others = {name.split("/")[0] for name in texts} - {"bread"}
+    for name in ("full.late", "bm25"):
+        found = read_run(str(tmp_path / f"out/runs/{name}.trec"))
+        assert found and {document for scores in found.values() for document in scores} <= others
+    with (tmp_path / "out/metrics.csv").open() as file:
+        row = next(row for row in csv.DictReader(file) if row["representation"] == "full")
+    spec = config.load(EvaluateSpec, spec_file, ["representations=[full]", "scores=[late]"])
+    everyone = next(r for r in run(spec, lambda line: None).results if r.name == "full.late")
+    assert float(row["vectors_per_item"]) != everyone.vectors_per_item  # bread's are longer
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [("nonsense", "where: 'nonsense' .* Lance SQL filter"), ("item_id = ''", "lets none through")],
+)
+def test_a_filter_that_is_none(spec_file, where, sentence):
+    spec = config.load(EvaluateSpec, spec_file, [f"where={where}"])
+    with pytest.raises(SpecError, match=sentence):
+        run(spec, lambda line: None)

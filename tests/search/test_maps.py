@@ -14,7 +14,7 @@ from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
-from pipeline.search.maps import PageImages, draw, similarity_map
+from pipeline.search.maps import Previews, draw, similarity_map
 from tests.pdfs import Page, pdf
 
 #: 200 x 100 points, the words 6 points a letter: every box is known.
@@ -82,7 +82,7 @@ def test_a_compressed_item_shows_what_its_vectors_stand_for(uri, representation)
 
 def test_the_picture_is_lit_where_the_word_is(uri):
     searcher = open_index(uri)
-    image = PageImages(searcher.index).image("a.pdf#page=1", dpi=144)
+    image = Previews(searcher.index).picture("a.pdf#page=1")
     map = similarity_map(searcher, "Lisbon", "a.pdf#page=1")
     before = np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).astype(int)
     after = np.asarray(Image.open(io.BytesIO(draw(image, map, 0))).convert("RGB")).astype(int)
@@ -95,7 +95,7 @@ def test_the_picture_is_lit_where_the_word_is(uri):
 
 def test_maps_from_the_command_line(uri, tmp_path, capsys):
     out = tmp_path / "maps"
-    search.main([uri, "fish", "--k", "1", "--where", "modality = 'page'", "--maps", str(out)])
+    search.main([uri, "fish", "--k", "1", "--where", "modality = 'page'", "--save-maps", str(out)])
     assert "brightest: fish" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["1-01-fish.png", "1.json", "1.png"]
     stored = json.loads((out / "1.json").read_text())
@@ -106,19 +106,24 @@ def test_maps_from_the_command_line(uri, tmp_path, capsys):
 
 def test_what_has_no_map(uri, tmp_path):
     searcher = open_index(uri)
-    with pytest.raises(SpecError, match="has no boxes; legal: an item whose words have boxes"):
-        similarity_map(searcher, "fish", "letter.txt")
+    assert similarity_map(searcher, "fish", "letter.txt").best_word().text == "fish"
     with pytest.raises(SpecError, match="is not in the index"):
         similarity_map(searcher, "fish", "b.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id: 'letter.txt' is no page"):
-        PageImages(searcher.index).image("letter.txt")
-    with pytest.raises(SpecError, match="documents: .* has no readable a.pdf .* lie now"):
-        PageImages(searcher.index, str(tmp_path)).image("a.pdf#page=1")
+    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text, which has no picture"):
+        Previews(searcher.index).picture("letter.txt")
+    with pytest.raises(
+        SpecError, match="documents: .* has no readable a.pdf .* --documents pages=FOLDER"
+    ):
+        Previews(searcher.index, {"": str(tmp_path)}).picture("a.pdf#page=1")
     with pytest.raises(SpecError, match=r"documents.path: '.*nowhere' does not exist"):
-        PageImages(searcher.index, str(tmp_path / "nowhere")).image("a.pdf#page=1")
+        Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
 
 
 def test_documents_that_were_moved(uri, tmp_path):
     searcher = open_index(uri)
     (tmp_path / "a.pdf").write_bytes(Path(uri).parent.joinpath("pages/a.pdf").read_bytes())
-    assert PageImages(searcher.index, str(tmp_path)).image("a.pdf#page=2").startswith(b"\xff\xd8")
+    assert (
+        Previews(searcher.index, {"": str(tmp_path)})
+        .picture("a.pdf#page=2")
+        .startswith(b"\xff\xd8")
+    )

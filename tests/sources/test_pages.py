@@ -16,19 +16,24 @@ import pytest
 from PIL import Image
 
 from pipeline.config import SpecError, parse
+from pipeline.decoding import Unreadable
+from pipeline.decoding.pdf import is_right_to_left, reading_order
+from pipeline.decoding.process import DecodingProcess, Limits
 from pipeline.schema import Item, Reject
 from pipeline.sources.pages import Pages
-from pipeline.sources.pdf import Unreadable, is_right_to_left, reading_order
-from pipeline.sources.pdf_process import Limits, PdfProcess
 from tests.conftest import ROOT
 from tests.pdfs import Page, bomb, pdf
 
-TEXT = {"text": True, "dpi": 0, "max_pixels": 10_000}
+TEXT = {"text": True, "image": False, "dpi": 72, "max_pixels": 10_000}
 ENCRYPTED = ROOT / "tests/data/encrypted.pdf"
 
 
-def source(path: Path | str, needs: tuple[str, ...] = ("text",), **options: Any) -> Pages:
-    return Pages(Pages.Spec(path=str(path), **options), needs)
+def source(path: Path | str, wants: tuple[str, ...] = ("text",), **options: Any) -> Pages:
+    return Pages(Pages.Spec(path=str(path), **options), wants)
+
+
+def pdfs() -> DecodingProcess:
+    return DecodingProcess("pdf", Limits())
 
 
 def read(pages: Pages) -> dict[str, Item | Reject]:
@@ -118,7 +123,7 @@ def test_columns_from_the_right():
 
 def test_a_word_over_two_lines_is_one_word_with_two_boxes():
     document = str(ROOT / "jobs/data/pages/pdf/us-001.pdf")
-    (page,) = PdfProcess(Limits()).pages(document, [1], TEXT)
+    (page,) = pdfs().stream(1, "read_pages", document, [1], TEXT)
     text, spans = page["text"], page["word_spans"].tolist()
     start = text.index("disability estimates presented")
     parts = [i for i, (first, _) in enumerate(spans) if start <= first < start + 10]
@@ -148,8 +153,8 @@ def test_images_travel_only_if_they_are_needed(tmp_path):
 def test_the_revision_tells_what_changes_the_item(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")])))
 
-    def revision(*needs: str, **options: Any) -> str:
-        return read(source(tmp_path, needs, **options))["a.pdf#page=1"].revision
+    def revision(*wants: str, **options: Any) -> str:
+        return read(source(tmp_path, wants, **options))["a.pdf#page=1"].revision
 
     assert revision("text") == revision("text", dpi=72)
     assert revision("image") != revision("image", dpi=72)
@@ -216,14 +221,14 @@ def test_a_page_that_hangs_costs_its_document(tmp_path):
 def test_a_crash_costs_its_document(tmp_path):
     (tmp_path / "a.pdf").write_bytes(bomb())
     (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
-    process = PdfProcess(Limits())
-    process.describe(str(tmp_path / "a.pdf"))
-    results = process.pages(str(tmp_path / "a.pdf"), [1, 2], TEXT)
+    process = pdfs()
+    process.call("describe", str(tmp_path / "a.pdf"))
+    results = process.stream(2, "read_pages", str(tmp_path / "a.pdf"), [1, 2], TEXT)
     os.kill(process._process.pid, signal.SIGSTOP)  # so that it dies in the middle of the request
     os.kill(process._process.pid, signal.SIGKILL)
     first, second = results
     assert isinstance(first, Unreadable) and first.reason == second.reason == "crashed"
-    (page,) = process.pages(str(tmp_path / "b.pdf"), [1], TEXT)
+    (page,) = process.stream(1, "read_pages", str(tmp_path / "b.pdf"), [1], TEXT)
     assert page["text"] == "fine"
 
 
@@ -239,11 +244,11 @@ def test_too_little_memory_costs_the_page(tmp_path):
 
 def test_a_reader_who_stops_early_gets_no_other_pages_later(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, f"page{i}")]) for i in range(5))))
-    process = PdfProcess(Limits())
-    pages = process.pages(str(tmp_path / "a.pdf"), [1, 2, 3, 4], TEXT)
+    process = pdfs()
+    pages = process.stream(4, "read_pages", str(tmp_path / "a.pdf"), [1, 2, 3, 4], TEXT)
     assert next(pages)["text"] == "page0"
     pages.close()
-    (page,) = process.pages(str(tmp_path / "a.pdf"), [5], TEXT)
+    (page,) = process.stream(1, "read_pages", str(tmp_path / "a.pdf"), [5], TEXT)
     assert page["text"] == "page4"
 
 

@@ -1,26 +1,18 @@
-"""One PDF in a process of its own: its pages' words with boxes, and their images.
-
-This file is run as a script by `PdfProcess` (in `pipeline.sources.pdf_process`), so it imports
-nothing of this package: the process starts quickly, and what crashes in it is one document.
-"""
+"""One PDF: its pages' words with boxes, and their images."""
 
 from __future__ import annotations
 
 import ctypes
 import io
-import json
-import os
-import resource
-import struct
-import sys
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
+
+from pipeline.decoding import Unreadable
+from pipeline.decoding.layout import is_right_to_left, reading_order
 
 #: What PDFium says when a document cannot be opened.
 OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
@@ -35,14 +27,6 @@ HYPHEN = 0x02
 _BREAKS = frozenset(
     code for code in range(0x10000) if code < 32 or chr(code).isspace() or code >= 0xFFFE
 )
-
-
-class Unreadable(Exception):
-    """A document or page cannot be read: a short reason, good for grouping, and a detail."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        self.reason, self.detail = reason, detail
-        super().__init__(f"{reason}: {detail}")
 
 
 def open_document(path: str) -> pdfium.PdfDocument:
@@ -82,8 +66,9 @@ def read_pages(
     """Reads pages, numbered from 1, one result each.
 
     Args:
-        settings: `text`: whether to read the words; `dpi`: pixels per inch of the image, or 0 for
-            none; `max_pixels`: a larger image is made smaller.
+        settings: `text`: whether to read the words; `image`: whether to draw the page, "no text"
+            for only if it has no words; `dpi`: pixels per inch of the image; `max_pixels`: a larger
+            image is made smaller.
     """
     for first in range(0, len(numbers), PAGES_AN_OPENING):
         document = open_document(path)
@@ -104,7 +89,7 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
 
     Returns:
         `label`, `size` in points as displayed, `num_objects`; `text`, `word_spans` (W, 2) int32 and
-        `word_boxes` (W, 4) float32 as in `page_words`; `image`, a JPEG.
+        `word_boxes` (W, 4) float32 as in `page_words`; `image`, a JPEG, if it was drawn.
     """
     result = {
         "label": label or None,
@@ -113,7 +98,8 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
     }
     if settings["text"]:
         result["text"], result["word_spans"], result["word_boxes"] = page_words(page)
-    if settings["dpi"]:
+    wanted = settings["image"]
+    if wanted is True or (wanted == "no text" and not result["text"] and result["num_objects"]):
         result["image"] = render(page, settings["dpi"], settings["max_pixels"])
     return result
 
@@ -205,12 +191,6 @@ Piece = tuple[str, np.ndarray, bool]  # the string, its box, whether it goes on 
 Line = list[Piece]
 
 
-def is_right_to_left(text: str) -> bool:
-    """Whether most letters belong to scripts that are read from the right."""
-    directions = Counter(map(unicodedata.bidirectional, text))
-    return directions["R"] + directions["AL"] > directions["L"]
-
-
 def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
     """Lines of words as the page draws them; what is not to be seen is left out."""
     lines: list[Line] = [[]]
@@ -269,88 +249,3 @@ def _blocks(lines: list[Line]) -> list[tuple[np.ndarray, list[Line]]]:
                 continue
         blocks.append((box, [line]))
     return blocks
-
-
-def reading_order(
-    blocks: list[tuple[np.ndarray, list[Line]]], from_right: bool = False
-) -> list[list[Line]]:
-    """Blocks by recursive cuts along white space: columns side by side, then from the top.
-
-    Where a stretch has neither kind of gap its blocks stay as the page draws them.
-    """
-    if len(blocks) < 2:
-        return [lines for _, lines in blocks]
-    boxes = np.stack([box for box, _ in blocks])
-    for axis, least in ((0, 0.012), (1, 0.0)):
-        groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
-        if len(groups) > 1:
-            groups = groups[::-1] if axis == 0 and from_right else groups
-            parts = (reading_order([blocks[i] for i in group], from_right) for group in groups)
-            return [lines for part in parts for lines in part]
-    return [lines for _, lines in blocks]
-
-
-def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
-    """Indices of intervals in two groups, apart at the widest gap; one group if there is none."""
-    order = np.argsort(starts, kind="stable")
-    gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
-    widest = int(gaps.argmax())
-    if gaps[widest] <= least:
-        return [order.tolist()]
-    return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]
-
-
-# -- the process ---------------------------------------------------------------------------------
-
-
-def send(stream: BinaryIO, value: Any) -> None:
-    """Writes a value as JSON, and behind it as they are the arrays and bytes of a mapping.
-
-    Not pickled: a document that takes the process over must not run code where this is read.
-    """
-    bulk = {}
-    if isinstance(value, dict):
-        bulk = {k: v for k, v in value.items() if isinstance(v, np.ndarray | bytes)}
-        value = {k: v for k, v in value.items() if k not in bulk}
-        value["bulk"] = [
-            [k, v.dtype.str, v.shape] if isinstance(v, np.ndarray) else [k, "", [len(v)]]
-            for k, v in bulk.items()
-        ]
-    data = json.dumps(value).encode()
-    parts = (bytes(v) if isinstance(v, bytes) else v.tobytes() for v in bulk.values())
-    stream.write(b"".join([struct.pack("<Q", len(data)), data, *parts]))
-    stream.flush()
-
-
-def main() -> None:
-    """Answers requests from standard input until it is closed.
-
-    A request is ("describe", path) or ("pages", path, numbers, settings); a reply is what the
-    function of that name gives for it, or a reason and a detail. `is_last`: no page follows.
-    """
-    limit = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the library prints must not get between the replies
-    replies.write(b"!")  # it runs
-    replies.flush()
-    requests = sys.stdin.buffer
-    while head := requests.read(8):
-        (length,) = struct.unpack("<Q", head)
-        kind, *arguments = json.loads(requests.read(length))
-        try:
-            if kind == "describe":
-                send(replies, describe(*arguments))
-            else:
-                for result in read_pages(*arguments):
-                    is_page = isinstance(result, dict)
-                    send(replies, result if is_page else {**vars(result), "is_last": False})
-        except Unreadable as error:
-            send(replies, {**vars(error), "is_last": True})
-        except (MemoryError, OSError) as error:
-            reason = "unreadable" if isinstance(error, OSError) else "out of memory"
-            send(replies, {"reason": reason, "detail": str(error), "is_last": True})
-
-
-if __name__ == "__main__":
-    main()

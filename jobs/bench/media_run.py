@@ -1,0 +1,159 @@
+"""Reads media files: by the source stage of the index job, or by bare loops. One side of a figure.
+
+    python -m jobs.bench.media_run ray video FOLDER PROCESSES
+    python -m jobs.bench.media_run bare audio FOLDER PROCESSES
+    python -m jobs.bench.media_run held video FILE 1
+
+The bare loop of videos is decord: it opens a file with one thread, finds the frames that are shown
+at the sampled times and takes them window by window. That of sound is soundfile and soxr. Both run
+in as many processes, which take one file after the other, without Ray, without the process that a
+crash is kept in and without the blocks that frames travel in. The last line is a JSON object: the
+frames or seconds read, and the seconds from the first result to the last of the side (of the bare
+loop: of reading alone). `held` reads one file in this process and says what memory that took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import decord
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray.data
+import soundfile
+import soxr
+
+import jobs
+from jobs.bench.loops import run_loops
+from pipeline.config import Spec
+from pipeline.registry import SOURCES
+from pipeline.sources import items_table
+from pipeline.stage import Unit
+
+WANTS = {"video": ("frames",), "audio": ("audio",)}
+FPS, WINDOW_SECONDS, SAMPLE_RATE = 1.0, 30.0, 16_000
+
+
+def main() -> None:
+    """Runs one side and prints what it came to."""
+    side, kind, path, processes = sys.argv[1:]
+    run = {"ray": source_stage, "bare": bare_loops, "held": held}[side]
+    print(json.dumps(run(kind, path, int(processes))))
+
+
+def spec_of(kind: str, path: str) -> Spec:
+    """The source: every window of 30 s, a frame a second or mono sound at 16 kHz."""
+    fields: dict[str, Any] = {"name": kind, "path": path, "window_seconds": WINDOW_SECONDS}
+    if kind == "video":
+        fields |= {"fps": FPS, "num_frames": 64}
+    return SOURCES.resolve(fields)
+
+
+def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The source stage of the index job as it streams; its start is no part of the time."""
+    from pipeline.index import job, listing
+    from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.stage import Resources
+
+    spec = spec_of(kind, path)
+    with tempfile.TemporaryDirectory() as folder, jobs.cluster():
+        listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), WANTS[kind])
+        shards = range(listing.plan(listed, None))
+        for shard in shards:
+            listing.list_shard(listed, shard)
+        configure_ray_data()
+        pool = Resources(num_cpus=1, max_actors=processes)
+        # What comes next in the index job is an actor that is handed the blocks.
+        counted = job.read_stage(listed, shards, 64, pool).map_batches(
+            Count,
+            fn_constructor_kwargs={"kind": kind},
+            batch_size=1,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=0,
+        )
+        rows = [row for row in rows_of(counted) if row is not None]
+    ends = sorted((row["when"], row["amount"]) for row in rows)
+    amount = sum(amount for _, amount in ends[1:])
+    return {"amount": amount, "seconds": ends[-1][0] - ends[0][0]}
+
+
+class Count:
+    """Says of each unit how much it brings, and when it came."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        items = Unit.unpack(block, 0).items
+        return pa.table({"when": [time.time()], "amount": [_amount(self.kind, items)]})
+
+
+def _amount(kind: str, items: pa.Table) -> float:
+    """How many frames, or seconds of sound, some items bring."""
+    if kind == "video":
+        return float(pc.sum(pc.list_value_length(items["frames"])).as_py())
+    samples = pc.struct_field(items["audio"], "samples")
+    return pc.sum(pc.binary_length(samples)).as_py() / 4 / SAMPLE_RATE
+
+
+def bare_loops(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The bare loops over the files of a folder."""
+    paths = sorted(str(file) for file in Path(path).rglob("*.*"))
+    return run_loops(_read_bare, paths, kind, processes)
+
+
+def _read_bare(path: str, kind: str) -> float:
+    return sum({"video": _bare_frames, "audio": _bare_sound}[kind](path))
+
+
+def _bare_frames(path: str) -> Iterator[float]:
+    reader = decord.VideoReader(path, num_threads=1)
+    shown = reader.get_frame_timestamp(range(len(reader)))
+    for start in np.arange(0, shown[-1, 1], WINDOW_SECONDS):
+        end = min(start + WINDOW_SECONDS, shown[-1, 1])
+        times = np.arange(start, end, 1 / FPS)
+        indices = np.unique(np.searchsorted(shown[:, 0], times + 1e-3, side="right") - 1)
+        yield len(reader.get_batch(indices.tolist()).asnumpy())
+
+
+def _bare_sound(path: str) -> Iterator[float]:
+    with soundfile.SoundFile(path) as file:
+        block = round(WINDOW_SECONDS * file.samplerate)
+        for samples in file.blocks(block, dtype="float32", always_2d=True):
+            mono = soxr.resample(samples.mean(axis=1), file.samplerate, SAMPLE_RATE)
+            yield len(mono) / SAMPLE_RATE
+
+
+def held(kind: str, path: str, processes: int) -> dict[str, Any]:
+    """The most memory of a worker and of its decoding process, over one file."""
+    spec = spec_of(kind, path)
+    source = SOURCES.build(spec, WANTS[kind])
+    (shard,) = source.shards()
+    listed = list(enumerate(source.scan(shard)))
+    amount = 0.0
+    for item in source.decode(shard, listed):
+        amount += _amount(kind, items_table([item], source.payload))
+    child = source.process._process.pid
+    return {"amount": amount, "worker": _most_held(os.getpid()), "decoder": _most_held(child)}
+
+
+def _most_held(pid: int) -> int:
+    """The most bytes that a process has had in memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Where a model's checkpoint lies: a local folder, or one that the hub gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from pipeline.config import SpecError
+
+
+def find_checkpoint(model: str, revision: str | None, files: Sequence[str], legal: str) -> Path:
+    """The folder of a checkpoint; of one on the hub, `files` are downloaded if need be.
+
+    Args:
+        model: a local folder, or the name of a model on the hub.
+        files: patterns of file names.
+        legal: what a model may be, for the message.
+
+    Raises:
+        SpecError: for `model`: it is neither.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
+        raise SpecError("model", model, legal, "is not a folder")
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model, revision=revision, allow_patterns=list(files)
+        )
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        problem = f"is not a folder, and the hub does not give it ({type(error).__name__})"
+        raise SpecError("model", model, legal, problem) from None
+    return Path(folder)

@@ -1,0 +1,70 @@
+"""The process in which files are read: `python -m pipeline.decoding.serve MODULE MEMORY_BYTES`.
+
+A request is [function, arguments...], a function of the module. If that gives one mapping the reply
+is it; if it yields several, each is a reply. An `Unreadable` that is yielded stands for one result;
+one that is raised, for all that would have followed (`is_last`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pipeline.decoding import Unreadable
+
+
+def send(stream: BinaryIO, value: Any) -> None:
+    """Writes a value as JSON, and behind it as they are the arrays and bytes of a mapping.
+
+    Not pickled: a file that takes the process over must not run code where this is read.
+    """
+    bulk = {}
+    if isinstance(value, Mapping):
+        bulk = {k: v for k, v in value.items() if isinstance(v, np.ndarray | bytes)}
+        value = {k: v for k, v in value.items() if k not in bulk}
+        value["bulk"] = [
+            [k, v.dtype.str, v.shape] if isinstance(v, np.ndarray) else [k, "", [len(v)]]
+            for k, v in bulk.items()
+        ]
+    data = json.dumps(value).encode()
+    stream.write(struct.pack("<Q", len(data)) + data)
+    for v in bulk.values():
+        stream.write(v if isinstance(v, bytes) else np.ascontiguousarray(v).reshape(-1).data)
+    stream.flush()
+
+
+def main() -> None:
+    """Answers requests from standard input until it is closed."""
+    module, limit = sys.argv[1], int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the replies
+    reader = importlib.import_module(f"pipeline.decoding.{module}")
+    replies.write(b"!")  # it runs
+    replies.flush()
+    requests = sys.stdin.buffer
+    while head := requests.read(8):
+        (length,) = struct.unpack("<Q", head)
+        function, *arguments = json.loads(requests.read(length))
+        try:
+            results = getattr(reader, function)(*arguments)
+            for result in [results] if isinstance(results, dict) else results:
+                is_good = isinstance(result, dict)
+                send(replies, result if is_good else {**vars(result), "is_last": False})
+        except Unreadable as error:
+            send(replies, {**vars(error), "is_last": True})
+        except (MemoryError, OSError) as error:
+            reason = "unreadable" if isinstance(error, OSError) else "out of memory"
+            send(replies, {"reason": reason, "detail": str(error), "is_last": True})
+
+
+if __name__ == "__main__":
+    main()

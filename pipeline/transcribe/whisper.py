@@ -1,0 +1,169 @@
+"""Speech by a Whisper checkpoint, through the transformers library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import field_validator
+from transformers import (
+    AutomaticSpeechRecognitionPipeline,
+    GenerationConfig,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+)
+
+from pipeline import config
+from pipeline.checkpoint import find_checkpoint
+from pipeline.config import SpecError
+from pipeline.tokens import AUDIO
+from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
+from pipeline.transcribe.sound import RATE, samples_of, utterances
+from pipeline.transcribe.sphinx import lines_of
+
+#: Seconds that Whisper hears at once.
+LONGEST = 30.0
+#: Seconds without a word that end a line, where each word has its times.
+PAUSE = 0.5
+
+SETTINGS = ["*.json", "*.txt"]
+WEIGHTS = ["*.safetensors"]
+
+
+class Whisper(Recogniser):
+    """Speech recognition by any checkpoint of Whisper's form, in the languages that it knows.
+
+    Sound is heard in stretches of at most 30 s, cut where it is quietest, each by itself. If the
+    checkpoint's generation config names alignment heads, each word has its own times. Otherwise the
+    words of a segment share its time out by their characters.
+
+    It runs on a CUDA device if there is one.
+    """
+
+    class Spec(config.Spec):
+        """Which checkpoint, and what it is told.
+
+        Attributes:
+            model: a hub name, or a local folder as `save_pretrained` writes it.
+            revision: branch, tag or commit of a model from the hub.
+            language: a code such as "en"; None: what the model takes each stretch for.
+        """
+
+        name: Literal["whisper"] = "whisper"
+        model: str
+        revision: str | None = None
+        language: str | None = None
+
+        @field_validator("model")
+        @classmethod
+        def _make_folder_absolute(cls, model: str) -> str:
+            # Actors run in other working directories.
+            return config.absolute(model) if Path(model).expanduser().is_dir() else model
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        folder = _find_folder(spec, WEIGHTS + SETTINGS)
+        generation = _check_folder(spec, folder, with_weights=True)
+        model = WhisperForConditionalGeneration.from_pretrained(
+            folder, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+        )
+        processor = WhisperProcessor.from_pretrained(folder)
+        self._recognise = AutomaticSpeechRecognitionPipeline(
+            model=model.eval(),
+            tokenizer=processor.tokenizer,
+            feature_extractor=processor.feature_extractor,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
+        self._by_word = getattr(generation, "alignment_heads", None) is not None
+        self._arguments: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+        if getattr(generation, "is_multilingual", False):  # others refuse to be told
+            self._arguments |= {"task": "transcribe", "language": spec.language}
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Raises `SpecError` if the checkpoint is not there or does not suit the spec.
+
+        Reads the checkpoint's settings; loads no weights (of a model on the hub, downloads none).
+        """
+        folder = _find_folder(spec, SETTINGS)
+        _check_folder(spec, folder, with_weights=Path(spec.model).is_dir())
+
+    @classmethod
+    def wants(cls, spec: Spec) -> tuple[str, ...]:
+        """Sound."""
+        return ("audio",)
+
+    def lines(self, item: dict[str, Any]) -> list[Line]:
+        """What is said: a line a segment, or between two pauses if each word has its times."""
+        audio = item.get("audio")
+        if audio is None:
+            return []
+        return [
+            line
+            for start, samples in utterances(samples_of(audio), LONGEST)
+            for line in self._hear(samples, audio["start"] + start)
+        ]
+
+    def _hear(self, samples: np.ndarray, start: float) -> list[Line]:
+        """The lines of a stretch that starts at `start` seconds of the file."""
+        result = self._recognise(
+            {"raw": samples, "sampling_rate": RATE},
+            return_timestamps="word" if self._by_word else True,
+            generate_kwargs=self._arguments,
+        )
+        end = start + len(samples) / RATE
+        timed = []
+        for chunk in result["chunks"]:
+            first, last = chunk["timestamp"]
+            # The model may see times behind the sound, which it hears with silence up to 30 s.
+            first = min(end, start + (first or 0.0))
+            last = end if last is None else max(first, min(end, start + last))
+            timed.append((chunk["text"], (first, last)))
+        if self._by_word:
+            words = [
+                Word("".join(text.split()), (NAN,) * 4, times, AUDIO)
+                for text, times in timed
+                if text.strip()
+            ]
+            return lines_of(words, PAUSE)
+        return [spread(text, times, kind=AUDIO) for text, times in timed if text.strip()]
+
+
+def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
+    legal = "the path of an existing folder, or the hub name of a Whisper model"
+    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
+
+
+def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> GenerationConfig:
+    """The checkpoint's generation config, which must say how times are written."""
+    try:
+        model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        legal = "a checkpoint with a config.json that names its model_type"
+        raise SpecError("model", spec.model, legal, "has none") from None
+    if model_type != "whisper":
+        raise SpecError("model", spec.model, "a Whisper checkpoint", f"is a {model_type}")
+    if with_weights and not any(folder.glob("*.safetensors")):
+        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, legal, "has no safetensors file")
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+        WhisperProcessor.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        legal = (
+            "a checkpoint with generation_config.json, a tokenizer and a feature extractor "
+            f"({str(error).splitlines()[0]})"
+        )
+        raise SpecError("model", spec.model, legal, "lacks one of them") from None
+    if getattr(generation, "no_timestamps_token_id", None) is None:
+        legal = "a checkpoint whose generation_config.json has no_timestamps_token_id"
+        raise SpecError("model", spec.model, legal, "gives no times")
+    if spec.language is not None:
+        known = getattr(generation, "lang_to_id", None) or {}
+        if f"<|{spec.language}|>" not in known:
+            codes = ", ".join(sorted(code.strip("<|>") for code in known)) or "none (English only)"
+            raise SpecError("language", spec.language, codes)
+    return generation

@@ -1,0 +1,187 @@
+"""Sound: the right stretch at the right rate, of whatever kind of file."""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import soundfile
+
+from pipeline.decoding import Unreadable
+from pipeline.decoding.audio import describe, read_windows
+from pipeline.decoding.process import FILES_A_PROCESS, DecodingProcess, Limits
+from tests.media import every, heard, tone_of, tones, write_sound, write_video
+
+RATE = {"sample_rate": 16_000}
+SAMPLE = Fraction(1, 16_000)
+
+
+def read(path, *windows, rate=16_000):
+    return list(
+        read_windows(str(path), [list(window) for window in windows], {"sample_rate": rate})
+    )
+
+
+def peak(process: DecodingProcess) -> int:
+    """The most memory that a process ever had, in kilobytes."""
+    with open(f"/proc/{process._process.pid}/status") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3", "a.m4a", "a.opus", "a.mka"])
+@pytest.mark.parametrize(("rate", "channels"), [(48_000, 2), (24_000, 1)])
+def test_a_window_is_what_is_heard_then(tmp_path, name, rate, channels):
+    path, sound = tmp_path / name, tones(8, rate, channels)
+    if name in ("a.m4a", "a.mka"):
+        write_video(path, [], sound=sound, rate=rate)
+    elif name == "a.opus":
+        with soundfile.SoundFile(path, "w", rate, channels, "OPUS", format="OGG") as file:
+            file.write(sound)
+    else:
+        write_sound(path, sound, rate)
+    about = describe(str(path))
+    assert about["duration"] == pytest.approx(8, abs=0.1)
+    assert (about["sample_rate"], about["channels"]) == (rate, channels)
+    for window in read(path, (2, 4), (5, 7)):
+        start = window["audio_start"]
+        assert window["samples"].dtype == np.float32 and len(window["samples"]) == 32_000
+        for second in (0, 1):
+            samples = window["samples"][second * 16_000 + 3200 : second * 16_000 + 12_800]
+            assert heard(samples, 16_000) == pytest.approx(tone_of(start + second), abs=4)
+    assert start == pytest.approx(5, abs=1e-4)
+
+
+@pytest.mark.parametrize("rate", [8000, 16_000, 44_100, 96_000])
+def test_windows_put_together_are_the_file(tmp_path, rate):
+    path = write_sound(tmp_path / "a.wav", tones(7, rate, 2), rate)
+    (whole,) = read(path, (0, None))
+    parts = read(path, (0, 2), (2, 4.5), (4.5, 7))
+    joined = np.concatenate([part["samples"] for part in parts])
+    assert len(joined) == len(whole["samples"]) == 7 * 16_000
+    assert np.abs(joined - whole["samples"])[100:-100].max() < 0.01
+    if rate == 16_000:
+        assert np.abs(joined - tones(7)[:, 0]).max() < 1e-4
+
+
+def test_channels_are_averaged(tmp_path):
+    sound = tones(1, 16_000, 2)
+    sound[:, 1] = 0.25
+    (window,) = read(write_sound(tmp_path / "a.wav", sound), (0, None))
+    assert np.abs(window["samples"] - sound.mean(axis=1)).max() < 1e-4
+
+
+def test_silence_is_sound(tmp_path):
+    (window,) = read(write_sound(tmp_path / "a.wav", np.zeros((8000, 1))), (0, None))
+    assert len(window["samples"]) == 8000 and not window["samples"].any()
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3", "a.mka"])
+def test_a_cut_file_lasts_as_long_as_it_can_be_read(tmp_path, name):
+    path, sound = tmp_path / name, tones(8, 16_000)
+    sound += np.random.default_rng(0).normal(0, 0.01, sound.shape).astype(np.float32)
+    if name == "a.mka":
+        write_video(path, [], sound=sound)
+    else:
+        write_sound(path, sound)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    duration = describe(str(path))["duration"]
+    assert 2 < duration < 6
+    (window,) = read(path, (1, 2))
+    assert heard(window["samples"][3200:12_800], 16_000) == pytest.approx(tone_of(1.0), abs=4)
+    (behind,) = read(path, (7, 8))
+    assert isinstance(behind, Unreadable) and behind.reason == "nothing in this window"
+
+
+def test_a_header_that_promises_too_much(tmp_path):
+    path = write_sound(tmp_path / "a.wav", tones(2))
+    data = bytearray(path.read_bytes())
+    data[40:44] = struct.pack("<I", 100 * len(data))  # the length of what follows
+    path.write_bytes(data)
+    assert describe(str(path))["duration"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty file"),
+        (b"Dear Ada, this is no sound.", "not audio"),
+        (b"RIFF\x00\x00\x00\x00WAVEnothing", "damaged audio"),
+        (b"\x00\x00\x00\x20ftypM4A nothing that can be played", "damaged audio"),
+    ],
+)
+def test_what_is_no_sound(tmp_path, content, reason):
+    (tmp_path / "a.wav").write_bytes(content)
+    with pytest.raises(Unreadable) as error:
+        describe(str(tmp_path / "a.wav"))
+    assert error.value.reason == reason
+
+
+def test_a_header_without_samples(tmp_path):
+    with pytest.raises(Unreadable, match="no sound"):
+        describe(str(write_sound(tmp_path / "a.wav", np.zeros((0, 1)))))
+
+
+def test_a_video_under_the_name_of_sound(tmp_path):
+    video = write_video(tmp_path / "a.mp4", [0, 0.5, 1], sound=tones(3))
+    assert describe(str(video.rename(tmp_path / "a.m4a")))["duration"] == pytest.approx(3, abs=0.1)
+    silent = write_video(tmp_path / "b.mp4", [0, 0.5, 1])
+    with pytest.raises(Unreadable, match="no audio track"):
+        describe(str(silent.rename(tmp_path / "b.m4a")))
+
+
+def test_a_track_that_begins_late(tmp_path):
+    late = write_video(tmp_path / "a.mp4", every(7, 10), sound=tones(4), sound_start=3.0)
+    (window,) = read(late, (2, 6))
+    assert window["audio_start"] == pytest.approx(3, abs=0.1)
+    assert len(window["samples"]) == pytest.approx(3 * 16_000, abs=1600)
+
+
+def test_a_gap_in_a_track_is_silence(tmp_path):
+    path = tmp_path / "a.mka"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=16_000, layout="mono")
+        for second in (0, 1, 4, 5):
+            samples = np.full((1, 16_000), 8000 + 1000 * second, np.int16)
+            frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 16_000, 16_000 * second, SAMPLE
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert describe(str(path))["duration"] == pytest.approx(6)
+    whole, part, pause = read(path, (0, 6), (3.5, 5), (2.5, 3.5))
+    levels = [round(float(x) * 32_768) for x in whole["samples"][8000::16_000]]
+    assert levels == [8000, 9000, 0, 0, 12_000, 13_000]
+    assert part["audio_start"] == pytest.approx(4)
+    assert len(part["samples"]) == 16_000 and part["samples"].min() > 0.3
+    assert isinstance(pause, Unreadable)
+
+
+def test_a_process_is_replaced_before_what_it_keeps_of_files_adds_up(tmp_path):
+    path = str(write_sound(tmp_path / "a.wav", tones(1)))
+    process = DecodingProcess("audio", Limits())
+    process.call("describe", path)
+    first = process._process.pid
+    process.call("describe", path)
+    assert process._process.pid == first
+    process._num_requests = FILES_A_PROCESS
+    assert process.call("describe", path)["duration"] == 1
+    assert process._process.pid != first
+    process.stop()
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.m4a"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    peaks = []
+    for seconds in (60, 180):
+        path, sound = tmp_path / f"{seconds}{name}", tones(seconds)
+        write_sound(path, sound) if name == "a.wav" else write_video(path, [], sound=sound)
+        process = DecodingProcess("audio", Limits())
+        windows = [[start, start + 30] for start in range(0, seconds, 30)]
+        for window in process.stream(len(windows), "read_windows", str(path), windows, RATE):
+            assert len(window["samples"]) == pytest.approx(30 * 16_000, abs=1600)
+        peaks.append(peak(process))
+        process.stop()
+    assert peaks[1] < 1.1 * peaks[0]

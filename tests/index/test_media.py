@@ -1,0 +1,262 @@
+"""The index job on photos, videos and sound: what is seen, said and captioned is found again."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image, ImageDraw, ImageFont
+
+from jobs import search
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.index import job
+from pipeline.index.reader import Index
+from pipeline.schema import Hit
+from pipeline.search.explain import best_place
+from pipeline.search.maps import Previews, light, similarity_map
+from tests.conftest import ROOT
+
+FULL = {"compressor": "none"}
+CAPTION = {"compressor": "none", "of": "caption"}
+NOTHING = "nothing to index: no text, no speech"
+
+
+def run(uri: Path, source: Any, encoder: Any, *representations: dict, **resources: Any):
+    """The job's progress and what it said."""
+    given = {"index": str(uri), "source": source, "encoder": encoder, "commit_items": 8}
+    spec = config.parse(job.IndexSpec, {**given, "representations": list(representations)})
+    profile = config.parse(job.IndexResources, resources)
+    said: list[str] = []
+    return job.run(spec, profile, job="1", report=said.append), said
+
+
+def rejects(uri: Path) -> dict[str, str]:
+    table = Index(str(uri)).rejects()
+    return dict(zip(table["item_id"].to_pylist(), table["reason"].to_pylist(), strict=True))
+
+
+def sign(text: str) -> Image.Image:
+    """A photo of a sign: the words begin at a quarter of the width and a third of the height."""
+    picture = Image.new("RGB", (800, 600), (200, 210, 200))
+    ImageDraw.Draw(picture).text((200, 200), text, "black", ImageFont.load_default(60))
+    return picture
+
+
+def write_corpus(folder: Path) -> list[dict[str, Any]]:
+    """Photos with text, with captions and without; a talk, a speech, silence; damaged files."""
+    for name in ("photos", "clips", "sound"):
+        (folder / name).mkdir()
+    sign("road closed").save(folder / "photos/sign.png")
+    Image.fromarray(np.full((90, 160, 3), 90, np.uint8)).save(folder / "photos/wall.jpg")
+    Image.fromarray(np.full((90, 160, 3), 60, np.uint8)).save(folder / "photos/sea.jpg")
+    (folder / "photos/torn.jpg").write_bytes((folder / "photos/sea.jpg").read_bytes()[:400])
+    captions = {
+        "sea.jpg": "Two riders on horses at the beach",
+        "gone.jpg": "A dog",
+        "wall.jpg": None,
+    }
+    captions |= {"sign.png": "A sign in the rain", "torn.jpg": "A torn photo"}
+    lines = [json.dumps({"image": name, "caption": text}) for name, text in captions.items()]
+    (folder / "photos/photos.jsonl").write_text("\n".join(lines))
+    shutil.copy(ROOT / "jobs/data/clips/talk.mp4", folder / "clips")
+    (folder / "clips/cut.mp4").write_bytes((folder / "clips/talk.mp4").read_bytes()[:9000])
+    shutil.copy(ROOT / "jobs/data/speech/jfk.flac", folder / "sound")
+    soundfile.write(folder / "sound/silence.wav", np.zeros(16_000), 16_000)
+    (folder / "sound/empty.wav").touch()
+    return sources_of(folder)
+
+
+def sources_of(folder: Path) -> list[dict[str, Any]]:
+    clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 0.25}
+    return [
+        {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"},
+        clips,
+        {"name": "audio", "path": str(folder / "sound")},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("media")
+
+
+@pytest.fixture(scope="module")
+def uri(cluster, folder) -> Path:
+    progress, said = run(folder / "index", write_corpus(folder), "transcript", FULL, CAPTION)
+    assert (progress.listed, progress.indexed) == (11, 5)
+    assert said[-1].startswith("listed 11 = indexed 5 (5 new")
+    assert progress.seconds["recognise"] > progress.seconds["encode"]
+    return folder / "index"
+
+
+def first(uri: Path, query: str, representation: str = "full", **options: Any) -> Hit:
+    return open_index(str(uri)).search(query, representation, k=1, **options)[0]
+
+
+def test_what_cannot_be_indexed_says_why(uri):
+    assert rejects(uri) == {
+        "gone.jpg": "missing file",
+        "torn.jpg": "damaged image",
+        "wall.jpg": NOTHING,
+        "cut.mp4": "damaged video",
+        "silence.wav#t=0,1": NOTHING,
+        "empty.wav": "empty file",
+    }
+
+
+def test_what_has_nothing_is_not_recognised_again(uri, folder):
+    progress, said = run(uri, sources_of(folder), "transcript", FULL, CAPTION)
+    assert (progress.to_do, progress.commits, progress.rejected_before) == (0, 0, 6)
+    assert said[-1].startswith("listed 11 = indexed 5 (0 new")
+
+
+def test_a_spoken_phrase_is_found_with_its_time(uri):
+    hit = first(uri, "what you can do for your country")
+    assert hit.item_id == "jfk.flac#t=0,11"
+    place = best_place(hit.text, hit.matches)
+    assert place.box is None and 5 < place.times[0] < place.times[1] < 11
+    # The same words in the talk, which begin five seconds in: the times are those of the file.
+    hit = first(uri, "what you can do for your country", where="source = 'clips'")
+    assert hit.item_id == "talk.mp4#t=10,20"
+    assert 10 < best_place(hit.text, hit.matches).times[0] < 16
+
+
+def test_text_on_a_screen_is_found_with_its_frame(uri):
+    hit = first(uri, "wildlife criterion for otters and ospreys", where="source = 'clips'")
+    place = best_place(hit.text, hit.matches)
+    assert hit.item_id == "talk.mp4#t=10,20"
+    assert 14 <= place.times[0] <= 18 and place.times[1] == 20  # shown from 15 to 20 seconds
+    assert 0 < place.box[0] < place.box[2] < 1
+
+
+def test_a_sign_in_a_photo_is_found_with_its_box(uri):
+    hit = first(uri, "the road is closed", where="source = 'photos'")
+    place = best_place(hit.text, hit.matches)
+    assert (hit.item_id, hit.text, place.times) == ("sign.png", "road closed", None)
+    assert place.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
+
+
+def test_a_photo_is_found_by_its_caption(uri):
+    hit = first(uri, "people riding along the sea", "caption_full")
+    assert (hit.item_id, hit.text) == ("sea.jpg", "Two riders on horses at the beach")
+    assert {m.query_token for m in hit.matches} >= {"people", "riding", "sea"}
+    assert hit.matches[1].spans and not hit.matches[1].places
+    row = Index(str(uri)).items(["sea.jpg"], ["full", "caption_full", "text"]).to_pylist()[0]
+    assert row["full"] is None and row["text"] is None and len(row["caption_full"]) > 6
+
+
+def test_a_photo_with_text_and_caption_has_both(uri):
+    sign = Index(str(uri)).items(["sign.png"]).to_pylist()[0]
+    assert sign["text"] == "road closed" and sign["caption"] == "A sign in the rain"
+    assert len(sign["full"]) == 2 and len(sign["caption_full"]) == 5
+    assert sign["minilm_pooled"] != sign["minilm_caption_pooled"]
+
+
+def test_a_video_comes_once_with_its_best_window(uri):
+    searcher = open_index(str(uri))
+    how = {"where": "source = 'clips'", "k": 5}
+    every = searcher.search("what you can do for your country", "full", **how)
+    grouped = searcher.search("what you can do for your country", "full", group_by="parent", **how)
+    assert [hit.item_id for hit in every] == ["talk.mp4#t=10,20", "talk.mp4#t=0,10"]
+    assert [hit.item_id for hit in grouped] == ["talk.mp4#t=10,20"]
+
+
+def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
+    searcher = open_index(str(uri))
+    previews = Previews(searcher.index)
+    for query, item_id, size in [
+        ("wildlife criterion", "talk.mp4#t=10,20", (1280, 720)),
+        ("road closed", "sign.png", (800, 600)),
+        ("country", "jfk.flac#t=0,11", (1200, 264)),
+    ]:
+        map = similarity_map(searcher, query, item_id, "full")
+        picture = Image.open(io.BytesIO(light(previews, map)))
+        assert picture.size == size
+        orange = np.asarray(picture.convert("RGB")).astype(int)
+        assert ((orange[..., 0] - orange[..., 2]) > 90).sum() > 500  # something is lit
+
+
+def test_hits_as_a_user_sees_them(uri, tmp_path, capsys):
+    how = ["--representation", "full", "--k", "1", "--where", "source = 'sound'"]
+    search.main([str(uri), "your country", *how, "--save-maps", str(tmp_path / "maps")])
+    shown = capsys.readouterr().out
+    assert "jfk.flac#t=0,11  (seconds 0-11)" in shown
+    assert "     heard " in shown and "map 1:" in shown
+    assert (tmp_path / "maps/1.png").exists()
+    how[1], how[-1] = "caption_full", "source = 'photos'"
+    search.main([str(uri), "horses", *how, "--save-maps", str(tmp_path / "caption")])
+    names = sorted(path.name for path in (tmp_path / "caption").iterdir())
+    assert names == ["1.json", "1.png"]  # a caption has no place in the picture
+
+
+def test_two_pools_give_the_same_rows(uri, folder, tmp_path):
+    apart = {"compress": {"num_cpus": 0.5}}
+    sources = [
+        {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"}
+    ]
+    run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **apart)
+    columns = ["item_id", "text", "caption", "full", "caption_full", "minilm_caption_pooled"]
+    there, here = (
+        Index(str(where)).dataset.to_table(columns=columns, filter="source = 'photos'")
+        for where in (uri, tmp_path / "index")
+    )
+    assert there.sort_by("item_id").equals(here.sort_by("item_id"))
+
+
+def test_scanned_pages_of_an_index_without_ocr_are_read_later(cluster, tmp_path):
+    (tmp_path / "pages").mkdir()
+    sign("harbour\nof Lisbon").save(tmp_path / "pages/scan.pdf")  # a picture, no text layer
+    shutil.copy(ROOT / "jobs/data/pages/pdf/us-005.pdf", tmp_path / "pages")
+    source = {"name": "pages", "path": str(tmp_path / "pages")}
+    run(tmp_path / "index", source, "minilm", FULL)
+    assert rejects(tmp_path / "index") == {"scan.pdf#page=1": "no text layer"}
+    progress, _ = run(tmp_path / "index", source, "transcript", FULL)
+    assert (progress.new, progress.unchanged) == (1, progress.listed - 1)
+    assert rejects(tmp_path / "index") == {}
+    hit = first(tmp_path / "index", "the port of Lisbon")
+    assert (hit.item_id, hit.text) == ("scan.pdf#page=1", "harbour\nof Lisbon")
+    place = best_place(hit.text, hit.matches)
+    assert place.times is None and 0 < place.box[1] < 0.6
+    row = Index(str(tmp_path / "index")).items([hit.item_id], ["minilm_pooled"]).to_pylist()[0]
+    assert row["minilm_pooled"] is not None
+
+
+def test_transcripts_whose_ids_nothing_has_are_told(cluster, folder, tmp_path):
+    lines = [{"id": "sign.png", "text": "detour"}, {"id": "nobody", "text": "lost"}]
+    (tmp_path / "ocr.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    ocr = {"name": "precomputed", "path": str(tmp_path / "ocr.jsonl")}
+    encoder = {"name": "transcript", "ocr": ocr, "speech": None}
+    source = {"name": "images", "path": str(folder / "photos/photos.jsonl")}
+    _, said = run(tmp_path / "index", source, encoder, FULL)
+    assert said[-1].startswith("ocr: 1 ids of ") and said[-1].endswith("no item: nobody")
+    assert first(tmp_path / "index", "detour").item_id == "sign.png"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "representation", "sentence"),
+    [
+        (
+            "minilm",
+            FULL,
+            "encoder: 'minilm' reads text; legal: an encoder of .*image.* images gives",
+        ),
+        ("minilm", {"compressor": "none", "of": "title"}, "representations.0.of: 'title'"),
+    ],
+)
+def test_what_does_not_fit(folder, uri, tmp_path, encoder, representation, sentence):
+    source = {"name": "images", "path": str(folder / "photos/photos.jsonl")}
+    with pytest.raises(SpecError, match=sentence):
+        run(tmp_path / "index", source, encoder, representation)
+
+
+def test_captions_of_a_source_that_has_none(folder, uri, tmp_path):
+    source = {"name": "audio", "path": str(folder / "sound")}
+    with pytest.raises(SpecError, match="'caption' is nothing that audio gives"):
+        run(tmp_path / "index", source, "minilm", CAPTION)

@@ -1,0 +1,577 @@
+"""Pictures in folders, archives and manifests: ids, captions, and what is rejected and why."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipeline.config import SpecError, parse
+from pipeline.decoding import Unreadable
+from pipeline.schema import ITEM, Item, Reject
+from pipeline.sources import items_table, manifests
+from pipeline.sources.images import Images
+from tests.conftest import ROOT
+from tests.decoding.test_image import bomb, file_of, halves, turned
+
+PHOTOS = ROOT / "jobs/data/photos"
+JPEG, PNG = file_of(halves()), file_of(halves(size=(30, 20)), "PNG")
+
+
+def source(path: object, wants: tuple[str, ...] = ("image", "caption"), **options: Any) -> Images:
+    options = {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
+    return Images(parse(Images.Spec, {"path": str(path), **options}), wants)
+
+
+def read(images: Images) -> dict[str, Item | Reject]:
+    """Everything of a source by id, in order, through pickling, JSON and Arrow as in a job."""
+    images = pickle.loads(pickle.dumps(images))
+    found: list[Item | Reject] = []
+    for shard in images.shards():
+        shard = json.loads(json.dumps(shard))
+        entries = list(enumerate(images.scan(shard)))
+        wanted = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
+        decoded = iter(list(images.decode(shard, wanted)))
+        found += [next(decoded) if isinstance(entry, Item) else entry for _, entry in entries]
+    items_table([r for r in found if isinstance(r, Item)], images.payload)
+    ids = [result.item_id for result in found]
+    assert len(ids) == len(set(ids))
+    return dict(zip(ids, found, strict=True))
+
+
+def shown(images: Images, item: Item) -> bytes:
+    """The preview of an item as it is stored."""
+    row = item.row()
+    return images.picture({**row, "metadata": json.loads(row["metadata"] or "{}")})
+
+
+def reasons(found: dict[str, Item | Reject]) -> dict[str, str]:
+    return {i: r.reason for i, r in found.items() if isinstance(r, Reject)}
+
+
+def captions(found: dict[str, Item | Reject]) -> dict[str, str | None]:
+    return {i: r.caption for i, r in found.items() if isinstance(r, Item)}
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+def write_tar(path: Path, **members: bytes | str) -> Path:
+    """Members by name, `__` for each dot."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            content = content.encode() if isinstance(content, str) else content
+            about = tarfile.TarInfo(name.replace("__", "."))
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    return path
+
+
+# -- folders ---------------------------------------------------------------------------------
+
+
+def test_a_picture_of_a_folder_is_an_item(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/b c.JPG").write_bytes(JPEG)
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "notes.txt").write_text("not a picture")
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png"}')  # a manifest is read if it is named
+    images = source(tmp_path, ("image", "scan"))
+    images.check()
+    found = read(images)
+    assert list(found) == ["a.png", "deep/b c.JPG"]
+    item = found["deep/b c.JPG"]
+    assert item == Item(
+        item_id="deep/b c.JPG",
+        parent_id="deep/b c.JPG",
+        source=tmp_path.name,
+        modality="image",
+        revision=item.revision,
+        metadata={"width": 80, "height": 40},
+        payload={"image": JPEG, "scan": JPEG},
+        handle=item.handle,
+    )
+
+
+def test_one_file_is_a_source(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    images = source(tmp_path / "a.png")
+    images.check()
+    assert list(read(images)) == ["a.png"]
+
+
+def test_nothing_is_decoded_for_encoders_that_do_not_look(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"never opened")
+    images = source(tmp_path, ("caption", "text"))
+    assert images.payload.names == []
+    assert images.unit_limit({}) > 1000 > source(tmp_path).unit_limit({})
+    assert (read(images)["a.jpg"].payload, read(images)["a.jpg"].metadata) == ({}, {})
+
+
+def test_files_that_cannot_be_items_are_rejected_and_the_rest_goes_on(tmp_path):
+    bad = {
+        "empty.jpg": b"",
+        "text.png": b"Dear Ada",
+        "truncated.jpg": JPEG[:-100],
+        "bomb.png": bomb(60_000, 60_000),
+    }
+    good = {
+        "wrong.gif": JPEG,
+        "grey.jpg": file_of(halves("L", 0, 128)),
+        "cmyk.jpg": file_of(halves("CMYK", (0, 9, 9, 0), (0, 0, 0, 0))),
+        "deep.png": file_of(Image.new("I;16", (9, 9), 40_000), "PNG"),
+        "moving.gif": file_of(halves(), "GIF", save_all=True, append_images=[halves(left="lime")]),
+        "turned.jpg": file_of(halves(), exif=turned(6)),
+        "8k.jpg": file_of(Image.new("RGB", (7680, 4320))),
+    }
+    for name, content in (bad | good).items():
+        (tmp_path / name).write_bytes(content)
+    os.symlink(tmp_path / "gone", tmp_path / "broken.jpg")
+    found = read(source(tmp_path))
+    assert reasons(found) == {
+        "bomb.png": "decompression bomb",
+        "broken.jpg": "unreadable",
+        "empty.jpg": "empty file",
+        "text.png": "not an image",
+        "truncated.jpg": "damaged image",
+    }
+    assert found["broken.jpg"].retryable and not found["bomb.png"].retryable
+    for name in good:
+        with Image.open(io.BytesIO(found[name].payload["image"])) as picture:
+            assert picture.mode == "RGB" and picture.size[0] * picture.size[1] <= 4_000_000
+    assert found["moving.gif"].metadata == {"width": 80, "height": 40, "frames": 2}
+    assert found["turned.jpg"].metadata == {"width": 40, "height": 80}
+    assert found["8k.jpg"].metadata == {"width": 7680, "height": 4320}
+
+
+def test_too_little_memory_costs_the_picture(tmp_path):
+    (tmp_path / "large.png").write_bytes(file_of(Image.new("RGB", (12_000, 9_000)), "PNG"))
+    (tmp_path / "small.png").write_bytes(PNG)
+    found = read(source(tmp_path, limits={"memory_bytes": 512 << 20}))
+    assert reasons(found) == {"large.png": "out of memory"} and found["large.png"].retryable
+
+
+def test_the_revision_tells_what_changes_the_item(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+
+    def revision(caption: str = "A cat.", wants=("image", "caption"), **options: Any) -> str:
+        manifest = write_lines(tmp_path / "rows.jsonl", {"image": "a.png", "caption": caption})
+        (item,) = read(source(manifest, wants, **options)).values()
+        return item.revision
+
+    first = revision()
+    assert first == revision() == revision(images=tmp_path, collection="cats")
+    assert first != revision("A dog.")
+    assert first != revision(max_pixels=10_000)
+    assert first != revision(leave_out_caption=1)
+    only = ("caption",)
+    assert first != revision(wants=only) == revision(wants=only, max_pixels=10_000)
+    before = revision(revision="stat")
+    assert before == revision(revision="stat") != first
+    (tmp_path / "a.png").write_bytes(JPEG)
+    assert revision(revision="stat") != before and revision() != first
+
+
+# -- archives --------------------------------------------------------------------------------
+
+
+def test_samples_of_an_archive(tmp_path):
+    about = {"caption": "A cat. ", "title": "Cats", "licence": 4, "file": "x", "text": "more"}
+    write_tar(
+        tmp_path / "0.tar",
+        a__jpg=JPEG,
+        a__txt="Two  horses.\nA beach.\n",
+        b__png=PNG,
+        b__json=json.dumps(about),
+        c__jpg=JPEG,
+        c__caption="A bowl.",
+        c__json=json.dumps({"url": "u"}),
+        d__jpg=JPEG,
+        e__jpg=JPEG,
+        e__json="{damaged",
+        readme__txt="no picture",
+    )
+    found = read(source(tmp_path))
+    assert captions(found) == {
+        "a": "Two horses.\nA beach.",
+        "b": "A cat.",
+        "c": "A bowl.",
+        "d": None,
+    }
+    assert reasons(found) == {"e": "damaged sidecar"}
+    assert found["b"].title == "Cats"
+    metadata = {"licence": 4, "own_file": "x", "text": "more", "num_captions": 1}
+    where = {"file": "0.tar", "bytes": [found["b"].handle["offset"], len(PNG)]}
+    assert found["b"].metadata == {**metadata, "width": 30, "height": 20, **where}
+    assert found["c"].metadata["url"] == "u"
+
+
+def test_a_broken_member_costs_that_member(tmp_path):
+    path = write_tar(tmp_path / "0.tar", a__jpg=JPEG, b__jpg=JPEG[:200], c__jpg=JPEG, d__jpg=JPEG)
+    data = bytearray(path.read_bytes())
+    header = data.index(b"c.jpg")
+    data[header : header + 512] = b"\xff" * 512
+    path.write_bytes(data[: data.index(b"d.jpg") + 700])
+    found = read(source(tmp_path))
+    assert list(captions(found)) == ["a"]
+    assert found["b"].reason == "damaged image"
+    assert sorted(reasons(found).values()) == [
+        "damaged archive",
+        "damaged archive",
+        "damaged image",
+    ]
+    (tmp_path / "0.tar").write_bytes(b"no archive" * 100)
+    assert reasons(read(source(tmp_path))) == {"0.tar": "not a tar archive"}
+
+
+# -- manifests -------------------------------------------------------------------------------
+
+
+def test_lines_name_pictures(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/a.png").write_bytes(PNG)
+    (tmp_path / "b.jpg").write_bytes(JPEG)
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    lines = [
+        {"id": 7, "image": "sub/a.png", "caption": "A cat.", "title": "Cats", "split": "test"},
+        {"file_name": "./b.jpg", "captions": ["One.", " Two. ", ""], "width": 1},
+        {"_id": "p", "path": "b.jpg", "id": "x"},
+        b"",
+        {"id": "gone", "image": "gone.jpg"},
+        {"image": "gone too.jpg"},
+        {"id": "folder", "image": "sub"},
+        b'{"id": "cut',
+        b"[1]",
+        b"\xff",
+        {"id": "out", "image": "../b.jpg"},
+        {"id": "root", "image": "/etc/b.jpg"},
+        {"id": "far", "image": "s3://bucket/b.jpg"},
+        {"id": "none", "caption": "x"},
+        {"id": "number", "image": "b.jpg", "caption": 3},
+        {"id": "named", "image": "b.jpg", "title": 3},
+        {"id": "", "image": "b.jpg"},
+        {"id": "empty", "image": "empty.jpg"},
+    ]
+    manifest = write_lines(tmp_path / "rows.jsonl", *lines)
+    images = source(manifest)
+    images.check()
+    found = read(images)
+    assert captions(found) == {"7": "A cat.", "./b.jpg": "One.\nTwo.", "p": None}
+    assert found["7"].title == "Cats"
+    size = {"width": 30, "height": 20}
+    said = {"split": "test", "num_captions": 1}
+    assert found["7"].metadata == {**said, **size, "file": "sub/a.png"}
+    assert found["./b.jpg"].metadata["width"] == 80  # what the file says
+
+    def line(begins: bytes) -> str:
+        return f"rows.jsonl:{manifest.read_bytes().index(begins)}"
+
+    assert reasons(found) == {
+        "gone": "missing file",
+        "gone too.jpg": "missing file",
+        "folder": "missing file",
+        line(b'{"id": "cut'): "not JSON",
+        line(b"[1]"): "not a JSON object",
+        line(b"\xff"): "not UTF-8",
+        "out": "bad path",
+        "root": "bad path",
+        "far": "bad path",
+        "none": "no image",
+        "number": "caption is not a string",
+        "named": "title is not a string",
+        line(b'{"id": "",'): "bad id",
+        "empty": "empty file",
+    }
+
+
+def test_the_files_of_a_manifest_may_lie_elsewhere(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "files/a.png").write_bytes(PNG)
+    manifest = write_lines(tmp_path / "lists/rows.jsonl", {"id": "cat", "image": "a.png"})
+    images = source(manifest, images=tmp_path / "files")
+    images.check()
+    item = read(images)["cat"]
+    assert item.payload["image"] == PNG
+    assert shown(images, item) == PNG
+    with pytest.raises(SpecError, match="images: '.*nowhere' does not exist"):
+        source(manifest, images=tmp_path / "nowhere").check()
+    with pytest.raises(SpecError, match="images: .* no `images` where `path` is not a manifest"):
+        source(tmp_path / "files", images=tmp_path / "files").check()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_long_manifests_are_shared_out(tmp_path, monkeypatch, name):
+    (tmp_path / "a.png").write_bytes(PNG)
+    monkeypatch.setattr(manifests, "LINE_BYTES_PER_SHARD", 100)
+    rows = [json.dumps({"id": i, "image": "a.png"}) for i in range(20)]
+    with fsspec.open(str(tmp_path / name), "wt", compression="infer") as file:
+        file.write("\n".join(rows))
+    images = source(tmp_path / name, ("caption",))
+    assert len(list(images.shards())) == (1 if name.endswith("gz") else 6)
+    assert list(read(images)) == [str(i) for i in range(20)]
+
+
+def table(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_tables_hold_pictures_or_name_them(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    rows = [
+        {"id": 1, "image": {"bytes": JPEG, "path": "x/one.jpg"}, "text": "One.", "raw": b"1"},
+        {"id": None, "image": {"bytes": PNG, "path": "x/two.png"}, "text": None, "raw": b"2"},
+        {"id": None, "image": {"bytes": JPEG, "path": None}, "text": "Three.", "raw": b"3"},
+        {"id": 4, "image": {"bytes": None, "path": "a.png"}, "text": "Four.", "raw": b"4"},
+        {"id": 5, "image": {"bytes": None, "path": None}, "text": "Five.", "raw": b"5"},
+        {"id": 6, "image": {"bytes": b"", "path": "x"}, "text": "Six.", "raw": b"6"},
+        {"id": 7, "image": {"bytes": JPEG[:99], "path": "x"}, "text": "Seven.", "raw": b"6"},
+    ]
+    images = source(table(tmp_path / "t.parquet", rows, row_group_size=2))
+    images.check()
+    found = read(images)
+    assert captions(found) == {
+        "1": "One.",
+        "x/two.png": None,
+        "t.parquet#row=2": "Three.",
+        "4": "Four.",
+    }
+    assert reasons(found) == {"5": "no image", "6": "empty file", "7": "damaged image"}
+    assert found["x/two.png"].payload["image"] == PNG
+    said = {"num_captions": 1, "width": 80, "height": 40}
+    assert found["1"].metadata == {**said, "file": "t.parquet", "row": 0}
+    for name in captions(found):
+        assert shown(images, found[name]) == found[name].payload["image"]
+    folder = read(source(tmp_path))  # where the picture is there by its own name too
+    assert list(captions(folder)) == [*captions(found), "a.png"]
+    assert [item.revision for i, item in folder.items() if i in captions(found)] == [
+        found[i].revision for i in captions(found)
+    ]
+
+
+def test_a_column_of_bytes(tmp_path):
+    rows = [{"id": f"p{i}", "image": JPEG if i % 2 else PNG, "page": i} for i in range(40)]
+    images = source(table(tmp_path / "t.parquet", rows, row_group_size=25), revision="stat")
+    found = read(images)
+    assert [item.payload["image"] for item in found.values()] == [row["image"] for row in rows]
+    assert found["p33"].metadata == {
+        "page": 33,
+        "width": 80,
+        "height": 40,
+        "file": "t.parquet",
+        "row": 33,
+    }
+    assert len({item.revision for item in found.values()}) == 40
+    (shard,) = images.shards()
+    listed = list(enumerate(images.scan(shard)))
+    some = [listed[i] for i in (3, 24, 25, 39)]
+    assert [item.item_id for item in images.decode(shard, some)] == ["p3", "p24", "p25", "p39"]
+
+
+def test_tables_are_shared_out_by_what_their_rows_hold(tmp_path):
+    rows = [{"id": i, "image": "a.png"} for i in range(1000)]
+    parts = [s["rows"] for s in source(table(tmp_path / "a.parquet", rows)).shards()]
+    assert parts == [[0, 256], [256, 512], [512, 768], [768, 1000]]
+    rows = [{"id": i, "image": os.urandom(20_000)} for i in range(300)]
+    whole = source(table(tmp_path / "b.parquet", rows, row_group_size=260)).shards()
+    assert [s["rows"] for s in whole] == [[0, 260], [260, 300]]
+
+
+COCO = {
+    "images": [
+        {"id": 9, "file_name": "a.png", "license": 4, "width": 99},
+        {"id": 8, "file_name": "b.jpg"},
+        {"id": 7, "file_name": "gone.jpg"},
+    ],
+    "annotations": [
+        {"id": 3, "image_id": 9, "caption": "A cat."},
+        {"id": 1, "image_id": 8, "caption": "A dog.\n"},
+        {"id": 2, "image_id": 9, "caption": "The cat."},
+        {"id": 4, "image_id": 1, "caption": "of a picture that is not listed"},
+        {"id": 5, "image_id": 9, "bbox": [0, 0, 1, 1]},
+    ],
+}
+KARPATHY = {
+    "dataset": "coco",
+    "images": [
+        {"filepath": "val", "filename": "b.jpg", "cocoid": 8, "sentences": [{"raw": "A dog. "}]},
+        {"filename": "a.png", "imgid": 1, "sentids": [1], "sentences": [{"raw": "A cat."}]},
+        {"filename": "c.png", "sentences": None},
+    ],
+}
+
+
+def test_coco(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "ROWS_PER_SHARD", 2)
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "b.jpg").write_bytes(JPEG)
+    (tmp_path / "captions.json").write_text(json.dumps(COCO))
+    found = read(source(tmp_path / "captions.json"))
+    assert captions(found) == {"9": "A cat.\nThe cat.", "8": "A dog."}
+    assert reasons(found) == {"7": "missing file"}
+    metadata = {"license": 4, "width": 30, "num_captions": 2, "height": 20, "file": "a.png"}
+    assert found["9"].metadata == metadata
+
+
+def test_karpathy(tmp_path):
+    (tmp_path / "val").mkdir()
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "val/b.jpg").write_bytes(JPEG)
+    (tmp_path / "dataset.json").write_text(json.dumps(KARPATHY))
+    found = read(source(tmp_path / "dataset.json"))
+    assert captions(found) == {"8": "A dog.", "a": "A cat."}
+    assert found["a"].metadata["imgid"] == 1
+    assert reasons(found) == {"c": "missing file"}
+
+
+def test_a_list_of_rows(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    rows = [{"image": "a.png", "caption": "A cat."}, {"caption": "nothing"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    found = read(source(tmp_path / "rows.json"))
+    assert captions(found) == {"a.png": "A cat."}
+    assert reasons(found) == {"rows.json#1": "no image"}
+
+
+@pytest.mark.parametrize("name", ["m.json", "m.parquet"])
+@pytest.mark.parametrize("content", [b"{", b'{"pictures": 3}', b'{"images": [1]}', b"PAR1"])
+def test_a_manifest_that_cannot_be_opened_is_one_reject(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    images = source(tmp_path / name)
+    images.check()
+    assert reasons(read(images)) == {name: "damaged manifest"}
+
+
+def test_a_damaged_row_group_costs_its_rows(tmp_path):
+    rows = [{"id": f"p{i}", "image": os.urandom(5000)} for i in range(4)]
+    path = table(tmp_path / "t.parquet", rows, row_group_size=2, compression="zstd")
+    data = bytearray(path.read_bytes())
+    data[8:1000] = os.urandom(992)
+    path.write_bytes(data)
+    found = read(source(path, ("caption",)))
+    assert reasons(found) == dict.fromkeys(
+        ["t.parquet#row=0", "t.parquet#row=1"], "damaged manifest"
+    )
+    assert list(captions(found)) == ["p2", "p3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "path: '.*nowhere' does not exist"),
+        ("a.csv", "path: '.*a.csv' is not legal; .*.jpg, .*.tar, .parquet, .jsonl, .*.json"),
+        ("", "path: '.*' holds none; legal: a folder with files that end in .jpg, .*.parquet"),
+        ("empty.jsonl", "path: '.*' is empty; legal: a manifest of at least one row"),
+    ],
+)
+def test_nothing_to_read(tmp_path, name, sentence):
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SpecError, match=sentence):
+        source(tmp_path / name).check()
+
+
+# -- captions, previews, storage -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [(None, "a\nb\nc"), (0, "b\nc"), (2, "a\nb"), (3, "a\nb\nc")],
+)
+def test_one_caption_may_be_left_out(tmp_path, left_out, expected):
+    (tmp_path / "a.png").write_bytes(PNG)
+    manifest = write_lines(tmp_path / "rows.jsonl", {"image": "a.png", "captions": list("abc")})
+    item = read(source(manifest, leave_out_caption=left_out))["a.png"]
+    assert item.caption == expected
+    assert item.metadata["num_captions"] == len(expected.split())
+
+
+def test_a_stored_item_has_its_picture(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(file_of(halves(), exif=turned(6)))
+    write_tar(tmp_path / "0.tar", x__png=PNG)
+    images = source(tmp_path)
+    for item in read(images).values():
+        assert shown(source(tmp_path, ("caption",)), item) == item.payload["image"]
+    (tmp_path / "a.jpg").write_bytes(b"text")
+    with pytest.raises(Unreadable, match="not an image"):
+        images.picture({"parent_id": "a.jpg", "metadata": None})
+
+
+def test_pictures_that_lie_elsewhere(tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/gallery/files/a.png", PNG)
+    fs.pipe("/gallery/0.tar", write_tar(tmp_path / "0.tar", b__jpg=JPEG, b__txt="B").read_bytes())
+    rows = [{"id": "c", "image": JPEG}, {"id": "d", "image": JPEG}]
+    fs.pipe("/gallery/t.parquet", table(tmp_path / "t.parquet", rows).read_bytes())
+    fs.pipe("/gallery/lists/rows.jsonl", b'{"id": "e", "image": "a.png"}\n{"image": "gone"}')
+    images = source("memory://gallery")
+    images.check()
+    assert list(read(images)) == ["b", "c", "d", "files/a.png"]
+    listed = source("memory://gallery/lists/rows.jsonl", images="memory://gallery/files")
+    listed.check()
+    found = read(listed)
+    assert reasons(found) == {"gone": "missing file"}
+    assert shown(listed, found["e"]) == PNG
+    fs.rm("/gallery", recursive=True)
+
+
+def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    images = source(tmp_path)
+    (shard,) = images.shards()
+    listed = list(enumerate(images.scan(shard)))
+    (tmp_path / "a.png").unlink()
+    (reject,) = images.decode(shard, listed)
+    assert reject.retryable and reject.reason == "unreadable"
+
+
+def test_a_table_that_goes_away_between_listing_and_reading(tmp_path):
+    rows = [{"id": f"p{i}", "image": PNG} for i in range(3)]
+    images = source(table(tmp_path / "t.parquet", rows))
+    (shard,) = images.shards()
+    listed = list(enumerate(images.scan(shard)))
+    (tmp_path / "t.parquet").unlink()
+    rejects = list(images.decode(shard, listed))
+    assert [reject.item_id for reject in rejects] == ["p0", "p1", "p2"]
+    assert {reject.reason for reject in rejects} == {"unreadable"}
+    (reject,) = images.scan(shard)
+    assert (reject.item_id, reject.reason) == ("t.parquet", "unreadable")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_pixels", 1), ("max_input_pixels", 0), ("leave_out_caption", -1)],
+)
+def test_options_that_make_no_sense(option, value):
+    with pytest.raises(SpecError, match=f"{option}.* is not legal"):
+        parse(Images.Spec, {"path": "x", option: value})
+
+
+def test_the_shipped_photographs():
+    images = source(PHOTOS / "captions.json", images=PHOTOS / "images", leave_out_caption=4)
+    images.check()
+    found = read(images)
+    assert len(captions(found)) == len(found) == 17
+    lines = (PHOTOS / "queries.jsonl").read_text().splitlines()
+    queries = {q["_id"]: q["text"] for q in map(json.loads, lines)}
+    judged = [line.split("\t") for line in (PHOTOS / "qrels/test.tsv").read_text().splitlines()]
+    assert judged[0] == ["query-id", "corpus-id", "score"] and len(judged) == 18
+    for query, image, score in judged[1:]:
+        held = found[image].caption.split("\n")
+        assert len(held) == 4 and queries[query] not in held and score == "1"
+    table = pa.Table.from_pylist([item.row() for item in found.values()], ITEM)
+    assert table["caption"].null_count == 0

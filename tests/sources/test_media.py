@@ -1,0 +1,252 @@
+"""Files of one medium: folders, archives, storage elsewhere, and how a change is known."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import soundfile
+
+from pipeline.config import SpecError
+from pipeline.schema import Item, Reject
+from pipeline.sources.audio import Audio
+from tests.media import heard, tar
+from tests.sources.test_audio import read, samples, stored
+
+
+def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any) -> Audio:
+    return Audio(Audio.Spec(path=str(path), window_seconds=None, **options), wants)
+
+
+def wav(tone: float, seconds: float = 0.5) -> bytes:
+    """A file with one tone, to be told from others by it."""
+    time = np.arange(round(seconds * 16_000)) / 16_000
+    stream = io.BytesIO()
+    soundfile.write(stream, 0.5 * np.sin(2 * np.pi * tone * time), 16_000, format="WAV")
+    return stream.getvalue()
+
+
+def tone(item: Item) -> float:
+    return round(heard(samples(item), 16_000))
+
+
+def reasons(found: dict[str, Item | Reject]) -> dict[str, str]:
+    return {name: entry.reason for name, entry in found.items() if isinstance(entry, Reject)}
+
+
+# -- folders ---------------------------------------------------------------------------------
+
+
+def test_a_folder_at_any_depth(tmp_path):
+    (tmp_path / "b/c").mkdir(parents=True)
+    (tmp_path / "b/c/x.WAV").write_bytes(wav(500))
+    (tmp_path / "a.wav").write_bytes(wav(700))
+    (tmp_path / "a.txt").write_text("not of this source")
+    found = read(source(tmp_path))
+    assert {name: tone(item) for name, item in found.items()} == {"a.wav": 700, "b/c/x.WAV": 500}
+    assert "file" not in found["a.wav"].metadata
+    (alone,) = read(source(tmp_path / "a.wav")).values()
+    assert alone.item_id == "a.wav"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "path: '.*nowhere' does not exist"),
+        ("a.txt", "path: '.*a.txt' is not legal; legal: a folder, or a file that ends in .wav"),
+        ("", "path: '.*' holds none; legal: a folder with files that end in .wav"),
+    ],
+)
+def test_nothing_to_read(tmp_path, name, sentence):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(SpecError, match=sentence):
+        source(tmp_path / name).check()
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.wav")  # opening it would wait for somebody who writes
+    (tmp_path / "a.wav").write_bytes(wav(500))
+    assert list(read(source(tmp_path))) == ["a.wav"]
+
+
+def test_shards_are_small_enough_to_share_the_work(tmp_path):
+    for number in range(600):
+        (tmp_path / f"{number:03}.wav").write_bytes(b"x")
+    (tmp_path / "b.tar").write_bytes(tar([]))
+    shards = list(source(tmp_path).shards())
+    assert {"archive": "b.tar"} in shards
+    files = [shard["files"] for shard in shards if "files" in shard]
+    assert [len(group) for group in files] == [16] * 37 + [8]
+    assert len({name for name, _ in itertools.chain(*files)}) == 600
+
+
+def test_a_name_that_cannot_be_an_id(tmp_path):
+    (tmp_path / "a\nb.wav").write_bytes(wav(500))
+    assert list(reasons(read(source(tmp_path))).values()) == ["bad id"]
+
+
+# -- archives --------------------------------------------------------------------------------
+
+
+def test_an_archive(tmp_path):
+    members = [
+        ("a/001.wav", wav(500)),
+        ("a/001.txt", b"a caption"),
+        ("a/002.flac.wav", wav(600)),  # two suffixes, of which the last counts
+        ("a/readme", b"not of this source"),
+        ("003.mp3", b"no sound"),
+        ("004.wav", b""),
+    ]
+    (tmp_path / "x.tar").write_bytes(tar(members))
+    found = read(source(tmp_path))
+    assert reasons(found) == {"003": "not audio", "004": "empty file"}
+    good = {name: tone(item) for name, item in found.items() if isinstance(item, Item)}
+    assert good == {"a/001": 500, "a/002.flac": 600}
+    where = found["a/001"].metadata
+    offset, size = where["bytes"]
+    assert where["file"] == "x.tar"
+    assert (tmp_path / "x.tar").read_bytes()[offset : offset + size] == wav(500)
+
+
+def test_two_files_of_one_sample_are_told_apart(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("1.flac", wav(600))]))
+    assert set(read(source(tmp_path))) == {"1.wav", "1.flac"}
+
+
+def test_ids_by_path_where_keys_repeat(tmp_path):
+    for name, height in (("x.tar", 500), ("y.tar", 600)):
+        (tmp_path / name).write_bytes(tar([("1.wav", wav(height))]))
+    found = read(source(tmp_path, ids="path"))
+    assert {name: tone(item) for name, item in found.items()} == {
+        "x.tar/1.wav": 500,
+        "y.tar/1.wav": 600,
+    }
+
+
+def test_a_stored_item_finds_its_file_again(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(600))]))
+    media = source(tmp_path)
+    item = read(media)["2"]
+    sound, rate, _ = source(tmp_path).sound(stored(item))
+    assert round(heard(sound, rate)) == 600
+
+
+def test_a_damaged_header_costs_its_member(tmp_path):
+    members = [(f"{number}.wav", wav(500 + 100 * number)) for number in range(4)]
+    data = bytearray(tar(members))
+    with tarfile.open(fileobj=io.BytesIO(bytes(data))) as archive:
+        second = archive.getmembers()[1].offset
+    data[second : second + 512] = os.urandom(512)
+    (tmp_path / "x.tar").write_bytes(data)
+    found = read(source(tmp_path))
+    assert list(reasons(found).values()) == ["damaged archive"]
+    good = {name: tone(item) for name, item in found.items() if isinstance(item, Item)}
+    assert good == {"0": 500, "2": 700, "3": 800}
+
+
+def test_an_archive_that_is_cut(tmp_path):
+    members = [(f"{number}.wav", wav(500)) for number in range(3)]
+    data = tar(members)
+    size = len(wav(500))
+    (tmp_path / "x.tar").write_bytes(data[: 2 * (512 + -(-size // 512) * 512) + 512 + size // 2])
+    found = read(source(tmp_path))
+    assert [name for name, item in found.items() if isinstance(item, Item)] == ["0", "1"]
+    assert reasons(found) == {"x.tar/2.wav": "damaged archive"}
+
+
+@pytest.mark.parametrize("content", [b"This is no archive. " * 500, b"short"])
+def test_what_is_no_archive_is_one_reject(tmp_path, content):
+    (tmp_path / "x.tar").write_bytes(content)
+    (tmp_path / "a.wav").write_bytes(wav(500))
+    found = read(source(tmp_path))
+    assert reasons(found) == {"x.tar": "not a tar archive"}
+    assert len(found) == 2
+
+
+def test_an_empty_archive_is_nothing(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar([]))
+    (tmp_path / "a.wav").write_bytes(wav(500))
+    assert list(read(source(tmp_path))) == ["a.wav"]
+
+
+# -- elsewhere -------------------------------------------------------------------------------
+
+
+def test_files_that_lie_elsewhere():
+    for name, data in (("a.wav", wav(500)), ("b.tar", tar([("c.wav", wav(600))]))):
+        with fsspec.open(f"memory://sounds/{name}", "wb") as file:
+            file.write(data)
+    found = read(source("memory://sounds"))
+    assert {name: tone(item) for name, item in found.items()} == {"a.wav": 500, "c": 600}
+
+
+def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+    (tmp_path / "a.wav").write_bytes(wav(500))
+    (tmp_path / "b.wav").write_bytes(wav(600))
+    media = source(tmp_path)
+    (shard,) = media.shards()
+    listed = list(enumerate(media.scan(shard)))
+    (tmp_path / "a.wav").unlink()
+    gone, there = media.decode(shard, listed)
+    assert isinstance(gone, Reject) and gone.retryable and gone.stage == "decode"
+    assert tone(there) == 600
+
+
+# -- revisions -------------------------------------------------------------------------------
+
+
+def revisions(path: Path, **options: Any) -> dict[str, str]:
+    media = source(path, **options)
+    return {e.item_id: e.revision for shard in media.shards() for e in media.scan(shard)}
+
+
+def test_a_revision_by_content_is_that_of_the_bytes(tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(wav(500))
+    before = revisions(tmp_path)
+    os.utime(path, (1, 1))
+    assert revisions(tmp_path) == before
+    path.write_bytes(wav(510))
+    assert revisions(tmp_path) != before
+
+
+def test_a_revision_by_stat_reads_nothing(tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(wav(500))
+    os.utime(path, (1, 1))
+    before = revisions(tmp_path, revision="stat")
+    path.write_bytes(wav(510))
+    os.utime(path, (1, 1))
+    assert revisions(tmp_path, revision="stat") == before  # the same size and age
+    os.utime(path, (2, 2))
+    assert revisions(tmp_path, revision="stat") != before
+    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(500))]))
+    by_stat, by_content = revisions(tmp_path, revision="stat"), revisions(tmp_path)
+    assert by_stat["1"] != by_stat["2"] and by_content["1"] == by_content["2"]
+
+
+def test_links_of_an_archive_are_told(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, kind in (("a.wav", tarfile.SYMTYPE), ("b.wav", tarfile.LNKTYPE)):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, "c.wav"
+            archive.addfile(link)
+        folder = tarfile.TarInfo("sounds")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        member = tarfile.TarInfo("c.wav")
+        member.size = len(wav(500))
+        archive.addfile(member, io.BytesIO(wav(500)))
+    found = read(source(tmp_path))
+    assert isinstance(found.pop("c"), Item)
+    assert [(name, r.reason, r.detail) for name, r in found.items()] == [
+        ("x.tar/a.wav", "no file of its own", "leads to c.wav"),
+        ("x.tar/b.wav", "no file of its own", "leads to c.wav"),
+    ]

@@ -1,0 +1,70 @@
+"""Several sources read as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import SpecError, dump, parse
+from pipeline.index.job import IndexSpec
+from pipeline.registry import SOURCES
+from pipeline.schema import Item
+from tests.pdfs import Page, pdf
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    for name in ("letters", "papers"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "letters/a.txt").write_text("Dear Ada")
+    (tmp_path / "papers/a.pdf").write_bytes(pdf(Page([(10, 50, "one")]), Page([(10, 50, "two")])))
+    return tmp_path
+
+
+def spec_of(folder: Path, **fields) -> IndexSpec:
+    source = [
+        {"name": "text", "path": str(folder / "letters")},
+        {"name": "pages", "path": str(folder / "papers"), **fields},
+    ]
+    given = {"index": "x", "source": source, "representations": [{"compressor": "none"}]}
+    return parse(IndexSpec, given)
+
+
+def test_a_list_of_sources_is_read_one_after_the_other(folders):
+    source = SOURCES.build(spec_of(folders).source)
+    source.check()
+    found = []
+    for shard in source.shards():
+        listed = list(enumerate(source.scan(shard)))
+        assert all(isinstance(entry, Item) for _, entry in listed)
+        found += list(source.decode(shard, listed))
+    ids = [(item.source, item.item_id, item.text) for item in found]
+    assert ids == [
+        ("letters", "a.txt", "Dear Ada"),
+        ("papers", "a.pdf#page=1", "one"),
+        ("papers", "a.pdf#page=2", "two"),
+    ]
+    assert source.collections == ("letters", "papers")
+    assert set(source.payload.names) == {"word_spans", "word_boxes"}
+
+
+def test_the_resolved_spec_reads_back_to_itself(folders):
+    spec = spec_of(folders)
+    assert parse(IndexSpec, dump(spec)) == spec
+
+
+def test_two_sources_of_one_collection_are_refused(folders):
+    with pytest.raises(SpecError, match="collection: 'letters' is the name of two collections"):
+        spec_of(folders, collection="letters")
+
+
+def test_an_empty_list_is_refused(folders):
+    with pytest.raises(SpecError, match="source"):
+        parse(IndexSpec, {"index": "x", "source": []})
+
+
+def test_what_one_of_them_lacks_is_named_by_its_number(folders):
+    (folders / "papers/a.pdf").unlink()
+    with pytest.raises(SpecError, match=r"^1\.path: .* holds none"):
+        SOURCES.build(spec_of(folders).source).check()

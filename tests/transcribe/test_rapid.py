@@ -1,0 +1,129 @@
+"""RapidOCR on pictures with known words: text, boxes, reading order, frames."""
+
+import io
+
+import numpy as np
+import pypdfium2 as pdfium
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from pipeline.config import SpecError
+from pipeline.decoding.pdf import page_words
+from pipeline.tokens import TEXT
+from pipeline.transcribe.accuracy import word_errors
+from pipeline.transcribe.rapid import Rapid
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def rapid() -> Rapid:
+    return Rapid(Rapid.Spec())
+
+
+def draw(*texts: tuple[int, int, str], size=(640, 240)) -> Image.Image:
+    image = Image.new("RGB", size, "white")
+    font = ImageFont.load_default(24)
+    for x, y, text in texts:
+        ImageDraw.Draw(image).text((x, y), text, font=font, fill="black")
+    return image
+
+
+def scan(image: Image.Image) -> dict:
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return {"item_id": "a", "scan": data.getvalue(), "frames": None, "span": None}
+
+
+def frames(*images: Image.Image) -> list[dict]:
+    return [
+        {
+            "index": 25 * i,
+            "seconds": float(i),
+            "height": image.height,
+            "width": image.width,
+            "pixels": np.asarray(image).tobytes(),
+        }
+        for i, image in enumerate(images)
+    ]
+
+
+def test_words_have_the_boxes_where_they_stand(rapid):
+    (line,) = rapid.lines(scan(draw((20, 60, "Lift and drag"))))
+    assert line.text == "Lift and drag"
+    font = ImageFont.load_default(24)
+    for word in line.words:
+        assert word.kind == TEXT and np.isnan(word.times).all()
+        before = line.text[: line.text.index(word.text)]
+        left = (20 + font.getlength(before)) / 640
+        right = left + font.getlength(word.text) / 640
+        assert word.box[0] == pytest.approx(left, abs=0.02)
+        assert word.box[2] == pytest.approx(right, abs=0.02)
+        assert 0.2 < word.box[1] < 0.3 < word.box[3] < 0.42
+
+
+def test_columns_are_read_one_after_the_other(rapid):
+    image = draw(
+        (20, 20, "A title that goes over both of the columns"),
+        *((20, 80, "first one"), (20, 115, "first two")),
+        *((360, 90, "second one"), (360, 125, "second two")),
+    )
+    lines = [line.text for line in rapid.lines(scan(image))]
+    assert lines[1:] == ["first one", "first two", "second one", "second two"]
+
+
+def test_a_page_reads_like_its_text_layer(rapid):
+    document = pdfium.PdfDocument(ROOT / "tests/data/pdflatex-image.pdf")
+    page = document[0]
+    image = page.render(scale=100 / 72).to_pil().convert("RGB")
+    text, _, _ = page_words(page)
+    page.close()
+    document.close()
+    lines = rapid.lines(scan(image))
+    errors, number = word_errors(text, "\n".join(line.text for line in lines))
+    assert number > 100 and errors <= 0.03 * number
+    boxes = np.array([word.box for line in lines for word in line.words])
+    assert (boxes >= 0).all() and (boxes <= 1).all() and (boxes[:, :2] < boxes[:, 2:]).all()
+
+
+def test_text_at_an_angle_has_upright_boxes(rapid):
+    image = draw((150, 110, "turned words"), size=(400, 240)).rotate(10, fillcolor="white")
+    words = [word for line in rapid.lines(scan(image)) for word in line.words]
+    assert [word.text for word in words] == ["turned", "words"]
+    assert words[0].box[1] > words[1].box[1]  # it climbs
+
+
+@pytest.mark.parametrize("size", [(1, 1), (300, 200), (4000, 3), (15, 600)])
+def test_a_picture_without_text_has_no_line(rapid, size):
+    assert rapid.lines(scan(Image.new("RGB", size, "white"))) == []
+
+
+def test_an_item_without_pictures_has_no_line(rapid):
+    assert rapid.lines({"item_id": "a", "scan": None, "frames": None}) == []
+    assert rapid.lines({"item_id": "a", "scan": None, "frames": []}) == []
+
+
+def test_frames_give_each_line_once_with_its_time(rapid):
+    first = draw((20, 20, "Good evening"), size=(320, 160))
+    both = draw((20, 20, "Good evening"), (20, 100, "Wind tunnel"), size=(320, 160))
+    item = {
+        "item_id": "v",
+        "scan": None,
+        "frames": frames(first, first, both, both),
+        "span": {"unit": "seconds", "start": 0.0, "end": 4.5},
+    }
+    lines = rapid.lines(item)
+    assert [line.text for line in lines] == ["Good evening", "Wind tunnel"]
+    assert {word.times for word in lines[0].words} == {(0.0, 4.5)}
+    assert {word.times for word in lines[1].words} == {(2.0, 4.5)}
+    assert lines[1].words[0].box[1] > 0.5
+    assert rapid.lines(item) == lines
+
+
+def test_what_is_not_sure_is_left_out():
+    sure = Rapid(Rapid.Spec(min_confidence=1.0))
+    assert sure.lines(scan(draw((20, 60, "Lift and drag")))) == []
+
+
+def test_a_missing_model_is_said(tmp_path):
+    with pytest.raises(SpecError, match="^recognition: .*does not exist"):
+        Rapid.check(Rapid.Spec(recognition=str(tmp_path / "arabic.onnx")))

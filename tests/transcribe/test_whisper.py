@@ -1,0 +1,135 @@
+"""Whisper by a tiny random checkpoint: what it says is noise, how it is loaded and timed is not."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
+)
+
+from pipeline.config import SpecError
+from pipeline.tokens import AUDIO
+from pipeline.transcribe.sound import RATE
+from pipeline.transcribe.whisper import Whisper
+
+LANGUAGES = ("en", "de", "ko")
+
+
+def write_checkpoint(folder: Path, by_word: bool = False, is_multilingual: bool = True) -> Path:
+    """A random Whisper of two layers whose tokens are single bytes."""
+    vocab = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = WhisperTokenizer(vocab=vocab, merges=[])
+    names = ["<|endoftext|>", "<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES)]
+    names += ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
+    names += ["<|nospeech|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    times = [AddedToken(f"<|{i * 0.02:.2f}|>", special=False) for i in range(1501)]
+    tokenizer.add_tokens(times)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ids["<|endoftext|>"])
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=len(tokenizer),
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_mel_bins=8,
+            max_target_positions=64,
+            decoder_start_token_id=ids["<|startoftranscript|>"],
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            **ends,
+        )
+    )
+    settings = {
+        **ends,
+        "decoder_start_token_id": ids["<|startoftranscript|>"],
+        "no_timestamps_token_id": ids["<|notimestamps|>"],
+        "prev_sot_token_id": ids["<|startofprev|>"],
+        "is_multilingual": is_multilingual,
+        "max_length": 40,
+        "suppress_tokens": list(range(128, 256)),  # what is half a character
+        "_from_model_config": False,
+    }
+    if is_multilingual:
+        settings["lang_to_id"] = {f"<|{code}|>": ids[f"<|{code}|>"] for code in LANGUAGES}
+        settings["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+    if by_word:
+        settings["alignment_heads"] = [[1, 0], [1, 1]]
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=8), tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["by segment", "by word", "English only"])
+def whisper(request, tmp_path_factory) -> Whisper:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("whisper"),
+        by_word=request.param == "by word",
+        is_multilingual=request.param != "English only",
+    )
+    return Whisper(Whisper.Spec(model=str(folder)))
+
+
+def item(seconds: float, start: float = 0.0, rate: int = RATE) -> dict:
+    samples = np.random.default_rng(0).normal(0, 0.1, round(seconds * rate)).astype("<f4")
+    audio = {"start": start, "sample_rate": rate, "samples": samples.tobytes()}
+    return {"item_id": "a", "audio": audio}
+
+
+def test_words_lie_in_the_sound(whisper):
+    lines = whisper.lines(item(3, start=50.0))
+    words = [word for line in lines for word in line.words]
+    assert words and all(word.text and word.kind == AUDIO for word in words)
+    times = np.array([word.times for word in words])
+    assert (times >= 50).all() and (times <= 53 + 1e-6).all() and (times[:, 0] <= times[:, 1]).all()
+
+
+def test_long_sound_is_heard_in_parts(whisper):
+    lines = whisper.lines(item(40))
+    starts = [line.words[0].times[0] for line in lines]
+    assert starts == sorted(starts) and starts[-1] >= 15
+
+
+def test_equal_sound_gives_equal_words(whisper):
+    assert whisper.lines(item(2, rate=8000)) == whisper.lines(item(2, rate=8000))
+
+
+def test_silence_has_no_word(whisper):
+    silence = {"start": 0.0, "sample_rate": RATE, "samples": bytes(4 * RATE)}
+    assert whisper.lines({"item_id": "a", "audio": silence}) == []
+    assert whisper.lines({"item_id": "a", "audio": None}) == []
+
+
+def test_what_does_not_suit_is_said_before_the_work(tmp_path):
+    folder = write_checkpoint(tmp_path / "whisper")
+    Whisper.check(Whisper.Spec(model=str(folder), language="ko"))
+    with pytest.raises(SpecError, match="^language: 'xx' .*legal: de, en, ko"):
+        Whisper.check(Whisper.Spec(model=str(folder), language="xx"))
+    with pytest.raises(SpecError, match="^model: .* is not a folder"):
+        Whisper.check(Whisper.Spec(model=str(tmp_path / "elsewhere")))
+    (folder / "generation_config.json").write_text("{}")
+    with pytest.raises(SpecError, match="gives no times"):
+        Whisper.check(Whisper.Spec(model=str(folder)))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SpecError, match="has no safetensors file"):
+        Whisper.check(Whisper.Spec(model=str(folder)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(SpecError, match="is a bert"):
+        Whisper.check(Whisper.Spec(model=str(folder)))

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
     parser.add_argument(
-        "--copies", type=jobs.positive, default=8, help="of the video and the sound"
+        "--copies", type=jobs.positive, default=32, help="of the video and the sound"
     )
     parser.add_argument("--seconds", type=jobs.positive, default=60, help="of one video")
     parser.add_argument("--minutes", type=jobs.positive, default=30, help="of the long video")
@@ -179,8 +179,11 @@ def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
     for page in pages:
         items.append({"item_id": page.item_id, "scan": page.payload["image"], "frames": None})
         truth.append(page.text)
-    threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}
-    engine = RapidOCR(params={"Global.log_level": "error", **threads})
+    like_ours = {
+        "Global.use_cls": False,
+        "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
+    }
+    engine = RapidOCR(params={"Global.log_level": "error", **like_ours})
 
     def bare(item: dict[str, Any]) -> Any:
         picture = np.asarray(Image.open(io.BytesIO(item["scan"])).convert("RGB"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,12 @@ PAYLOAD = {
     "frames": [pa.field("frames", pa.list_(FRAME))],
     "audio": [pa.field("audio", AUDIO)],
 }
+
+
+def payload_of(gives: Iterable[str], wants: Container[str]) -> pa.Schema:
+    """The columns that bring what a source gives and an encoder wants."""
+    return pa.schema([column for kind in gives if kind in wants for column in PAYLOAD[kind]])
+
 
 #: One thing that did not become a row. `retryable`: the next run tries it again by itself.
 REJECT = pa.schema(

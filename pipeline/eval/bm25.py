@@ -11,7 +11,7 @@ import numpy as np
 import Stemmer
 from bm25s.tokenization import Tokenizer
 
-from pipeline.index.reader import Index
+from pipeline.index.reader import Index, both
 from pipeline.search.searcher import top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index it builds
@@ -21,17 +21,14 @@ SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
 
+#: Of a row that BM25 can find, by its column of texts.
+HAS_TEXT = "{} <> ''"
+
+
 def has_texts(index: Index, column: str = "text", where: str | None = None) -> bool:
     """Whether any item of the index has a text."""
-    return any(
-        batch.num_rows for batch in index.batches(["item_id"], where=_with_text(column, where))
-    )
-
-
-def _with_text(column: str, where: str | None) -> str:
-    """A filter of the rows that BM25 can find."""
-    has_text = f"{column} <> ''"
-    return f"({where}) AND {has_text}" if where else has_text
+    where = both(where, HAS_TEXT.format(column))
+    return any(batch.num_rows for batch in index.batches(["item_id"], where=where))
 
 
 class Bm25:
@@ -56,7 +53,7 @@ class Bm25:
         parent_ids: list[str] = []
         words: list[list[int]] = []
         columns = ["item_id", "parent_id", column]
-        for batch in index.batches(columns, where=_with_text(column, where)):
+        for batch in index.batches(columns, where=both(where, HAS_TEXT.format(column))):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
             words += self._words(batch[column].to_pylist(), update_vocab=True)

@@ -24,7 +24,7 @@ from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compare
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import BM25, RESULTS, SINGLE, Evaluation, Result, in_order, method_name
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.reader import Index, first_line
+from pipeline.index.reader import Index, both, first_line
 from pipeline.index.status import stored
 from pipeline.registry import BENCHMARKS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
@@ -369,11 +369,11 @@ def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
 
 def _filled(index: Index, where: str | None) -> list[str]:
     """The representations that any of the items has."""
-    limit = f"({where}) AND " if where else ""
+    filled = {name: both(where, f"`{name}` IS NOT NULL") for name in index.representations()}
     return [
         name
-        for name in index.representations()
-        if any(b.num_rows for b in index.batches(["item_id"], where=f"{limit}`{name}` IS NOT NULL"))
+        for name, has in filled.items()
+        if any(batch.num_rows for batch in index.batches(["item_id"], where=has))
     ]
 
 

@@ -142,7 +142,7 @@ def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
 
 
 def encoder_fields(facts: EncoderFacts, keep_positions: bool) -> list[pa.Field]:
-    """The columns an encoder fills once for all representations of a aspect of the items."""
+    """The columns an encoder fills once for all representations of an aspect of the items."""
     about = {
         "format_version": FORMAT_VERSION,
         "encoder": facts.spec,

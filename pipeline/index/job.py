@@ -42,12 +42,7 @@ from pipeline.index.columns import (
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import (
-    Compress,
-    Encode,
-    Represent,
-    WriteFragments,
-)
+from pipeline.index.stages import Compress, Encode, Represent, WriteFragments
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
@@ -211,10 +206,10 @@ def _check_fit(spec: IndexSpec, source: str) -> None:
     if "content" not in aspects:
         legal = "content, for sources without captions"
         raise SpecError("representations.of", "caption", legal, f"is nothing that {source} gives")
-    if missing := set(encoder.needs) - set(gives) or not set(reads) & set(gives):
+    missing = set(encoder.needs) - set(gives)
+    if missing or not set(reads) & set(gives):
         legal = f"an encoder of {' or '.join(gives)}, which the source {source} gives"
-        what = missing if isinstance(missing, set) else reads
-        problem = f"reads {', '.join(sorted(what))}"
+        problem = f"reads {', '.join(sorted(missing or reads))}"
         raise SpecError("encoder", spec.encoder.name, legal, problem)
 
 

@@ -225,8 +225,7 @@ class Index:
         """
         about = self.representation(representation)
         codec = CODECS.build(CODECS.resolve(about["codec"]))
-        null = f"`{representation}` IS NOT NULL"
-        where = f"({where}) AND {null}" if where else null
+        where = both(where, f"`{representation}` IS NOT NULL")
         columns = ["item_id", "parent_id", representation]
         for batch in self.batches(columns, where=where, batch_rows=batch_rows):
             yield batch.select(["item_id", "parent_id"]), *codec.decode(batch[representation])
@@ -286,6 +285,15 @@ def with_ids(item_ids: Iterable[str]) -> str:
     "item_id IN ('a', 'it''s')"
     """
     return f"item_id IN ({', '.join(map(quote, item_ids))})"
+
+
+def both(where: str | None, condition: str) -> str:
+    """A Lance filter of the rows that an optional filter lets through and that meet a condition.
+
+    >>> both(None, "text <> ''"), both("a = 1 OR b = 2", "text <> ''")
+    ("text <> ''", "(a = 1 OR b = 2) AND text <> ''")
+    """
+    return f"({where}) AND {condition}" if where else condition
 
 
 def quote(text: str) -> str:

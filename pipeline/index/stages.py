@@ -134,7 +134,7 @@ class Compress(Stage):
         ]
 
     def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
-        """The stored columns of a batch of token vectors of a aspect of the items."""
+        """The stored columns of a batch of token vectors of an aspect of the items."""
         columns: dict[str, pa.Array] = {}
         facts = self.facts.about(aspect)
         if pooled_id(facts) in self.encoder_columns:
@@ -203,7 +203,7 @@ def token_columns_of(facts: EncoderFacts) -> tuple[str, ...]:
 
 
 def _items_of(items: pa.Table, aspect: str) -> tuple[np.ndarray, pa.Table]:
-    """The rows that have a aspect, and the items as an encoder of that aspect reads them."""
+    """The rows that have an aspect, and the items as an encoder of that aspect reads them."""
     if aspect == "content":
         return np.arange(items.num_rows), items
     rows = np.flatnonzero(items[aspect].is_valid().to_numpy())
@@ -240,7 +240,7 @@ class Found:
     def add(
         self, aspect: str, rows: np.ndarray, table: pa.Table, problems: Problems | None = None
     ) -> None:
-        """Adds the columns of a aspect for some rows."""
+        """Adds the columns of an aspect for some rows."""
         if len(rows):
             self._rows.setdefault(aspect, []).append(rows)
             self._tables.setdefault(aspect, []).append(table)
@@ -249,9 +249,9 @@ class Found:
     def join(
         self, items: pa.Table, aspects: Sequence[str], nothing: str = ""
     ) -> tuple[pa.Table, list[Reject]]:
-        """The items with the columns of every aspect, null where one has none of a aspect.
+        """The items with the columns of every aspect, null where one has none of an aspect.
 
-        An item that has no aspect at all is a reject, and so is one with a aspect that is spoilt.
+        An item that has no aspect at all is a reject, and so is one with an aspect that is spoilt.
         """
         has_any = np.zeros(items.num_rows, dtype=bool)
         order: dict[str, np.ndarray] = {}
@@ -405,7 +405,7 @@ class WriteFragments:
         tables = [unit.items for unit in units if unit.items.num_rows]
         fragments, item_ids, num_bytes = [], [], 0
         if tables:
-            # A aspect that no item of a unit has is no column there.
+            # An aspect that no item of a unit has is no column there.
             table = pa.concat_tables(tables, promote_options="default")
             item_ids = table["item_id"].to_pylist()
             num_bytes = table.nbytes

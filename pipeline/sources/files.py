@@ -75,6 +75,17 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
         yield path[len(root) :].lstrip("/"), num_bytes
 
 
+def files_below(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
+    """The files below a folder whose names end so, as `walk` gives them; of a file, itself."""
+    fs, root = open_root(uri)
+    if not fs.isdir(root):
+        yield root.rpartition("/")[2], fs.size(root)
+        return
+    for file, num_bytes in walk(fs, root):
+        if num_bytes is None or file.lower().endswith(suffixes):
+            yield file, num_bytes
+
+
 def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | None]]:
     for entry in fs.ls(folder, detail=True):
         path = entry["name"].rstrip("/")

@@ -15,16 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar, Literal
 
-import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
-from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
+from pipeline.schema import Item, Reject, item_id_problem, payload_of
 from pipeline.sources import Source
-from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
+from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
 ARCHIVE = ".tar"
 #: A shard is a task's work: some files, few enough that tasks end at about the same time.
@@ -98,9 +97,7 @@ class MediaSource(Source):
 
     def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
-        self.payload = pa.schema(
-            [column for kind in self.gives if kind in wants for column in PAYLOAD[kind]]
-        )
+        self.payload = payload_of(self.gives, wants)
 
     @abstractmethod
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
@@ -239,18 +236,9 @@ class MediaSource(Source):
     def _folder(self) -> tuple[Any, str]:
         return folder_of(self.spec.path)
 
-    def _is_wanted(self, path: str) -> bool:
-        return path.lower().endswith((*self.suffixes, *self.containers))
-
     def _files(self) -> Iterator[tuple[str, int | None]]:
         """(path relative to the folder, bytes) of all that is read."""
-        fs, root = open_root(self.spec.path)
-        if not fs.isdir(root):
-            yield root.rpartition("/")[2], fs.size(root)
-            return
-        for file, num_bytes in walk(fs, root):
-            if num_bytes is None or self._is_wanted(file):
-                yield file, num_bytes
+        return files_below(self.spec.path, (*self.suffixes, *self.containers))
 
     # -- archives ----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
@@ -19,9 +18,9 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
-from pipeline.schema import PAYLOAD, Item, Reject, item_id_problem
+from pipeline.schema import Item, Reject, item_id_problem, payload_of
 from pipeline.sources import Source
-from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
+from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
 SUFFIX = ".pdf"
 #: A shard is a task's work: some documents, few enough that tasks end at about the same time.
@@ -80,9 +79,7 @@ class Pages(Source):
         super().__init__(spec, wants)
         if "scan" in wants:
             self.max_unit_items = SCANS_AT_ONCE
-        self.payload = pa.schema(
-            [column for kind in self.gives if kind in wants for column in PAYLOAD[kind]]
-        )
+        self.payload = payload_of(self.gives, wants)
 
     def check(self) -> None:
         """Raises `SpecError` if there is no document to read."""
@@ -153,13 +150,7 @@ class Pages(Source):
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
         """(path relative to the folder, bytes) of all that is read."""
-        fs, root = open_root(self.spec.path)
-        if not fs.isdir(root):
-            yield root.rpartition("/")[2], fs.size(root)
-            return
-        for file, num_bytes in walk(fs, root):
-            if num_bytes is None or file.lower().endswith(SUFFIX):
-                yield file, num_bytes
+        return files_below(self.spec.path, (SUFFIX,))
 
     @contextmanager
     def _local(self, file: str) -> Iterator[str]:

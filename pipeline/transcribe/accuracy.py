@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
@@ -16,13 +17,22 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     (2, 7)
     """
     truth, heard = normalised_words(reference), normalised_words(hypothesis)
-    row = list(range(len(heard) + 1))
-    for i, word in enumerate(truth, start=1):
+    return num_edits(truth, heard), len(truth)
+
+
+def num_edits(first: Sequence[str], second: Sequence[str]) -> int:
+    """The least number of strings to put in, take out or replace to make one sequence the other.
+
+    >>> num_edits("evening", "evenlng"), num_edits(["not", "what"], ["and", "not", "what"])
+    (1, 1)
+    """
+    row = list(range(len(second) + 1))
+    for i, string in enumerate(first, start=1):
         diagonal, row[0] = row[0], i
-        for j, other in enumerate(heard, start=1):
-            edits = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
+        for j, other in enumerate(second, start=1):
+            edits = min(row[j] + 1, row[j - 1] + 1, diagonal + (string != other))
             diagonal, row[j] = row[j], edits
-    return row[-1], len(truth)
+    return row[-1]
 
 
 def normalised_words(text: str) -> list[str]:

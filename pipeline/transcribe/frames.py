@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.transcribe import Line
+from pipeline.transcribe.accuracy import num_edits
 
 #: Two readings are of the same text if so much of the longer one is equal.
 SAME_TEXT = 0.8
@@ -121,13 +122,7 @@ def similarity(first: str, second: str) -> float:
     longest = max(len(first), len(second))
     if first == second:
         return 1.0
-    row = list(range(len(second) + 1))
-    for i, character in enumerate(first, start=1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(second, start=1):
-            edits = min(row[j] + 1, row[j - 1] + 1, diagonal + (character != other))
-            diagonal, row[j] = row[j], edits
-    return 1 - row[-1] / longest
+    return 1 - num_edits(first, second) / longest
 
 
 def _follow(

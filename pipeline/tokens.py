@@ -29,7 +29,9 @@ class TokenBatch:
         support: (B, M) int64, only on a compressor's output: for each of the M *input* positions
             the output position that stands for it (for soft assignments: most), or -1. Or None.
         grid: per-item token grid (B, 3) int32 as (t, y, x) where tokens form one. Or None.
-        taps: named attention statistics, (B, N) each, when a compressor asked for them.
+        objects: (B, N) int64, in training only: the annotated object that each token lies in, from
+            1; 0 is background. Or None.
+        taps: attention statistics (B, N) by the name of their `Tap`, those that were asked for.
     """
 
     vectors: torch.Tensor
@@ -41,6 +43,7 @@ class TokenBatch:
     pooled: torch.Tensor | None = None
     support: torch.Tensor | None = None
     grid: torch.Tensor | None = None
+    objects: torch.Tensor | None = None
     taps: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):

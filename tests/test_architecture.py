@@ -18,7 +18,7 @@ ORDER = [
     ("atomic", "checkpoint"),
     ("schema",),
     ("registry",),
-    ("tokens", "decoding"),
+    ("tokens", "taps", "decoding"),
     ("transcribe",),
     ("sources", "encoders", "compression"),
     ("stage",),

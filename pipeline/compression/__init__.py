@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from pipeline.config import Spec
+from pipeline import config
+from pipeline.config import Spec, SpecError
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
 #: Tokens of one item, at most: support is stored as uint16, its last value stands for "none".
@@ -20,29 +22,35 @@ MAX_TOKENS = 65534
 #: A budget K.
 NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
+#: Numbers of the largest tensor that a method makes of a block of items: 64 MiB of float32. Small
+#: blocks stay in the caches of a CPU, and a batch of any size within its memory.
+BLOCK_NUMBERS = 1 << 24
+
 
 class Compressor(ABC):
-    """Maps a TokenBatch of N tokens to one of at most `num_vectors` tokens.
+    """Maps a TokenBatch of N tokens to one of fewer.
 
     Subclasses carry a nested `Spec` whose first field is `name: Literal["..."]`, and write
-    `_compress`. Any device, batched, no Python loop over tokens. An item's result does not depend
-    on the rest of its batch, nor on what lies under `mask == False`. Vectors of real tokens are
-    taken to be finite: the index job rejects other items before they come here.
+    `_compress`; those with a budget of vectors derive from `Budgeted`. Any device, batched, no
+    Python loop over tokens. An item's result does not depend on the rest of its batch, nor on what
+    lies under `mask == False`. Vectors of real tokens and their taps are taken to be finite: the
+    index job rejects other items before they come here.
 
     Every kind of token counts: what is not to be indexed (special tokens, prompts) the encoder's
     own mask has left out already. A method that keeps fewer kinds says so.
+
+    Constructing one is cheap. Without the artefact that `needs_fit` asks for it can describe
+    itself, and not compress.
     """
 
     Spec: ClassVar[type[Spec]]
-    needs_fit: ClassVar[bool] = False
-    needs_taps: ClassVar[tuple[str, ...]] = ()
-    support_form: ClassVar[str] = "assignment"  # or "indices": each output is one input token
-
-    #: Whether the stored vectors have unit length; may depend on the spec.
-    normalised: bool = True
+    needs_fit: bool = False
+    needs_taps: tuple[Tap, ...] = ()  # attention statistics that the batch must bring
+    #: Of the result's support: "assignment", or "indices": each output is one input token.
+    support_form: Literal["assignment", "indices"] = "assignment"
+    normalised: bool = True  # whether the stored vectors have unit length
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
-        assert not self.needs_fit or artefact is not None, "fit first"
         self.spec, self.artefact = spec, artefact
 
     @classmethod
@@ -50,14 +58,30 @@ class Compressor(ABC):
         """Learns from a seeded sample of the corpus what the method needs; stored with a hash."""
         raise AssertionError(f"{cls.__name__} declares needs_fit and has no fit")
 
+    def output_dim(self, dim: int) -> int:
+        """The width of the vectors it makes of vectors of width `dim`."""
+        return dim
+
+    def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
+        """Query tokens (Q, D) as they are to be compared with this method's vectors."""
+        return tokens_QD
+
     def compress(self, batch: TokenBatch) -> TokenBatch:
-        """Compresses each item; one with at most K tokens keeps what it has.
+        """Compresses each item; one whose budget covers its tokens keeps what it has.
 
         Returns:
-            A batch of (B, <= K, D) vectors with its mask, `normalised` as the class says, and
+            A batch of (B, <= K, D) vectors with its mask, `normalised` as the compressor says, and
             `support` (B, N): for each input position the output position that stands for it. The
             real outputs come first in each row.
+
+        Raises:
+            ValueError: the batch lacks a tap that the method needs.
         """
+        assert not self.needs_fit or self.artefact is not None, "fit first"
+        for tap in self.needs_taps:
+            if tap.name not in batch.taps:
+                there = ", ".join(batch.taps) or "none"
+                raise SpecError(f"taps of {self.spec.name}", tap.name, there, "is not in the batch")
         packed, order = pack_left(batch)
         # Distances and means are float32 also inside a training loop's half-precision region.
         with torch.autocast(batch.vectors.device.type, enabled=False):
@@ -74,6 +98,61 @@ class Compressor(ABC):
         """`compress` for a batch whose real tokens come first in each row."""
 
 
+class Budget(config.Spec):
+    """Base of the specs of methods with a budget: so many vectors, or a share of the tokens.
+
+    Attributes:
+        num_vectors: at most so many vectors of each item.
+        ratio: or this share of its tokens, at least one.
+        rounding: of that share. Neither the papers nor their code agree; rounding down is the one
+            that never exceeds the ratio.
+    """
+
+    name: str
+    num_vectors: NumVectors | None = None
+    ratio: float | None = Field(None, gt=0, le=1)
+    rounding: Literal["floor", "half_even"] = "floor"
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.num_vectors is None and self.ratio is None:
+            raise SpecError("num_vectors", None, "an integer >= 1, or a `ratio`", "is missing")
+        if self.num_vectors is not None and self.ratio is not None:
+            legal = "num_vectors or ratio, not both"
+            raise SpecError("ratio", self.ratio, legal, "stands beside num_vectors")
+        return self
+
+    def budgets(self, lengths: torch.Tensor) -> torch.Tensor:
+        """(B,) int64: how many vectors items of these lengths may have, at most their length.
+
+        >>> Budget(name="any", ratio=0.1).budgets(torch.tensor([0, 4, 30, 39])).tolist()
+        [0, 1, 3, 3]
+        """
+        if self.num_vectors is not None:
+            return lengths.clamp(max=self.num_vectors)
+        shares = lengths.double() * self.ratio
+        # 0.29 of 100 is 28.999...96 in binary.
+        shares = (shares + 1e-9).floor() if self.rounding == "floor" else shares.round()
+        return torch.minimum(shares.long().clamp_min(1), lengths)
+
+
+class Budgeted(Compressor):
+    """A compressor whose spec is a `Budget`."""
+
+    def _compress(self, batch: TokenBatch) -> TokenBatch:
+        return self.reduce(batch, self.spec.budgets(batch.lengths))
+
+    @abstractmethod
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """`_compress` with a budget for each item.
+
+        Args:
+            batch: real tokens first in each row.
+            budgets_B: int64, from 0 (an item without tokens) to the length of each item. Items
+                whose budget is their length keep their tokens.
+        """
+
+
 def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     """Moves the real tokens of each row to the front, in order, and cuts off what is all padding.
 
@@ -81,13 +160,21 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         The packed batch (N' = the longest item) and `order` (B, N'): the input position of each.
     """
     num_kept = int(batch.lengths.max()) if len(batch) else 0
-    order = torch.argsort((~batch.mask).to(torch.int8), dim=1, stable=True)[:, :num_kept]
+    if bool(batch.mask[:, :num_kept].sum() == batch.mask.sum()) and bool(
+        (batch.mask[:, : num_kept - 1] >= batch.mask[:, 1:num_kept]).all()
+    ):  # so it is already, as batches read from an index are
+        order = torch.arange(num_kept, device=batch.mask.device).expand(len(batch), -1)
 
-    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        index = order.reshape(*order.shape, *[1] * (tensor.ndim - 2))
-        return tensor.gather(1, index.expand(*order.shape, *tensor.shape[2:]))
+        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[:, :num_kept]
+    else:
+        order = torch.argsort((~batch.mask).to(torch.int8), dim=1, stable=True)[:, :num_kept]
+
+        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            index = order.reshape(*order.shape, *[1] * (tensor.ndim - 2))
+            return tensor.gather(1, index.expand(*order.shape, *tensor.shape[2:]))
 
     packed = replace(
         batch,
@@ -96,9 +183,17 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         extents=take(batch.extents),
         spans=take(batch.spans),
         kind=take(batch.kind),
+        objects=take(batch.objects),
         taps={name: take(tap) for name, tap in batch.taps.items()},
     )
     return packed, order
+
+
+def blocks(batch: TokenBatch, numbers_an_item: int) -> Iterator[slice]:
+    """Slices of the batch of which a tensor of so many numbers an item stays a small block."""
+    size = max(1, BLOCK_NUMBERS // max(1, numbers_an_item))
+    for start in range(0, len(batch), size):
+        yield slice(start, start + size)
 
 
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:
@@ -118,6 +213,33 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
         vectors, index_mask, batch.normalised, pooled=batch.pooled, support=spare[:, :-1]
     )
     return replace(kept, vectors=unit_vectors(kept), normalised=True)
+
+
+def largest(
+    scores_BN: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of the `budgets_B` largest scores of each item, ascending, and their mask.
+
+    Of equal scores the first ones count.
+
+    Args:
+        scores_BN: finite where the mask is True; real tokens first in each row.
+
+    Returns:
+        Positions (B, K) int64, K the largest budget, and their mask (B, K).
+
+    >>> scores, mask = torch.tensor([[1.0, 3.0, 3.0, 2.0]]), torch.ones(1, 4, dtype=torch.bool)
+    >>> largest(scores, mask, torch.tensor([2]))[0].tolist()
+    [[1, 2]]
+    """
+    size = int(budgets_B.max()) if len(budgets_B) else 0
+    lowest = scores_BN.masked_fill(~mask_BN, -torch.inf)
+    order_BN = lowest.argsort(dim=1, descending=True, stable=True)
+    slot_mask = torch.arange(size, device=budgets_B.device) < budgets_B.unsqueeze(1)
+    # What is not wanted goes behind every position, so that sorting leaves it behind.
+    index_BK = order_BN[:, :size].masked_fill(~slot_mask, scores_BN.shape[1])
+    index_BK = index_BK.sort(dim=1).values
+    return index_BK.masked_fill(~slot_mask, 0), slot_mask
 
 
 def memberships(support: torch.Tensor, num_groups: int) -> torch.Tensor:

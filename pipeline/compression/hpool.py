@@ -10,14 +10,13 @@ from pydantic import Field
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 
-from pipeline import config
-from pipeline.compression import Compressor, NumVectors, memberships
+from pipeline.compression import Budget, Budgeted, memberships
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 Linkage = Literal["vectors", "rows", "condensed"]
 
 
-class HPool(Compressor):
+class HPool(Budgeted):
     """Groups similar tokens by agglomerative clustering and keeps each group's mean.
 
     Tokens are brought to unit length first, means after. Linkage runs on the CPU in float64, an
@@ -33,24 +32,25 @@ class HPool(Compressor):
     of its code. A budget of K protects at most K - 1 tokens, so that the others have a group.
     """
 
-    class Spec(config.Spec):
+    class Spec(Budget):
         name: Literal["hpool"] = "hpool"
-        num_vectors: NumVectors
         linkage: Linkage = "vectors"
         num_protected: int = Field(1, ge=0)
 
-    def _compress(self, batch: TokenBatch) -> TokenBatch:
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """`_compress` with a budget for each item."""
         spec = self.spec
         tokens_BND = unit_vectors(batch)
         items = tokens_BND.detach().double().cpu().numpy()
         support = np.full(batch.mask.shape, -1, dtype=np.int64)
-        for row, length in enumerate(batch.lengths.tolist()):
+        sizes = zip(batch.lengths.tolist(), budgets_B.tolist(), strict=True)
+        for row, (length, budget) in enumerate(sizes):
             support[row, :length] = ward_groups(
-                items[row, :length], spec.num_vectors, spec.num_protected, spec.linkage
+                items[row, :length], budget, spec.num_protected, spec.linkage
             )
         support_BN = torch.from_numpy(support).to(batch.vectors.device)
 
-        num_outputs = min(spec.num_vectors, batch.mask.shape[1])
+        num_outputs = int(budgets_B.max()) if len(batch) else 0
         members_BNK = memberships(support_BN, num_outputs)
         return TokenBatch(
             vectors=normalise(members_BNK.mT @ tokens_BND),  # of sums: their length cancels

@@ -7,31 +7,28 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from pipeline import config
-from pipeline.compression import Compressor, NumVectors, select
+from pipeline.compression import Budget, Budgeted, largest, select
 from pipeline.tokens import TokenBatch
 
 
-class Random(Compressor):
+class Random(Budgeted):
     """Keeps the K tokens with the smallest random draws, in their original order.
 
     The draws come from a hash and not from a generator: they depend on the seed and on the item
     alone, so resuming, batching otherwise or moving to another device changes nothing.
     """
 
-    class Spec(config.Spec):
+    class Spec(Budget):
         name: Literal["random"] = "random"
-        num_vectors: NumVectors
         seed: int = Field(0, ge=0, lt=2**32)
 
     support_form = "indices"
 
-    def _compress(self, batch: TokenBatch) -> TokenBatch:
-        num = min(self.spec.num_vectors, batch.mask.shape[1])
-        draws = random_draws(batch, self.spec.seed).masked_fill(~batch.mask, 2**32)
-        index = draws.argsort(dim=1, stable=True)[:, :num].sort(dim=1).values
-        # Padding lies behind the real tokens, so sorting leaves it behind the real choices.
-        return select(batch, index, index < batch.lengths.unsqueeze(1))
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """`_compress` with a budget for each item."""
+        # The smallest draws win, as whole numbers: float64 holds them exactly.
+        draws_BN = -random_draws(batch, self.spec.seed).double()
+        return select(batch, *largest(draws_BN, batch.mask, budgets_B))
 
 
 def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:

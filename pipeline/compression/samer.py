@@ -7,13 +7,15 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from pipeline import config
-from pipeline.compression import Compressor, NumVectors, memberships
+from pipeline.compression import Budget, Budgeted, memberships
 from pipeline.compression.spatial import uniform_positions
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
+#: The distance of a representative that an item's budget does not reach.
+FAR = 1e4
 
-class SaMer(Compressor):
+
+class SaMer(Budgeted):
     """Merges the tokens into K centroids by soft assignment over features and positions.
 
     K seeds, uniform in the token order, become centroids by `num_iterations` rounds of hard
@@ -28,35 +30,38 @@ class SaMer(Compressor):
     Gradients flow through the tokens and the soft weights, not through seeds and k-means.
     """
 
-    class Spec(config.Spec):
+    class Spec(Budget):
         name: Literal["samer"] = "samer"
-        num_vectors: NumVectors
         gamma: float = Field(0.1, ge=0, allow_inf_nan=False)
         tau_s: float = Field(0.07, gt=0, allow_inf_nan=False)
         num_iterations: int = Field(3, ge=0)
 
-    def _compress(self, batch: TokenBatch) -> TokenBatch:
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """`_compress` with a budget for each item."""
         spec = self.spec
         num_tokens = batch.mask.shape[1]
         tokens_BND = unit_vectors(batch)
         own_BN = torch.arange(num_tokens, device=batch.mask.device).expand_as(batch.mask)
-        if num_tokens <= spec.num_vectors:
+        if torch.equal(budgets_B, batch.lengths):
             return TokenBatch(tokens_BND, batch.mask, True, pooled=batch.pooled, support=own_BN)
 
-        # From here on K = num_vectors < N. Items of at most K tokens go through the arithmetic
-        # and get their own tokens back at the end, so nothing needs a mask over representatives.
+        # Items of at most K tokens go through the arithmetic and get their own tokens back at the
+        # end.
         places_BNA = box_centres(batch)
         centroids = cluster(
-            tokens_BND, places_BNA, batch, spec.num_vectors, spec.gamma, spec.num_iterations
+            tokens_BND, places_BNA, batch, budgets_B, spec.gamma, spec.num_iterations
         )
+        num_outputs = int(budgets_B.max())
+        is_slot_B1K = (torch.arange(num_outputs) < budgets_B.unsqueeze(1)).unsqueeze(1)
         distance_BNK = distance(tokens_BND, places_BNA, *centroids, spec.gamma)
+        distance_BNK = distance_BNK.masked_fill(~is_slot_B1K, FAR)
         merged_BKD = soft_centroids(tokens_BND, batch.mask, distance_BNK, spec.tau_s)
 
-        is_long = (batch.lengths > spec.num_vectors).unsqueeze(1)
-        own_BKD = tokens_BND[:, : spec.num_vectors]
+        is_long = (batch.lengths > budgets_B).unsqueeze(1)
+        own_BKD = tokens_BND[:, :num_outputs]
         return TokenBatch(
             vectors=torch.where(is_long.unsqueeze(2), merged_BKD, own_BKD),
-            mask=batch.mask[:, : spec.num_vectors],
+            mask=is_slot_B1K.squeeze(1),
             normalised=True,
             pooled=batch.pooled,
             support=torch.where(is_long, nearest(distance_BNK), own_BN),
@@ -101,7 +106,7 @@ def cluster(
     tokens_BND: torch.Tensor,
     places_BNA: torch.Tensor,
     batch: TokenBatch,
-    num_vectors: int,
+    budgets_B: torch.Tensor,
     gamma: float,
     num_iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,12 +115,14 @@ def cluster(
     Each iteration assigns every token to its nearest centroid and moves the centroid to the mean
     of its tokens; one without tokens stays. An axis on which no member has a position is NaN.
     """
-    seeds_BK1 = uniform_positions(batch.lengths, num_vectors)[0].unsqueeze(2)
+    seeds_BK, slot_mask_BK = uniform_positions(batch.lengths, budgets_B)
+    seeds_BK1, num_outputs = seeds_BK.unsqueeze(2), seeds_BK.shape[1]
     features_BKD = tokens_BND.gather(1, seeds_BK1.expand(-1, -1, tokens_BND.shape[2]))
     sites_BKA = places_BNA.gather(1, seeds_BK1.expand(-1, -1, places_BNA.shape[2]))
     for _ in range(num_iterations):
-        nearest_BN = nearest(distance(tokens_BND, places_BNA, features_BKD, sites_BKA, gamma))
-        members_BKN = memberships(nearest_BN.masked_fill(~batch.mask, -1), num_vectors).mT
+        distance_BNK = distance(tokens_BND, places_BNA, features_BKD, sites_BKA, gamma)
+        nearest_BN = nearest(distance_BNK.masked_fill(~slot_mask_BK.unsqueeze(1), FAR))
+        members_BKN = memberships(nearest_BN.masked_fill(~batch.mask, -1), num_outputs).mT
         has_tokens = members_BKN.any(dim=2).unsqueeze(2)
         features_BKD = torch.where(has_tokens, normalise(members_BKN @ tokens_BND), features_BKD)
         num_placed = members_BKN @ (~places_BNA.isnan()).float()

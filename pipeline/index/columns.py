@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class Representation(Spec):
     compressor: CompressorSpec
     codec: CodecSpec = Field(default="float16")
     of: Aspect = "content"
-    id: str = ""  # the column's name; default: the method and its budget, such as hpool_32
+    id: str = ""  # the column's name; default: of the method and its budget, such as hpool_32
     keep_support: bool = (
         True  # which input tokens each vector stands for, for marked words and maps
     )
@@ -60,16 +61,42 @@ class Representation(Spec):
     @model_validator(mode="after")
     def _default_id(self) -> Representation:
         if not self.id:
-            num_vectors = getattr(self.compressor, "num_vectors", None)
-            name = "full" if self.compressor.name == "none" else self.compressor.name
-            name = token_column(self.of, name)
-            object.__setattr__(self, "id", f"{name}_{num_vectors}" if num_vectors else name)
+            object.__setattr__(self, "id", token_column(self.of, default_id(self.compressor)))
         return self
 
     @property
     def support_id(self) -> str:
         """The column that holds the support."""
         return f"{self.id}_support"
+
+
+def default_id(compressor: Spec) -> str:
+    """The name of a column: the method, its settings that are not the defaults, the budget.
+
+    >>> default_id(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 32}))
+    'hpool_32'
+    >>> default_id(COMPRESSORS.resolve({"name": "hpool", "ratio": 0.125, "linkage": "rows"}))
+    'hpool_rows_12_5pct'
+    """
+    parts = ["full" if compressor.name == "none" else compressor.name]
+    for name, field in type(compressor).model_fields.items():
+        value = getattr(compressor, name)
+        if name in ("name", "num_vectors", "ratio") or value == field.get_default(
+            call_default_factory=True
+        ):
+            continue
+        if isinstance(value, Spec):
+            parts.append(default_id(value))
+        elif isinstance(value, str):
+            parts.append(value)
+        else:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            parts.append(name + "_".join("" if n is True else str(n) for n in numbers))
+    if getattr(compressor, "num_vectors", None):
+        parts.append(str(compressor.num_vectors))
+    if getattr(compressor, "ratio", None):
+        parts.append(f"{100 * compressor.ratio:g}pct")
+    return re.sub("[^a-z0-9]+", "_", "_".join(parts).lower()).strip("_")
 
 
 class ListsRepresentations(Protocol):
@@ -167,7 +194,8 @@ def representation_fields(
     representation: Representation, facts: EncoderFacts, artefact: str | None
 ) -> list[pa.Field]:
     """The column of a representation, and that of its support where it has one."""
-    compressor = COMPRESSORS.load(representation.compressor.name)
+    compressor = COMPRESSORS.build(representation.compressor)
+    dim = compressor.output_dim(facts.dim)
     prefix, facts = facts.prefix, facts.about(representation.of)
     about = {
         "format_version": FORMAT_VERSION,
@@ -177,7 +205,8 @@ def representation_fields(
         "compressor": dump(representation.compressor),
         "codec": dump(representation.codec),
         "artefact": artefact,
-        "dim": facts.dim,
+        "dim": dim,
+        "query_dim": facts.dim,  # of what the encoder gives; the compressor makes `dim` of it
         "normalised": compressor.normalised,
         "score": "sum",
         "of": representation.of,
@@ -193,7 +222,7 @@ def representation_fields(
         support = pa.field(representation.support_id, pa.list_(pa.uint16()))
         form = {"role": "support", "form": compressor.support_form, "of": representation.id}
         fields.append(with_metadata(support, {"format_version": FORMAT_VERSION, **form}))
-    column = pa.field(representation.id, codec.column_type(facts.dim))
+    column = pa.field(representation.id, codec.column_type(dim))
     return [with_metadata(column, about), *fields]
 
 
@@ -218,6 +247,8 @@ def other_setting(
         "of": representation.of,
     }
     there = {"of": "content", **there}
+    with contextlib.suppress(SpecError, KeyError):  # settings that are newer have their defaults
+        there["compressor"] = dump(COMPRESSORS.resolve(there["compressor"]))
     return next(((key, value) for key, value in here.items() if there.get(key) != value), None)
 
 

@@ -24,11 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import by_role
 from pipeline.index.reader import Index, first_line
-from pipeline.registry import CODECS, ENCODERS
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Place
 from pipeline.search.explain import input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
@@ -79,6 +81,7 @@ class Searcher:
         self._packed: dict[str, PackedVectors] = {}
         self._filtered: dict[str, np.ndarray] = {}
         self._encoders: dict[str, Encoder] = {}
+        self._compressors: dict[str, Compressor] = {}
 
     def search(
         self,
@@ -192,10 +195,21 @@ class Searcher:
             ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
         else:
             ready = Queries.of_vectors(queries)
+        dim = about.get("query_dim", about["dim"])
         for tokens in ready.tokens:
-            if tokens.shape[1] != about["dim"]:
-                raise SpecError("query", f"vectors of {tokens.shape[1]} numbers", str(about["dim"]))
-        return ready
+            if tokens.shape[1] != dim:
+                raise SpecError("query", f"vectors of {tokens.shape[1]} numbers", str(dim))
+        compressor = self._compressor(about)
+        return replace(ready, tokens=[compressor.transform_queries(t) for t in ready.tokens])
+
+    def _compressor(self, about: dict[str, Any]) -> Compressor:
+        """What made a representation, for how it compares queries."""
+        key = digest([about["compressor"], about["artefact"]])
+        if key not in self._compressors:
+            artefact = about["artefact"] and load_artefact(self.index.uri, about["artefact"])
+            spec = COMPRESSORS.resolve(about["compressor"])
+            self._compressors[key] = COMPRESSORS.build(spec, artefact)
+        return self._compressors[key]
 
     def load(self, representation: str | None = None, score: Score = "late") -> None:
         """Reads into memory now what a search with this score needs of the items."""

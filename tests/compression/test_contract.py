@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.compression import Compressor
+from pipeline.compression import Budget, Compressor
 from pipeline.config import SpecError, parse
 from pipeline.registry import COMPRESSORS
 
@@ -13,14 +13,18 @@ NUM_VECTORS = 5
 LENGTHS = [9, 1, 0, 23, 5, 4, 40, 6]
 
 
-def build(name, ragged, num_vectors=NUM_VECTORS) -> Compressor:
+def build(name, ragged, **budget) -> Compressor:
     cls = COMPRESSORS.load(name)
-    budget = {"num_vectors": num_vectors} if "num_vectors" in cls.Spec.model_fields else {}
-    spec = parse(cls.Spec, {"name": name, **budget})
-    artefact = None
-    if cls.needs_fit:
-        artefact = cls.fit(spec, [ragged([30] * 16, seed=9, boxes=True, taps=cls.needs_taps)])
-    return COMPRESSORS.build(spec, artefact)
+    if "num_vectors" in cls.Spec.model_fields:
+        budget = budget or {"num_vectors": NUM_VECTORS}
+    else:
+        budget = {}
+    compressor = cls(parse(cls.Spec, {"name": name, **budget}))
+    if not compressor.needs_fit:
+        return compressor
+    names = [tap.name for tap in compressor.needs_taps]
+    sample = ragged([30] * 16, seed=9, boxes=True, taps=names)
+    return cls(compressor.spec, cls.fit(compressor.spec, [sample]))
 
 
 @pytest.fixture(params=COMPRESSORS.names())
@@ -29,10 +33,11 @@ def compressor(request, ragged):
 
 
 def make(compressor, ragged, lengths=LENGTHS, **options):
-    return ragged(lengths, taps=compressor.needs_taps, **options)
+    return ragged(lengths, taps=[tap.name for tap in compressor.needs_taps], **options)
 
 
 def budget(compressor):
+    """The most vectors of an item; for a method that chooses by itself every number is legal."""
     return getattr(compressor.spec, "num_vectors", None) or 10**9
 
 
@@ -56,6 +61,8 @@ def test_shapes_mask_and_unit_length(compressor, ragged, boxes, unit):
 
 
 def test_items_within_the_budget_keep_their_tokens(compressor, ragged, unit_items):
+    if compressor.output_dim(8) != 8 or not hasattr(compressor.spec, "num_vectors"):
+        pytest.skip("the method makes other vectors of any item, or has no budget")
     batch = make(compressor, ragged)
     result = compressor.compress(batch)
     for i, item in enumerate(unit_items(batch)):
@@ -126,10 +133,38 @@ def test_empty_batches_and_tiny_items(compressor, ragged, lengths, num_padding):
 @pytest.mark.parametrize("name", COMPRESSORS.names())
 @pytest.mark.parametrize("num_vectors", [1, 2, 39, 40, 1000])
 def test_any_budget(name, ragged, num_vectors):
-    compressor = build(name, ragged, num_vectors)
+    compressor = build(name, ragged, num_vectors=num_vectors)
     result = compressor.compress(make(compressor, ragged))
     assert result.vectors[result.mask].isfinite().all()
     assert result.lengths.max() <= min(budget(compressor), max(LENGTHS))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS.names())
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 1.0])
+def test_a_ratio_is_a_share_of_each_item(name, ratio, ragged):
+    if "num_vectors" not in COMPRESSORS.load(name).Spec.model_fields:
+        pytest.skip("the method has no budget")
+    compressor = build(name, ragged, ratio=ratio)
+    lengths = compressor.compress(make(compressor, ragged)).lengths.tolist()
+    shares = [min(length, max(1, int(length * ratio + 1e-9))) for length in LENGTHS]
+    assert all(0 < n <= share or n == share == 0 for n, share in zip(lengths, shares, strict=True))
+    if compressor.support_form == "indices":
+        assert lengths == shares
+
+
+def test_ratios_round_down_or_to_the_even_neighbour():
+    lengths = torch.tensor([0, 1, 5, 9, 15, 100])
+    assert Budget(name="any", ratio=0.29).budgets(lengths).tolist() == [0, 1, 1, 2, 4, 29]
+    even = Budget(name="any", ratio=0.5, rounding="half_even").budgets(lengths)
+    assert even.tolist() == [0, 1, 2, 4, 8, 50]
+
+
+@pytest.mark.parametrize("name", COMPRESSORS.names())
+def test_missing_taps_are_named(name, ragged):
+    compressor = build(name, ragged)
+    for tap in compressor.needs_taps:
+        with pytest.raises(SpecError, match=f"{tap.name}' is not in the batch; legal: none"):
+            compressor.compress(ragged(LENGTHS))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS.names())
@@ -147,6 +182,10 @@ def test_specs_say_what_is_wrong(name):
         )
         with pytest.raises(SpecError, match="num_vectors: None is missing"):
             parse(cls.Spec, {"name": name})
+        with pytest.raises(SpecError, match="ratio: 0.5 stands beside num_vectors"):
+            parse(cls.Spec, {"name": name, "num_vectors": 3, "ratio": 0.5})
+        with pytest.raises(SpecError, match="ratio: 0 is not legal"):
+            parse(cls.Spec, {"name": name, "ratio": 0})
 
 
 def assert_equal(a, b):

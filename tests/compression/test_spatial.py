@@ -16,14 +16,18 @@ def linspace_rounded(length, num):
 def test_positions_are_the_rounded_linspace_and_distinct():
     for length in range(1, 70):
         for num in range(1, 70):
-            positions, mask = uniform_positions(torch.tensor([length]), num)
+            positions, mask = uniform_positions(
+                torch.tensor([length]), torch.tensor([min(num, length)])
+            )
             found = positions[mask].tolist()
             assert found == linspace_rounded(length, min(num, length))
             assert len(set(found)) == min(num, length)
 
 
 def test_halves_go_to_the_even_neighbour():
-    positions, _ = uniform_positions(torch.tensor([4, 6]), 3)  # 1.5 and 2.5 in the middle
+    positions, _ = uniform_positions(
+        torch.tensor([4, 6]), torch.tensor([3, 3])
+    )  # 1.5 and 2.5 in the middle
     assert positions.tolist() == [[0, 2, 3], [0, 2, 5]]
 
 

@@ -75,11 +75,15 @@ ENCODERS = Registry(
 COMPRESSORS = Registry(
     "compressors",
     {
+        "adaptive_eos": "pipeline.compression.adaptive_eos:AdaptiveEos",
+        "agc": "pipeline.compression.agc:Agc",
+        "eos": "pipeline.compression.eos:Eos",
+        "hpool": "pipeline.compression.hpool:HPool",
         "none": "pipeline.compression.none:Uncompressed",
         "random": "pipeline.compression.random:Random",
-        "spatial": "pipeline.compression.spatial:Spatial",
-        "hpool": "pipeline.compression.hpool:HPool",
         "samer": "pipeline.compression.samer:SaMer",
+        "sap": "pipeline.compression.sap:Sap",
+        "spatial": "pipeline.compression.spatial:Spatial",
     },
 )
 SOURCES = Registry(

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import AfterValidator
 
 from pipeline.config import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STATISTICS = ("column_sums", "eos_row", "pooled_row")
 HEADS = ("mean", "max")
@@ -99,6 +104,22 @@ class Tap(NamedTuple):
         return tuple(self._replace(layers=str(number)) for number in self.numbers(num_layers))
 
 
-def names_of(taps: Iterable[Tap]) -> str:
-    """Taps as a message lists them."""
-    return ", ".join(tap.name for tap in taps)
+#: A field of a spec that names a tap; written in full.
+TapName = Annotated[str, AfterValidator(lambda name: Tap.parse(name).name)]
+
+
+def single_taps(taps: Iterable[Tap], num_layers: int) -> tuple[Tap, ...]:
+    """The taps of one layer that all these taps are made of, each once, in a fixed order."""
+    return tuple(sorted({one for tap in taps for one in tap.single(num_layers)}))
+
+
+def average(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
+    """A tap over some layers from those of one layer each (SAP, equation 6).
+
+    >>> import torch
+    >>> taps = {"eos_row/mean/0": torch.tensor([[1.0]]), "eos_row/mean/1": torch.tensor([[3.0]])}
+    >>> average(Tap("eos_row", layers="all"), taps, 2).tolist()
+    [[2.0]]
+    """
+    ones = tap.single(num_layers)
+    return sum(taps[one.name] for one in ones) / len(ones)

@@ -5,13 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.config import Spec
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
+
+
+class Attention(NamedTuple):
+    """What attention statistics an encoder can give, see `pipeline.taps`.
+
+    Attributes:
+        statistics: their names.
+        num_layers: layers of the model.
+    """
+
+    statistics: tuple[str, ...]
+    num_layers: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,11 @@ class Encoder(ABC):
         return cls.needs
 
     @classmethod
+    def attention(cls, spec: Spec) -> Attention | None:
+        """The attention statistics it can give, without loading the model; None: it gives none."""
+        return None
+
+    @classmethod
     def columns_prefix(cls, spec: Spec) -> str:
         """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
         return spec.name
@@ -82,8 +100,14 @@ class Encoder(ABC):
         return []
 
     @abstractmethod
-    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Encodes items in batches formed by token count.
+
+        Args:
+            taps: of one layer each, what the batches are to bring in `taps`; for encoders that say
+                `attention`.
 
         Yields:
             (rows, batch): indices into `items`, each row once over all batches, and their tokens.

@@ -9,6 +9,7 @@ Only the column `text` is encoded; `title` is for display. A null text counts as
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,10 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
-from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
+from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
+from pipeline.encoders.attention import recording
 from pipeline.encoders.words import Words
+from pipeline.taps import STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"
@@ -62,6 +65,11 @@ class MiniLM(Encoder):
     special tokens spelled out in a text are the text's own tokens and stay. An item of which
     nothing is left, such as an empty text, has its pooled vector as its only token, of kind
     `SPECIAL`; with `pooling="none"` it has no token.
+
+    Attention statistics are taken window by window: rows are the text's own tokens for column sums,
+    the separator behind them for the end of the sequence, and for the pooled vector the token that
+    is pooled, or all. What a token gets of a single row is the smaller the longer its window is, so
+    such values are scaled by the length of the window over that of the item's longest.
 
     It runs on a CUDA device if there is one. Token and pooled vectors are float32, of unit length.
     """
@@ -147,7 +155,17 @@ class MiniLM(Encoder):
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
 
-    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    @classmethod
+    def attention(cls, spec: Spec) -> Attention | None:
+        """All statistics; without pooling none of the pooled vector."""
+        folder = _find_folder(spec, SETTINGS)
+        num_layers = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_hidden_layers
+        has_no_row = ("pooled_row",) if spec.pooling == "none" else ()
+        return Attention(tuple(s for s in STATISTICS if s not in has_no_row), num_layers)
+
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Encodes the column `text`, items of like length together.
 
         With the columns of `Words` (pages, transcripts) each token gets the place and the kind of
@@ -158,7 +176,7 @@ class MiniLM(Encoder):
         items_windows = self._tokenise(texts, self.spec.document_prefix)
         sizes = [sum(len(window.ids) for window in windows) for windows in items_windows]
         for rows in batches_by_size(np.array(sizes), self.spec.max_batch_tokens):
-            batch = self._embed([items_windows[row] for row in rows])
+            batch = self._embed([items_windows[row] for row in rows], taps)
             if words is not None:
                 extents, kind = words.places_of(rows, batch.spans, batch.kind)
                 batch = replace(batch, extents=extents, kind=kind)
@@ -257,16 +275,16 @@ class MiniLM(Encoder):
         return texts
 
     @torch.no_grad()
-    def _embed(self, items_windows: list[list[_Window]]) -> TokenBatch:
+    def _embed(self, items_windows: list[list[_Window]], taps: Sequence[Tap] = ()) -> TokenBatch:
         """Runs the model over all windows of a batch of items and merges them into the items."""
         windows = [window for windows in items_windows for window in windows]
         window_lengths = np.array([len(window.ids) for window in windows])
         num_a_pass = max(1, self.spec.max_batch_tokens // int(window_lengths.max()))
         passes = [
-            self._forward(windows[start : start + num_a_pass])
+            self._forward(windows[start : start + num_a_pass], taps)
             for start in range(0, len(windows), num_a_pass)
         ]
-        flat_TD = normalise(torch.cat([flat for flat, _ in passes]))
+        flat_TD = normalise(torch.cat([this.states_TD for this in passes]))
         lengths = np.array([sum(int(w.keep.sum()) for w in windows) for windows in items_windows])
         vectors_BND, mask_BN = pad(flat_TD, lengths)
         spans, _ = pad(np.concatenate([w.spans[w.keep] for w in windows]), lengths, fill=-1)
@@ -275,11 +293,19 @@ class MiniLM(Encoder):
         pooled_BP = None
         if self.pooled_dim is not None:
             num_windows = np.array([len(windows) for windows in items_windows])
-            sums, _ = pad(torch.cat([sums for _, sums in passes]), num_windows)
+            sums, _ = pad(torch.cat([this.sums_WP for this in passes]), num_windows)
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
             is_empty = is_empty.to(self.device)
             vectors_BND[is_empty, 0] = pooled_BP[is_empty]
+        shares = [_shares(windows) for windows in items_windows]
+        shares_T = torch.from_numpy(np.concatenate(shares)).to(self.device)
+        of_batch = {}
+        for tap in taps:
+            flat_T = torch.cat([this.taps[tap.name] for this in passes])
+            of_batch[tap.name], _ = pad(
+                flat_T if tap.statistic == "column_sums" else flat_T * shares_T, lengths
+            )
         return TokenBatch(
             vectors_BND,
             mask_BN,
@@ -287,25 +313,73 @@ class MiniLM(Encoder):
             spans=spans.to(self.device),
             kind=kind.to(self.device),
             pooled=pooled_BP,
+            taps=of_batch,
         )
 
-    def _forward(self, windows: list[_Window]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kept tokens' states (T, D) and each window's pooled state times its length (W, P)."""
+    def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> _Pass:
         lengths = np.array([len(window.ids) for window in windows])
         ids, mask = pad(np.concatenate([window.ids for window in windows]), lengths)
         keep, _ = pad(np.concatenate([window.keep for window in windows]), lengths)
         ids, mask, keep = (tensor.to(self.device) for tensor in (ids, mask, keep))
         is_last_layer = self.spec.layer in (-1, self.model.config.num_hidden_layers)
-        output = self.model(
-            input_ids=ids, attention_mask=mask.long(), output_hidden_states=not is_last_layer
-        )
+        rows = self._rows(windows, mask, taps)
+        with recording(self.model, rows) if taps else contextlib.nullcontext() as recorded:
+            output = self.model(
+                input_ids=ids, attention_mask=mask.long(), output_hidden_states=not is_last_layer
+            )
         last_WLD = output.last_hidden_state.float()
         if self.spec.pooling == "cls":
             sums_WP = last_WLD[:, 0] * mask.sum(dim=1, keepdim=True)
         else:
             sums_WP = last_WLD.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
         states_WLD = last_WLD if is_last_layer else output.hidden_states[self.spec.layer].float()
-        return states_WLD[keep], sums_WP
+        of_pass = {}
+        statistics = list(dict.fromkeys(tap.statistic for tap in taps))
+        for tap in taps:
+            per_head = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
+            of_heads = per_head.mean(dim=1) if tap.heads == "mean" else per_head.amax(dim=1)
+            of_pass[tap.name] = of_heads[keep]
+        return _Pass(states_WLD[keep], sums_WP, of_pass)
+
+    def _rows(
+        self, windows: list[_Window], mask: torch.Tensor, taps: Sequence[Tap]
+    ) -> dict[int, torch.Tensor]:
+        """By layer, how much each row of the attention counts for each statistic of the taps."""
+        if not taps:
+            return {}
+        lengths = mask.sum(dim=1, keepdim=True)
+        position = torch.arange(mask.shape[1], device=self.device)
+        kinds, _ = pad(np.concatenate([w.kind for w in windows]), lengths.squeeze(1).cpu().numpy())
+        pooled = position == 0 if self.spec.pooling == "cls" else mask / lengths
+        weights = {
+            "column_sums": (kinds.to(self.device) == TEXT) & mask,
+            "eos_row": position == lengths - 1,
+            "pooled_row": pooled,
+        }
+        statistics = dict.fromkeys(tap.statistic for tap in taps)
+        stacked = torch.stack([weights[name].float().expand_as(mask) for name in statistics])
+        return {int(tap.layers): stacked for tap in taps}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward pass over W windows gives.
+
+    Attributes:
+        states_TD: the states of the kept tokens.
+        sums_WP: each window's pooled state times its length.
+        taps: (T,) of the kept tokens, by name.
+    """
+
+    states_TD: torch.Tensor
+    sums_WP: torch.Tensor
+    taps: dict[str, torch.Tensor]
+
+
+def _shares(windows: list[_Window]) -> np.ndarray:
+    """(T,) for each kept token of an item, the length of its window over that of the longest."""
+    lengths = np.array([len(window.ids) for window in windows])
+    return np.repeat(lengths / lengths.max(), [w.keep.sum() for w in windows]).astype(np.float32)
 
 
 @dataclass(frozen=True)

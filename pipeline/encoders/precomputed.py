@@ -12,6 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
 
 
@@ -51,7 +52,9 @@ class Precomputed(Encoder):
     def check(cls, spec: Spec) -> None:
         """Nothing can be wrong here: the widths are checked where the vectors are."""
 
-    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Pads the column `vectors`, `list<fixed_size_list<float>[dim]>`; null is no vector.
 
         Raises:

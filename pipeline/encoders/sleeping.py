@@ -15,6 +15,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
 
@@ -62,7 +63,9 @@ class Sleeping(Encoder):
     def check(cls, spec: Spec) -> None:
         """Nothing can be wrong: there is no model."""
 
-    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Gives `batch_size` items at a time, in order."""
         item_ids = items["item_id"].to_pylist()
         for start in range(0, len(item_ids), self.spec.batch_size):

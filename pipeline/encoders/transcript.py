@@ -16,10 +16,11 @@ import torch
 
 from pipeline import config
 from pipeline.config import SpecError, within
-from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders import Attention, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.registry import OCR, SPEECH, OcrSpec, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_KINDS, WORD_SPANS, WORD_TIMES
+from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
 from pipeline.transcribe import Line, Recogniser
 
@@ -90,6 +91,11 @@ class Transcript(Encoder):
         return tuple(dict.fromkeys(["text", *read]))
 
     @classmethod
+    def attention(cls, spec: Spec) -> Attention | None:
+        """That of the text encoder."""
+        return MiniLM.attention(spec.text)
+
+    @classmethod
     def columns_prefix(cls, spec: Spec) -> str:
         """That of the text encoder, whose vectors these are."""
         return spec.text.name
@@ -137,11 +143,13 @@ class Transcript(Encoder):
                 items = items.append_column(name, column)
         return items
 
-    def encode(self, items: pa.Table) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """MiniLM's tokens of the column `text`; an item without a word has none."""
         if "text" not in items.column_names:
             items = pa.table({"text": pa.nulls(items.num_rows, pa.string())})
-        for rows, batch in self._minilm.encode(items):
+        for rows, batch in self._minilm.encode(items, taps):
             if batch.extents is None:
                 shape = (*batch.mask.shape, 6)
                 extents = torch.full(shape, torch.nan, device=batch.mask.device)

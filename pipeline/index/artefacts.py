@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import zipfile
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -10,27 +13,50 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.index.reader import ARTEFACTS, part
 
+#: The entry of the file that says what the artefact was fitted for.
+ABOUT = "about"
 
-def save_artefact(index: str, artefact: dict[str, np.ndarray]) -> str:
-    """Stores an artefact and returns its hash, by which a representation's metadata names it."""
-    content = hashlib.blake2b(digest_size=8)
-    for key, values in sorted(artefact.items()):
-        content.update(f"{key} {values.dtype} {values.shape}".encode() + values.tobytes())
-    name = content.hexdigest()
+
+def save_artefact(index: str, artefact: dict[str, np.ndarray], about: dict[str, Any]) -> str:
+    """Stores an artefact and returns its hash, by which a representation's metadata names it.
+
+    Args:
+        about: what it was fitted for: the encoder's fingerprint, the compressor's settings.
+    """
+    stored = {**artefact, ABOUT: np.array(json.dumps(about, sort_keys=True))}
+    name = _hash(stored)
     with fsspec.open(part(index, ARTEFACTS, f"{name}.npz"), "wb", auto_mkdir=True) as file:
-        np.savez(file, **artefact)
+        np.savez(file, **stored)
     return name
 
 
-def load_artefact(index: str, name: str) -> dict[str, np.ndarray]:
+def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.ndarray]:
     """What `save_artefact` stored.
 
     Raises:
-        SpecError: the index has lost it.
+        SpecError: the index has lost it, or a file of another corpus lies in its place, or it was
+            fitted for another encoder or other settings than `about` says.
     """
+    legal = f"artefact {name} in it"
     try:
         with fsspec.open(part(index, ARTEFACTS, f"{name}.npz"), "rb") as file:
-            stored = np.load(file, allow_pickle=False)
-            return {key: stored[key] for key in stored.files}
-    except FileNotFoundError:
-        raise SpecError("index", index, f"artefact {name} in it", "is damaged") from None
+            archive = np.load(file, allow_pickle=False)
+            stored = {key: archive[key] for key in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile):
+        raise SpecError("index", index, legal, "is damaged") from None
+    if _hash(stored) != name:
+        problem = f"is damaged: the file {name}.npz holds another artefact"
+        raise SpecError("index", index, legal, problem)
+    there = json.loads(str(stored.pop(ABOUT)))
+    for key, value in about.items():
+        if there.get(key) != value:
+            legal = f"{there.get(key)}, for which it was fitted"
+            raise SpecError(f"artefact {name}.{key}", value, legal, "is not what it is for")
+    return stored
+
+
+def _hash(stored: dict[str, np.ndarray]) -> str:
+    content = hashlib.blake2b(digest_size=8)
+    for key, values in sorted(stored.items()):
+        content.update(f"{key} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return content.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -14,13 +14,14 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, metadata_of, with_metadata
+from pipeline.taps import Tap, single_taps
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
     from pipeline.encoders import Encoder
 
 
 #: How the names of columns end that come with a representation or an encoder.
-COMPANIONS = ("_support", "_pooled", "_spans", "_extents")
+COMPANIONS = ("_support", "_pooled", "_spans", "_extents", "_tap")
 #: What of an item a representation stands for: what is in it, or what somebody said of it.
 Aspect = Literal["content", "caption"]
 ASPECTS: tuple[str, ...] = get_args(Aspect)
@@ -70,7 +71,7 @@ class Representation(Spec):
         return f"{self.id}_support"
 
 
-def default_id(compressor: Spec) -> str:
+def default_id(compressor: Spec, with_budget: bool = True) -> str:
     """The name of a column: the method, its settings that are not the defaults, the budget.
 
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 32}))
@@ -81,20 +82,19 @@ def default_id(compressor: Spec) -> str:
     parts = ["full" if compressor.name == "none" else compressor.name]
     for name, field in type(compressor).model_fields.items():
         value = getattr(compressor, name)
-        if name in ("name", "num_vectors", "ratio") or value == field.get_default(
-            call_default_factory=True
-        ):
+        is_default = field.is_required() or value == field.get_default(call_default_factory=True)
+        if name in ("name", "num_vectors", "ratio") or (is_default and name != "method"):
             continue
         if isinstance(value, Spec):
-            parts.append(default_id(value))
+            parts.append(default_id(value, with_budget=False))
         elif isinstance(value, str):
             parts.append(value)
         else:
             numbers = value if isinstance(value, list | tuple) else [value]
             parts.append(name + "_".join("" if n is True else str(n) for n in numbers))
-    if getattr(compressor, "num_vectors", None):
+    if with_budget and getattr(compressor, "num_vectors", None):
         parts.append(str(compressor.num_vectors))
-    if getattr(compressor, "ratio", None):
+    if with_budget and getattr(compressor, "ratio", None):
         parts.append(f"{100 * compressor.ratio:g}pct")
     return re.sub("[^a-z0-9]+", "_", "_".join(parts).lower()).strip("_")
 
@@ -138,19 +138,31 @@ class EncoderFacts:
     has_extents: bool
     fingerprint: str
     prefix: str  # how the encoder's own columns begin (pooled vector and positions)
+    num_layers: int | None = None  # of a model that gives attention statistics
 
     @classmethod
     def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
         """The facts of a loaded encoder."""
         names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "fingerprint")
         known = {name: getattr(encoder, name) for name in names}
-        return cls(dump(spec), **known, prefix=encoder.columns_prefix(spec))
+        attention = encoder.attention(spec)
+        return cls(
+            dump(spec),
+            **known,
+            prefix=encoder.columns_prefix(spec),
+            num_layers=attention and attention.num_layers,
+        )
 
     def about(self, aspect: str) -> EncoderFacts:
         """The facts as they are of one aspect of the items: captions have columns of their own."""
         if aspect == "content":
             return self
         return replace(self, has_extents=False, prefix=f"{self.prefix}_{aspect}")
+
+
+def fitted_for(about: dict[str, Any]) -> dict[str, Any]:
+    """What of a representation's metadata its artefact is for."""
+    return {name: about[name] for name in ("fingerprint", "compressor")}
 
 
 def pooled_id(facts: EncoderFacts) -> str | None:
@@ -168,7 +180,26 @@ def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
     return columns
 
 
-def encoder_fields(facts: EncoderFacts, keep_positions: bool) -> list[pa.Field]:
+def tap_column(facts: EncoderFacts, tap: Tap) -> str:
+    """The stored column of a tap of one layer."""
+    return f"{facts.prefix}_{tap.statistic}_{tap.heads}_{tap.layers}_tap"
+
+
+def needed_taps(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
+    """The attention statistics that representations need, by their id."""
+    compressors = {r.id: COMPRESSORS.build(r.compressor) for r in representations}
+    return {name: c.needs_taps for name, c in compressors.items() if c.needs_taps}
+
+
+def taps_of(representations: Iterable[Representation], num_layers: int | None) -> tuple[Tap, ...]:
+    """The taps of one layer each that representations are made of."""
+    needed = [tap for taps in needed_taps(representations).values() for tap in taps]
+    return single_taps(needed, num_layers or 0)
+
+
+def encoder_fields(
+    facts: EncoderFacts, keep_positions: bool, keep_taps: Sequence[Tap] = ()
+) -> list[pa.Field]:
     """The columns an encoder fills once for all representations of an aspect of the items."""
     about = {
         "format_version": FORMAT_VERSION,
@@ -187,6 +218,9 @@ def encoder_fields(facts: EncoderFacts, keep_positions: bool) -> list[pa.Field]:
         for kind, type in position_columns(facts).items():
             column = pa.field(f"{facts.prefix}_{kind}", type)
             fields.append(with_metadata(column, {**about, "role": "positions", "positions": kind}))
+    for tap in keep_taps:
+        column = pa.field(tap_column(facts, tap), pa.list_(pa.float32()))
+        fields.append(with_metadata(column, {**about, "role": "tap", "tap": tap.name}))
     return fields
 
 
@@ -213,6 +247,7 @@ def representation_fields(
         "text": "text" if representation.of == "content" else representation.of,
         "columns": prefix,
         "pooled": pooled_id(facts),
+        "num_layers": facts.num_layers,
         "positions": {kind: f"{facts.prefix}_{kind}" for kind in position_columns(facts)},
     }
     codec = CODECS.build(representation.codec)

@@ -26,6 +26,7 @@ from pydantic import Field, PositiveFloat
 
 from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
 from pipeline.decoding.process import keep_memory
+from pipeline.encoders import Attention
 from pipeline.index import listing
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
@@ -35,18 +36,22 @@ from pipeline.index.columns import (
     by_role,
     encoder_fields,
     every_representation,
+    fitted_for,
+    needed_taps,
     other_setting,
     refuse_other_settings,
     representation_fields,
+    taps_of,
 )
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import Compress, Encode, Represent, WriteFragments
+from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
 from pipeline.stage import Resources, chain, from_ipc, packed_table
+from pipeline.taps import Tap, TapName, single_taps
 from pipeline.tokens import TokenBatch
 
 log = logging.getLogger("maxray.index")
@@ -71,6 +76,7 @@ class IndexSpec(Spec):
     representations: list[Representation] = Field(default_factory=list)
     sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
     keep_positions: bool = True  # where each token stood: needed for marked words and maps
+    keep_taps: list[TapName] = Field(default_factory=list)  # attention to store, for recompress
     unit_items: Items = 64  # items that are encoded, written and committed together
     fragment_items: Items = 512  # items of one written fragment, at most
     commit_items: Items = 1024  # the driver commits after so many items ...
@@ -191,8 +197,25 @@ def check(spec: IndexSpec) -> None:
     dims = getattr(spec.encoder, "dim", None), getattr(spec.source, "dim", None)
     if "vectors" in encoder.needs and dims[1] and dims[0] != dims[1]:
         raise SpecError("encoder.dim", dims[0], f"{dims[1]}, as source.dim")
+    _check_taps(spec, encoder.attention(spec.encoder))
     for source in SOURCES.load(spec.source.name).parts(spec.source):
         _check_fit(spec, source.name)
+
+
+def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
+    """Raises `SpecError` if the encoder cannot give an attention statistic that is asked for."""
+    wanted = {"keep_taps": [Tap.parse(name) for name in spec.keep_taps]}
+    needed = needed_taps(every_representation(spec))
+    wanted |= {f"representations.{name}": taps for name, taps in needed.items()}
+    for where, taps in wanted.items():
+        for tap in taps:
+            if attention is None or tap.statistic not in attention.statistics:
+                there = ", ".join(attention.statistics) if attention else "no attention"
+                legal = f"methods that need no more than what the encoder gives: {there}"
+                problem = f"is not given by the encoder {spec.encoder.name}"
+                raise SpecError(where, tap.name, legal, problem)
+            with within(where):
+                tap.numbers(attention.num_layers)
 
 
 def _check_fit(spec: IndexSpec, source: str) -> None:
@@ -375,7 +398,9 @@ class Run:
             if there:
                 refuse_other_settings(r, self.facts, there)
                 if there["artefact"]:
-                    self.artefacts[r.id] = load_artefact(spec.index, there["artefact"])
+                    self.artefacts[r.id] = load_artefact(
+                        spec.index, there["artefact"], fitted_for(there)
+                    )
         names = {r.id: there for r in added if (there := self._fit(r))}
         fields = [f for r in added for f in representation_fields(r, self.facts, names.get(r.id))]
         own = own_fields(self.facts, spec)
@@ -402,8 +427,7 @@ class Run:
                 )
 
     def _fit(self, representation: Representation) -> str | None:
-        compressor = COMPRESSORS.load(representation.compressor.name)
-        if not compressor.needs_fit:
+        if not COMPRESSORS.build(representation.compressor).needs_fit:
             return None
         with self._phase(f"fit {representation.id}"):
             sample = self.spec.fit
@@ -413,12 +437,16 @@ class Run:
                     self.num_shards,
                     sample.num_items,
                     sample.seed,
-                    Encode(self.spec.encoder, self.facts, (representation.of,)),
+                    encode_stage(self.spec, self.facts, [representation]),
                     representation.compressor,
                 )
             )
             self.artefacts[representation.id] = artefact
-            return save_artefact(self.spec.index, artefact)
+            about = {
+                "fingerprint": self.facts.fingerprint,
+                "compressor": dump(representation.compressor),
+            }
+            return save_artefact(self.spec.index, artefact, about)
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -457,7 +485,7 @@ class Run:
         configure_ray_data()
         units = read_stage(self.listing, self.shards_to_do, spec.unit_items, resources.read)
         wanted = every_representation(spec)
-        encode = Encode(spec.encoder, self.facts, aspects_of(wanted))
+        encode = encode_stage(spec, self.facts, wanted)
         compress = Compress(self.facts, wanted, self.artefacts, self.encoder_columns)
         if resources.compress is None:
             groups = [([Represent(encode, compress)], resources.encode)]
@@ -541,7 +569,21 @@ class Run:
 def own_fields(facts: EncoderFacts, spec: IndexSpec) -> list[pa.Field]:
     """The columns that the encoder fills once for all representations."""
     aspects = aspects_of(every_representation(spec))
-    return [f for a in aspects for f in encoder_fields(facts.about(a), spec.keep_positions)]
+    kept = kept_taps(spec, facts)
+    return [f for a in aspects for f in encoder_fields(facts.about(a), spec.keep_positions, kept)]
+
+
+def kept_taps(spec: IndexSpec, facts: EncoderFacts) -> tuple[Tap, ...]:
+    """The taps of one layer each that are stored."""
+    return single_taps(map(Tap.parse, spec.keep_taps), facts.num_layers or 0)
+
+
+def encode_stage(
+    spec: IndexSpec, facts: EncoderFacts, representations: Sequence[Representation]
+) -> Encode:
+    """The stage that encodes all that representations, and the columns that are kept, are of."""
+    taps = {*taps_of(representations, facts.num_layers), *kept_taps(spec, facts)}
+    return Encode(spec.encoder, facts, aspects_of(representations), sorted(taps))
 
 
 def read_stage(
@@ -635,10 +677,10 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     """Encodes and compresses a few items: tokens an item, items per second, bytes by column."""
     facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
     fitted = [
-        r for r in every_representation(spec) if not COMPRESSORS.load(r.compressor.name).needs_fit
+        r for r in every_representation(spec) if not COMPRESSORS.build(r.compressor).needs_fit
     ]
     columns = [column.name for column in own_fields(facts, spec)]
-    encode = Encode(spec.encoder, facts, aspects_of(fitted))
+    encode = encode_stage(spec, facts, fitted)
     stage = Represent(encode, Compress(facts, fitted, {}, columns))
     stage.setup()
     start = time.perf_counter()
@@ -676,4 +718,6 @@ def _fit(
         legal = "a source with at least one item that can be read"
         problem = f"has nothing to fit {compressor.name} on"
         raise SpecError("source", job.source.name, legal, problem)
-    return COMPRESSORS.load(compressor.name).fit(compressor, itertools.chain([first], sample))
+    taps = COMPRESSORS.build(compressor).needs_taps
+    every = (with_taps(b, taps, stage.facts) for b in itertools.chain([first], sample))
+    return COMPRESSORS.load(compressor.name).fit(compressor, every)

@@ -21,21 +21,27 @@ import ray
 from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveInt
 
-from pipeline.config import Spec, SpecError, Uri
+from pipeline.config import Spec, SpecError, Uri, dump
 from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
+    by_role,
     every_representation,
+    fitted_for,
+    needed_taps,
     refuse_other_settings,
     representation_fields,
+    tap_column,
+    taps_of,
 )
 from pipeline.index.reader import ITEMS, Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import Compress, Found, batch_from, batches_of
+from pipeline.index.stages import TAP, Compress, Found, batches_of, with_taps
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
 from pipeline.stage import Resources
+from pipeline.taps import Tap
 
 log = logging.getLogger("maxray.recompress")
 
@@ -106,6 +112,7 @@ def run(
         if r.of != aspect:
             legal = f"{aspect}, that of which {spec.source} holds the tokens"
             raise SpecError(f"representations.{r.id}.of", r.of, legal)
+    check_taps(Index(spec.index), facts.about(aspect), wanted)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
         artefacts = _prepare_columns(session, spec, facts, wanted)
@@ -145,8 +152,25 @@ def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
         has_extents=positions.get("extents") in schema.names,
         fingerprint=about["fingerprint"],
         prefix=about.get("columns", about["encoder"]["name"]),
+        num_layers=about.get("num_layers"),
     )
     return facts, about.get("of", "content")
+
+
+def check_taps(index: Index, facts: EncoderFacts, wanted: Sequence[Representation]) -> None:
+    """Raises `SpecError` if a representation needs attention that the index does not keep."""
+    schema = index.dataset.schema
+    for name, taps in needed_taps(wanted).items():
+        for tap in taps:
+            ones = tap.single(facts.num_layers) if facts.num_layers else ()
+            if not ones or any(tap_column(facts, one) not in schema.names for one in ones):
+                kept = by_role(schema, "tap").values()
+                there = ", ".join(dict.fromkeys(about["tap"] for about in kept)) or "none"
+                legal = (
+                    f"attention that the index keeps ({there}); index with"
+                    f" `keep_taps: [{tap.statistic}/{tap.heads}/all]` to keep it"
+                )
+                raise SpecError(f"representations.{name}", tap.name, legal, "is not kept")
 
 
 def columns_left(
@@ -174,12 +198,14 @@ def _prepare_columns(
             there = metadata_of(schema.field(r.id))
             refuse_other_settings(r, facts, there)
             if there["artefact"]:
-                artefacts[r.id] = load_artefact(spec.index, there["artefact"])
+                name = there["artefact"]
+                artefacts[r.id] = load_artefact(spec.index, name, fitted_for(there))
             continue
         name = None
-        if COMPRESSORS.load(r.compressor.name).needs_fit:
-            artefacts[r.id] = ray.get(_fit.remote(spec, facts, r.compressor))
-            name = save_artefact(spec.index, artefacts[r.id])
+        if COMPRESSORS.build(r.compressor).needs_fit:
+            artefacts[r.id] = ray.get(_fit.remote(spec, facts, r))
+            about = {"fingerprint": facts.fingerprint, "compressor": dump(r.compressor)}
+            name = save_artefact(spec.index, artefacts[r.id], about)
         added += representation_fields(r, facts, name)
     session.writer.add_columns(added)
     return artefacts
@@ -264,7 +290,9 @@ class FillFragment:
         start = time.perf_counter()
         fragment = self.index.dataset.get_fragment(number)
         with self.index.reading():
-            table = read_tokens(fragment, self.source, self.stage.facts.about(self.aspect))
+            facts = self.stage.facts
+            taps = taps_of(self.stage.representations, facts.num_layers)
+            table = read_tokens(fragment, self.source, facts.about(self.aspect), taps)
         read = time.perf_counter()
         found = Found()
         for rows, tokens in batches_of(table, self.stage.facts):
@@ -293,13 +321,16 @@ class FillFragment:
         }
 
 
-def read_tokens(fragment: lance.LanceFragment, source: str, facts: EncoderFacts) -> pa.Table:
+def read_tokens(
+    fragment: lance.LanceFragment, source: str, facts: EncoderFacts, taps: Sequence[Tap]
+) -> pa.Table:
     """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`."""
     schema = fragment.schema
     columns = {"vectors": source}
     for kind in ("spans", "extents"):
         if (name := f"{facts.prefix}_{kind}") in schema.names:
             columns[kind] = name
+    columns |= {TAP + tap.name: tap_column(facts, tap) for tap in taps}
     table = fragment.to_table(
         columns=list(columns.values()), filter=f"`{source}` IS NOT NULL", with_row_id=True
     )
@@ -307,10 +338,17 @@ def read_tokens(fragment: lance.LanceFragment, source: str, facts: EncoderFacts)
 
 
 @ray.remote
-def _fit(spec: RecompressSpec, facts: EncoderFacts, compressor: Spec) -> dict[str, np.ndarray]:
+def _fit(
+    spec: RecompressSpec, facts: EncoderFacts, representation: Representation
+) -> dict[str, np.ndarray]:
     dataset = lance.dataset(part(spec.index, ITEMS))
     rows = np.random.default_rng(spec.fit_seed).permutation(dataset.count_rows())
-    table = dataset.take(np.sort(rows[: spec.fit_items]).tolist(), columns=[spec.source])
-    table = table.rename_columns(["vectors"]).filter(pa.compute.field("vectors").is_valid())
-    batch = batch_from(table, facts)
-    return COMPRESSORS.load(compressor.name).fit(compressor, [batch])
+    own = facts.about(representation.of)
+    columns = {"vectors": spec.source}
+    taps = taps_of([representation], facts.num_layers)
+    columns |= {TAP + tap.name: tap_column(own, tap) for tap in taps}
+    table = dataset.take(np.sort(rows[: spec.fit_items]).tolist(), columns=list(columns.values()))
+    table = table.rename_columns(list(columns)).filter(pa.compute.field("vectors").is_valid())
+    compressor = COMPRESSORS.build(representation.compressor)
+    batches = (with_taps(b, compressor.needs_taps, facts) for _, b in batches_of(table, facts))
+    return compressor.fit(compressor.spec, batches)

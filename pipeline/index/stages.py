@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import lance
 import numpy as np
@@ -24,16 +25,21 @@ from pipeline.index.columns import (
     has_support,
     pooled_id,
     position_columns,
+    tap_column,
     token_column,
 )
 from pipeline.index.reader import ITEMS, part
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject
 from pipeline.stage import Stage, Unit, to_ipc
+from pipeline.taps import Tap, average
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
 #: Padded numbers in one batch of a compressing actor: 256 MiB of float32.
 COMPRESS_NUMBERS = 1 << 26
+
+#: How a token column is called that holds a tap: so, and the tap's name.
+TAP = "tap "
 
 #: How the reason begins of an item that has nothing of what is encoded.
 NOTHING = "nothing to index"
@@ -46,13 +52,20 @@ class Encode(Stage):
 
     name = "encode"
 
-    def __init__(self, spec: Spec, facts: EncoderFacts, aspects: Sequence[str] = ("content",)):
+    def __init__(
+        self,
+        spec: Spec,
+        facts: EncoderFacts,
+        aspects: Sequence[str] = ("content",),
+        taps: Sequence[Tap] = (),
+    ):
         self.spec, self.facts, self.aspects = spec, facts, aspects
+        self.taps = taps  # of one layer each
         self.needs = ENCODERS.load(spec.name).needs if "content" in aspects else ("caption",)
         self.adds = tuple(
             token_column(aspect, name)
             for aspect in aspects
-            for name in token_columns_of(facts.about(aspect))
+            for name in (*token_columns_of(facts.about(aspect)), *(TAP + tap.name for tap in taps))
         )
 
     def setup(self) -> None:
@@ -74,7 +87,7 @@ class Encode(Stage):
             rows, own = _items_of(items, aspect)
             if not len(rows):
                 continue
-            for batch_rows, batch in self._encoder.encode(own):
+            for batch_rows, batch in self._encoder.encode(own, *([self.taps] if self.taps else [])):
                 usable, problems = usable_rows(batch, self.nothing)
                 of_items = rows[batch_rows]
                 bad = {int(of_items[i]): problem for i, problem in problems.items()}
@@ -91,6 +104,8 @@ class Encode(Stage):
                 columns[kind] = positions_column(batch, kind, type)
             if self.facts.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
+            for tap in self.taps:
+                columns[TAP + tap.name] = tap_values(batch, tap)
             named = {token_column(aspect, name): column for name, column in columns.items()}
             found.add(aspect, rows, pa.table(named), problems)
         self._seconds = {"encode": time.perf_counter() - start, **recognising(self)}
@@ -142,10 +157,13 @@ class Compress(Stage):
         for kind, type in position_columns(facts).items():
             if (name := f"{facts.prefix}_{kind}") in self.encoder_columns:
                 columns[name] = positions_column(batch, kind, type)
+        for name in batch.taps:
+            if (column := tap_column(facts, Tap.parse(name))) in self.encoder_columns:
+                columns[column] = tap_values(batch, Tap.parse(name))
         for representation, compressor, codec in self._compressors:
             if representation.of != aspect:
                 continue
-            result = compressor.compress(batch)
+            result = compressor.compress(with_taps(batch, compressor.needs_taps, facts))
             columns[representation.id] = codec.encode(result)
             if has_support(representation):
                 columns[representation.support_id] = support_column(result, batch, compressor)
@@ -156,7 +174,7 @@ class Compress(Stage):
         for aspect in self.aspects:
             for rows, batch in batches_of(items, self.facts, aspect):
                 found.add(aspect, rows, self.columns(batch, aspect))
-        return found.join(items.drop_columns(token_columns(items)), self.aspects)
+        return found.join(items.drop_columns(list(token_columns(items))), self.aspects)
 
 
 class Represent(Stage):
@@ -285,6 +303,18 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     return Reject(item_id, source, "encode", problem, detail, revision)
 
 
+def with_taps(batch: TokenBatch, taps: Sequence[Tap], facts: EncoderFacts) -> TokenBatch:
+    """A batch with taps of one layer each -> with the taps that a compressor needs."""
+    if not taps:
+        return batch
+    return replace(batch, taps={t.name: average(t, batch.taps, facts.num_layers) for t in taps})
+
+
+def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
+    """The values of a tap as `list<float32>`."""
+    return ragged_to_arrow(batch.taps[tap.name], batch.mask, pa.float32())
+
+
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
     """The `spans` or `extents` of the tokens, null where the items give their tokens none."""
     positions = getattr(batch, kind)
@@ -317,10 +347,17 @@ def fixed_lists(vectors: torch.Tensor, type: pa.DataType) -> pa.FixedSizeListArr
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), type), vectors.shape[1])
 
 
-def token_columns(items: pa.Table) -> list[str]:
-    """Which columns of a table `Encode` put there."""
-    every = {token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS}
-    return [name for name in items.column_names if name in every]
+def token_columns(items: pa.Table, aspects: Sequence[str] = ASPECTS) -> dict[str, str]:
+    """Which columns of a table `Encode` put there, and what they are of an item's tokens."""
+    there = {}
+    for aspect in aspects:
+        prefix = token_column(aspect, "")
+        for column in items.column_names:
+            name = column.removeprefix(prefix)
+            is_own = column == prefix + name
+            if is_own and (name in TOKEN_COLUMNS or name.startswith(TAP)):
+                there[column] = name
+    return there
 
 
 def batches_of(
@@ -333,9 +370,8 @@ def batches_of(
     """
     if (vectors := token_column(aspect, "vectors")) not in items.column_names:
         return
-    names = {token_column(aspect, name): name for name in TOKEN_COLUMNS}
-    own = items.select([name for name in names if name in items.column_names])
-    own = own.rename_columns([names[name] for name in own.column_names])
+    names = token_columns(items, [aspect])
+    own = items.select(list(names)).rename_columns(list(names.values()))
     lengths = flat_lengths(items[vectors])
     by_length = np.argsort(lengths, kind="stable")
     start = int((lengths == 0).sum())
@@ -362,7 +398,12 @@ def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
     if "pooled" in items.column_names:
         column = items["pooled"].combine_chunks()
         pooled = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1))
-    return TokenBatch(vectors.float(), mask, facts.normalised, pooled=pooled, **others)
+    taps = {
+        name.removeprefix(TAP): pad(*flat_from_arrow(items[name]))[0]
+        for name in items.column_names
+        if name.startswith(TAP)
+    }
+    return TokenBatch(vectors.float(), mask, facts.normalised, pooled=pooled, taps=taps, **others)
 
 
 def padded_positions(

@@ -28,7 +28,7 @@ from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
-from pipeline.index.columns import by_role
+from pipeline.index.columns import by_role, fitted_for
 from pipeline.index.reader import Index, first_line
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Place
@@ -206,7 +206,8 @@ class Searcher:
         """What made a representation, for how it compares queries."""
         key = digest([about["compressor"], about["artefact"]])
         if key not in self._compressors:
-            artefact = about["artefact"] and load_artefact(self.index.uri, about["artefact"])
+            name = about["artefact"]
+            artefact = name and load_artefact(self.index.uri, name, fitted_for(about))
             spec = COMPRESSORS.resolve(about["compressor"])
             self._compressors[key] = COMPRESSORS.build(spec, artefact)
         return self._compressors[key]

@@ -18,7 +18,7 @@ def build(name, ragged, **budget) -> Compressor:
     if "num_vectors" in cls.Spec.model_fields:
         budget = budget or {"num_vectors": NUM_VECTORS}
     else:
-        budget = {}
+        budget = {"ratio": 0.3} if "ratio" in cls.Spec.model_fields else {}
     compressor = cls(parse(cls.Spec, {"name": name, **budget}))
     if not compressor.needs_fit:
         return compressor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
 
     there = Index(spec["index"]).dataset.to_table().to_pylist()
     for name in ("centred", "late"):
-        mean = load_artefact(spec["index"], names[name])["mean"]
+        mean = load_artefact(spec["index"], names[name], {})["mean"]
         for row in there:  # of both runs: by one and the same artefact
             expected = np.array(row["full"], dtype=np.float64) - mean
             expected /= np.linalg.norm(expected, axis=1, keepdims=True)
@@ -123,14 +124,25 @@ def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
 def test_an_artefact_is_named_by_its_content(tmp_path):
     uri = str(tmp_path)
     some = {"mean": np.arange(4.0), "scale": np.float32([2])}
-    name = save_artefact(uri, some)
-    assert save_artefact(uri, dict(reversed(some.items()))) == name
+    about = {"fingerprint": "f", "compressor": {"name": "centred"}}
+    name = save_artefact(uri, some, about)
+    assert save_artefact(uri, dict(reversed(some.items())), about) == name
     others = [{**some, "mean": np.arange(4)}, {**some, "mean": np.arange(4.0).reshape(2, 2)}]
-    assert len({name, *(save_artefact(uri, other) for other in others)}) == 3
-    loaded = load_artefact(uri, name)
+    names = {name, *(save_artefact(uri, other, about) for other in others)}
+    assert len(names | {save_artefact(uri, some, {**about, "fingerprint": "g"})}) == 4
+    loaded = load_artefact(uri, name, about)
     assert loaded.keys() == some.keys()
     assert all(loaded[key].dtype == some[key].dtype for key in some)
     assert all(np.array_equal(loaded[key], some[key]) for key in some)
-    Path(artefacts.part(uri, "artefacts", f"{name}.npz")).unlink()
-    with pytest.raises(ValueError, match=f"is damaged; legal: artefact {name} in it"):
-        load_artefact(uri, name)
+
+    with pytest.raises(ValueError, match="fingerprint: 'g' is not what it is for; legal: f, for"):
+        load_artefact(uri, name, {**about, "fingerprint": "g"})
+    file = Path(artefacts.part(uri, "artefacts", f"{name}.npz"))
+    other = save_artefact(uri, others[0], about)
+    shutil.copy(artefacts.part(uri, "artefacts", f"{other}.npz"), file)
+    with pytest.raises(ValueError, match="holds another artefact"):
+        load_artefact(uri, name, about)
+    for damage in (lambda: file.write_bytes(file.read_bytes()[:100]), file.unlink):
+        damage()
+        with pytest.raises(ValueError, match=f"is damaged; legal: artefact {name} in it"):
+            load_artefact(uri, name, about)

@@ -1,0 +1,70 @@
+"""Adaptive EOS attention: a threshold of each item's own scores (SAP appendix C, eq. 13-14)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from pipeline import config
+from pipeline.compression import Compressor, pack_left, select
+from pipeline.taps import Tap
+from pipeline.tokens import TokenBatch
+
+TAP = Tap("eos_row")
+
+
+class AdaptiveEos(Compressor):
+    """Keeps the tokens whose EOS attention exceeds `mu + k sigma` of their own item (eq. 13).
+
+    k is the `1 - ratio` quantile of the z scores of a sample's tokens (eq. 14), so that over the
+    corpus this share is kept, of one item more and of another less. An item of which no token
+    exceeds the threshold keeps its best one.
+
+    The paper does not say which standard deviation; that of its code divides by N - 1 and adds
+    1e-8. It calibrates on 128 held-out documents; here the sample is that of the job's `fit`.
+    """
+
+    class Spec(config.Spec):
+        name: Literal["adaptive_eos"] = "adaptive_eos"
+        ratio: float = Field(gt=0, lt=1)
+
+    needs_fit = True
+    needs_taps = (TAP,)
+    support_form = "indices"
+
+    @classmethod
+    def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
+        """The quantile k of eq. 14, interpolated linearly."""
+        scores = []
+        for batch in sample:
+            packed, _ = pack_left(batch)
+            scores.append(z_scores(packed)[packed.mask].double().cpu().numpy())
+        return {"k": np.quantile(np.concatenate(scores), 1 - spec.ratio, keepdims=True)}
+
+    def _compress(self, batch: TokenBatch) -> TokenBatch:
+        z_BN = z_scores(batch)
+        if not z_BN.numel():
+            return select(batch, batch.mask.long(), batch.mask)
+        is_best_BN = z_BN == z_BN.amax(dim=1, keepdim=True)
+        is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # the first of equal ones
+        keep_BN = ((z_BN > float(self.artefact["k"][0])) | is_best_BN) & batch.mask
+        lengths = keep_BN.sum(dim=1)
+        # Kept positions to the front, in order.
+        index_BN = (~keep_BN).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
+        slots = torch.arange(index_BN.shape[1], device=index_BN.device)
+        return select(batch, index_BN, slots < lengths.unsqueeze(1))
+
+
+def z_scores(batch: TokenBatch) -> torch.Tensor:
+    """(B, N) float32 `(s - mu) / sigma` of the EOS attention within each item; -inf at padding."""
+    scores_BN = batch.taps[TAP.name].float().masked_fill(~batch.mask, 0.0)
+    lengths_B1 = batch.lengths.unsqueeze(1)
+    mean_B1 = scores_BN.sum(dim=1, keepdim=True) / lengths_B1.clamp_min(1)
+    centred_BN = (scores_BN - mean_B1).masked_fill(~batch.mask, 0.0)
+    variance_B1 = centred_BN.square().sum(dim=1, keepdim=True) / (lengths_B1 - 1).clamp_min(1)
+    z_BN = centred_BN / (variance_B1.sqrt() + 1e-8)
+    return z_BN.masked_fill(~batch.mask, -torch.inf)

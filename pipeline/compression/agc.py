@@ -1,0 +1,110 @@
+"""AGC without training: attention-guided clustering, a borrowed saliency (AGC paper, sec. 5)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from pipeline.compression import Budget, Budgeted, blocks, largest
+from pipeline.taps import Tap, TapName
+from pipeline.tokens import TokenBatch, normalise
+
+
+class Agc(Budgeted):
+    """The training-free form: the K most salient tokens gather the others around them.
+
+    Tokens of the highest saliency alpha are the centroids (sec. 5.1), every token goes to the
+    centroid of the highest cosine, the first of equal ones (sec. 5.2), and each group becomes its
+    mean weighted by alpha (sec. 5.3), brought to unit length as in the paper's code. A centroid
+    whose tokens all go to an equal one before it gives no vector. Outputs stand in the order of
+    their centroids in the item.
+
+    The paper's alpha is the attention of universal query tokens that are trained with the encoder.
+    Here it is a statistic of an encoder as it is: of its pooled vector, of the end of the sequence,
+    or SAP's column sums. So this is a baseline for the learned method, not the method.
+
+    Its public code takes a softmax over an item's tokens of the attention, which is one already:
+    alpha is then almost uniform. `reading: code` does the same.
+    """
+
+    class Spec(Budget):
+        """Where the saliency comes from.
+
+        Attributes:
+            saliency: an attention statistic, see `pipeline.taps`.
+            reading: the paper's equations, or those of its public code.
+        """
+
+        name: Literal["agc"] = "agc"
+        saliency: TapName = "pooled_row/mean/last"
+        reading: Literal["paper", "code"] = "paper"
+
+    @cached_property
+    def needs_taps(self) -> tuple[Tap, ...]:
+        """The saliency."""
+        return (Tap.parse(self.spec.saliency),)
+
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """`_compress` with a budget for each item."""
+        alpha_BN = batch.taps[self.needs_taps[0].name].float().masked_fill(~batch.mask, 0.0)
+        if self.spec.reading == "code" and alpha_BN.numel():
+            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1).nan_to_num(0.0)
+        centroids_BK, slot_mask_BK = largest(alpha_BN, batch.mask, budgets_B)
+        num_items, num_tokens, dim = batch.vectors.shape
+        num_outputs = centroids_BK.shape[1]
+        groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
+        vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
+        for block in blocks(batch, num_tokens * max(num_outputs, dim)):
+            # Lengths count in the means (not those of the cosines), as far as the encoder left any.
+            states_BND = batch.vectors[block].float().masked_fill(~batch.mask[block, :, None], 0.0)
+            tokens_BND = states_BND if batch.normalised else normalise(states_BND)
+            groups_BN[block] = nearest_centroids(
+                tokens_BND, centroids_BK[block], slot_mask_BK[block], batch.mask[block]
+            )
+            # alpha of each token in its group's column: the sums of all groups in one product.
+            groups = torch.arange(num_outputs, device=groups_BN.device)
+            weights_BNK = torch.where(
+                groups_BN[block].unsqueeze(2) == groups, alpha_BN[block].unsqueeze(2), 0.0
+            )
+            vectors_BKD[block] = normalise(weights_BNK.mT @ states_BND)  # their length cancels
+        mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
+        return close_ranks(vectors_BKD, mask_BK, groups_BN, batch)
+
+
+def nearest_centroids(
+    tokens_BND: torch.Tensor,
+    centroids_BK: torch.Tensor,
+    slot_mask_BK: torch.Tensor,
+    mask_BN: torch.Tensor,
+) -> torch.Tensor:
+    """(B, N) int64: the centroid of the highest cosine for each unit token; -1 at padding.
+
+    Args:
+        centroids_BK: which tokens are centroids, where `slot_mask_BK` is True.
+    """
+    if not centroids_BK.shape[1]:
+        return torch.full_like(mask_BN, -1, dtype=torch.int64)
+    index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+    cosines_BNK = tokens_BND @ tokens_BND.gather(1, index).mT
+    cosines_BNK.masked_fill_(~slot_mask_BK.unsqueeze(1), -torch.inf)
+    return cosines_BNK.argmax(dim=2).masked_fill(~mask_BN, -1)
+
+
+def close_ranks(
+    vectors_BKD: torch.Tensor, mask_BK: torch.Tensor, groups_BN: torch.Tensor, batch: TokenBatch
+) -> TokenBatch:
+    """The result in which groups without tokens have no place any more."""
+    if bool((mask_BK[:, 1:] <= mask_BK[:, :-1]).all()):
+        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=groups_BN)
+    rank_BK = (mask_BK.cumsum(dim=1) - 1).masked_fill(~mask_BK, -1)
+    order_BK = (~mask_BK).to(torch.int8).argsort(dim=1, stable=True)
+    support_BN = rank_BK.gather(1, groups_BN.clamp_min(0)).masked_fill(groups_BN < 0, -1)
+    return TokenBatch(
+        vectors_BKD.gather(1, order_BK.unsqueeze(2).expand_as(vectors_BKD)),
+        mask_BK.gather(1, order_BK),
+        True,
+        pooled=batch.pooled,
+        support=support_BN,
+    )

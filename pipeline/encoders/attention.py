@@ -1,0 +1,165 @@
+"""Attention statistics of a model's layers, from each layer's own queries and keys.
+
+A recording wraps the attention function of the transformers library: the forward pass goes through
+the fused attention as before, bit for bit, and for the layers that are asked for the probabilities
+are computed once more in blocks, summed up, and forgotten. No matrix of N x N numbers for all heads
+and layers ever exists, as `output_attentions` would make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+#: Numbers of the largest block of probabilities: on a CPU one that stays in its caches.
+BLOCK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+class Recording:
+    """What the layers of one forward pass have seen.
+
+    Attributes:
+        sums: by layer, (S, B, heads, N) float32: for each of S weightings of the rows, and each
+            head, the weighted sum over rows i of the probabilities A_ij.
+    """
+
+    def __init__(self, row_weights: dict[int, torch.Tensor]):
+        """Records the layers of `row_weights`, each with its (S, B, N) weights of the rows."""
+        self._row_weights = row_weights
+        self._num_seen = 0
+        self.sums: dict[int, torch.Tensor] = {}
+
+    def see(
+        self,
+        query_BHND: torch.Tensor,
+        key_BGND: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> None:
+        """Called by each attention layer in turn, with its queries and keys after positions."""
+        layer, self._num_seen = self._num_seen, self._num_seen + 1
+        if layer in self._row_weights:
+            weights = self._row_weights[layer]
+            self.sums[layer] = weighted_rows(query_BHND, key_BGND, mask, weights, **options)
+
+
+@contextlib.contextmanager
+def recording(model: PreTrainedModel, row_weights: dict[int, torch.Tensor]) -> Iterator[Recording]:
+    """Records while `model` runs one forward pass.
+
+    Raises:
+        ValueError: a layer that was asked for did not pass by: the model's attention does not go
+            through the transformers library's interface.
+    """
+    this = Recording(row_weights)
+    name = model.config._attn_implementation
+    token = _recording.set(this)
+    model.config._attn_implementation = _wrapped(name)
+    try:
+        yield this
+    finally:
+        model.config._attn_implementation = name
+        _recording.reset(token)
+    if missing := row_weights.keys() - this.sums.keys():
+        raise ValueError(
+            f"{type(model).__name__} showed no attention of the layers"
+            f" {', '.join(map(str, sorted(missing)))}: its attention is not the library's"
+        )
+
+
+def _wrapped(name: str) -> str:
+    """The registered name of an attention implementation with the recording around it."""
+    wrapped = f"recorded_{name}"
+    if wrapped not in ALL_ATTENTION_FUNCTIONS:
+
+        def attention(module, query, key, value, attention_mask, **options):
+            is_causal = options.get("is_causal")
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", False)
+            _recording.get().see(
+                query,
+                key,
+                attention_mask,
+                scaling=options.get("scaling"),
+                is_causal=bool(is_causal),
+                bias=options.get("position_bias"),
+            )
+            # The eager function is each model's own.
+            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            inner = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+            return inner(module, query, key, value, attention_mask, **options)
+
+        ALL_ATTENTION_FUNCTIONS.register(wrapped, attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(wrapped, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return wrapped
+
+
+@torch.no_grad()
+def weighted_rows(
+    query_BHND: torch.Tensor,
+    key_BGND: torch.Tensor,
+    mask: torch.Tensor | None,
+    weights_SBN: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(S, B, H, N) float32: `sum_i w_i softmax(q_i k^T scaling)_j` for S weightings w of the rows.
+
+    A weighting that is 1 on some rows gives SAP's column sums (its equation 2), one that is 1 on a
+    single row that row (equation 11). Rows that no weighting counts in any item are not computed.
+
+    Args:
+        query_BHND: queries of H heads, after rotary positions if the model has them.
+        key_BGND: keys of G heads; G divides H: each is shared by H / G heads.
+        mask: bool (B, 1, N or 1, N), True where to attend, or a float one that is added; or None.
+        scaling: of the logits; None: one over the root of the heads' width.
+        is_causal: without a mask, each row sees the columns up to its own.
+        bias: (1 or B, H, N, N) added to the logits, of models whose positions are such a bias.
+    """
+    num_items, num_heads, _, dim = query_BHND.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    key_BHDN = key_BGND.float().repeat_interleave(num_heads // key_BGND.shape[1], dim=1).mT
+    num_columns = key_BHDN.shape[3]
+    weights_BSN = weights_SBN.float().transpose(0, 1)
+    sums = query_BHND.new_zeros(
+        (num_items, num_heads, len(weights_SBN), num_columns), dtype=torch.float32
+    )
+    rows_N = weights_SBN.any(dim=1).any(dim=0).nonzero().squeeze(1)
+    limit = BLOCK_NUMBERS.get(query_BHND.device.type, BLOCK_NUMBERS["cpu"])
+    rows_a_block = max(1, min(len(rows_N), limit // (num_heads * num_columns)))
+    items_a_block = max(1, limit // (num_heads * num_columns * rows_a_block))
+    for first in range(0, num_items, items_a_block):
+        items = slice(first, first + items_a_block)
+        for rows_R in rows_N.split(rows_a_block):
+            logits = query_BHND[items, :, rows_R].float() * scaling @ key_BHDN[items]
+            if bias is not None:
+                own = bias if len(bias) == 1 else bias[items]
+                logits = logits + own[:, :, rows_R].float()
+            if mask is not None:
+                own = mask[items]
+                own = own if own.shape[2] == 1 else own[:, :, rows_R]
+                logits = (
+                    logits.masked_fill(~own, -torch.inf)
+                    if own.dtype == torch.bool
+                    else (logits + own.float())
+                )
+            elif is_causal:
+                columns_N = torch.arange(num_columns, device=rows_R.device)
+                logits = logits.masked_fill(columns_N > rows_R.unsqueeze(1), -torch.inf)
+            # A row that may attend to nothing, of padding, is NaN: it counts nothing.
+            probabilities = logits.softmax(dim=3).nan_to_num(nan=0.0)
+            weights = weights_BSN[items][:, :, rows_R].unsqueeze(1)
+            sums[items] += weights @ probabilities
+    return sums.permute(2, 0, 1, 3)

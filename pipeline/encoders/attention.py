@@ -15,12 +15,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: Numbers of the largest block of probabilities: on a CPU one that stays in its caches.
 BLOCK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+#: What some models add to the logits, and `weighted_rows` does not.
+UNKNOWN = ("position_bias", "softcap", "s_aux")
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
@@ -53,6 +56,12 @@ class Recording:
             self.sums[layer] = weighted_rows(query_BHND, key_BGND, mask, weights, **options)
 
 
+def can_record(model_config: PretrainedConfig) -> bool:
+    """Whether the attention of a model goes through the transformers library's interface."""
+    model_class = MODEL_MAPPING.get(type(model_config), None)
+    return getattr(model_class, "_supports_attention_backend", False)
+
+
 @contextlib.contextmanager
 def recording(model: PreTrainedModel, row_weights: dict[int, torch.Tensor]) -> Iterator[Recording]:
     """Records while `model` runs one forward pass.
@@ -83,6 +92,8 @@ def _wrapped(name: str) -> str:
     if wrapped not in ALL_ATTENTION_FUNCTIONS:
 
         def attention(module, query, key, value, attention_mask, **options):
+            if unknown := [o for o in UNKNOWN if options.get(o) is not None]:
+                raise ValueError(f"{type(module).__name__} has a {unknown[0]} in its attention")
             is_causal = options.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
@@ -92,7 +103,6 @@ def _wrapped(name: str) -> str:
                 attention_mask,
                 scaling=options.get("scaling"),
                 is_causal=bool(is_causal),
-                bias=options.get("position_bias"),
             )
             # The eager function is each model's own.
             eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -113,7 +123,6 @@ def weighted_rows(
     *,
     scaling: float | None = None,
     is_causal: bool = False,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(S, B, H, N) float32: `sum_i w_i softmax(q_i k^T scaling)_j` for S weightings w of the rows.
 
@@ -126,7 +135,6 @@ def weighted_rows(
         mask: bool (B, 1, N or 1, N), True where to attend, or a float one that is added; or None.
         scaling: of the logits; None: one over the root of the heads' width.
         is_causal: without a mask, each row sees the columns up to its own.
-        bias: (1 or B, H, N, N) added to the logits, of models whose positions are such a bias.
     """
     num_items, num_heads, _, dim = query_BHND.shape
     scaling = dim**-0.5 if scaling is None else scaling
@@ -144,9 +152,6 @@ def weighted_rows(
         items = slice(first, first + items_a_block)
         for rows_R in rows_N.split(rows_a_block):
             logits = query_BHND[items, :, rows_R].float() * scaling @ key_BHDN[items]
-            if bias is not None:
-                own = bias if len(bias) == 1 else bias[items]
-                logits = logits + own[:, :, rows_R].float()
             if mask is not None:
                 own = mask[items]
                 own = own if own.shape[2] == 1 else own[:, :, rows_R]

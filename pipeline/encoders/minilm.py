@@ -27,7 +27,7 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
-from pipeline.encoders.attention import recording
+from pipeline.encoders.attention import can_record, recording
 from pipeline.encoders.words import Words
 from pipeline.taps import STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
@@ -157,11 +157,14 @@ class MiniLM(Encoder):
 
     @classmethod
     def attention(cls, spec: Spec) -> Attention | None:
-        """All statistics; without pooling none of the pooled vector."""
+        """All statistics; without pooling none of the pooled vector. Few models give none."""
         folder = _find_folder(spec, SETTINGS)
-        num_layers = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_hidden_layers
+        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if not can_record(model_config):
+            return None
         has_no_row = ("pooled_row",) if spec.pooling == "none" else ()
-        return Attention(tuple(s for s in STATISTICS if s not in has_no_row), num_layers)
+        statistics = tuple(s for s in STATISTICS if s not in has_no_row)
+        return Attention(statistics, model_config.num_hidden_layers)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()

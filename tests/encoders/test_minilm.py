@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Conf
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.minilm import BUNDLED, MiniLM, _find_folder
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT
 
 FOLDER = _find_folder(MiniLM.Spec(), [])
@@ -396,3 +397,82 @@ def test_fingerprint_changes_iff_query_vectors_may(tiny_folder, tmp_path):
     model.save_pretrained(changed)
     fingerprints.add(build(**base | {"model": str(changed)}).fingerprint)
     assert len(fingerprints) == 12
+
+
+ALL_TAPS = [
+    Tap(statistic, heads, str(layer))
+    for statistic in ("column_sums", "eos_row", "pooled_row")
+    for heads in ("mean", "max")
+    for layer in (0, 5)
+]
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return AutoModel.from_pretrained(FOLDER, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_taps_are_sums_of_eager_attention(pooling, abstracts, eager):
+    encoder = build(pooling=pooling, window=512)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    texts = [*abstracts[:3], "lift"]
+    seen = 0
+    for rows, batch in encoder.encode(table(texts), ALL_TAPS):
+        for i, row in enumerate(rows):
+            ids = tokenizer(texts[row], return_tensors="pt")
+            with torch.no_grad():
+                matrices = eager(**ids, output_attentions=True).attentions
+            for tap in ALL_TAPS:
+                matrix = matrices[int(tap.layers)][0].double()  # (H, L, L)
+                row_of = {
+                    "column_sums": matrix[:, 1:-1].sum(dim=1),
+                    "eos_row": matrix[:, -1],
+                    "pooled_row": matrix[:, 0] if pooling == "cls" else matrix.mean(dim=1),
+                }[tap.statistic][:, 1:-1]
+                expected = row_of.mean(dim=0) if tap.heads == "mean" else row_of.amax(dim=0)
+                there = batch.taps[tap.name][i, batch.mask[i]].double()
+                torch.testing.assert_close(there, expected, atol=1e-5, rtol=1e-4)
+                seen += 1
+    assert seen == len(texts) * len(ALL_TAPS)
+
+
+def test_taps_change_no_vector(abstracts, long_text):
+    encoder = build()
+    texts = [*abstracts, long_text, "", "🙂"]
+    for (_, plain), (_, tapped) in zip(
+        encoder.encode(table(texts)), encoder.encode(table(texts), ALL_TAPS), strict=True
+    ):
+        assert torch.equal(plain.vectors, tapped.vectors)
+        assert torch.equal(plain.pooled, tapped.pooled)
+        for tap in ALL_TAPS:
+            assert tapped.taps[tap.name][tapped.mask].isfinite().all()
+
+
+def test_taps_of_a_long_text_come_from_each_tokens_window(long_text, eager):
+    """Single rows are scaled to the longest window; column sums are as they are."""
+    encoder = build(window=64, overlap_tokens=16)
+    taps = [Tap("column_sums", "mean", "3"), Tap("eos_row", "mean", "5")]
+    ((_, batch),) = encoder.encode(table([long_text]), taps)
+    expected = {tap.name: [] for tap in taps}
+    (windows,) = encoder._tokenise([long_text], "")
+    longest = max(len(window.ids) for window in windows)
+    assert len(windows) > 3 and len(windows[-1].ids) < longest
+    for window in windows:
+        with torch.no_grad():
+            ids = torch.from_numpy(window.ids).unsqueeze(0)
+            matrices = eager(input_ids=ids, output_attentions=True).attentions
+        sums = matrices[3][0].mean(dim=0)[1:-1].sum(dim=0)
+        last = matrices[5][0].mean(dim=0)[-1] * len(window.ids) / longest
+        expected[taps[0].name] += sums[window.keep].tolist()
+        expected[taps[1].name] += last[window.keep].tolist()
+    for name, values in expected.items():
+        there = batch.taps[name][0, batch.mask[0]]
+        torch.testing.assert_close(there, torch.tensor(values), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_is_told_without_weights(tiny_folder):
+    attention = MiniLM.attention(config.parse(MiniLM.Spec, {"model": str(tiny_folder)}))
+    assert attention == (("column_sums", "eos_row", "pooled_row"), 2)
+    spec = config.parse(MiniLM.Spec, {"pooling": "none"})
+    assert MiniLM.attention(spec) == (("column_sums", "eos_row"), 6)

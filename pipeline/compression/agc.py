@@ -48,9 +48,11 @@ class Agc(Budgeted):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """`_compress` with a budget for each item."""
-        alpha_BN = batch.taps[self.needs_taps[0].name].float().masked_fill(~batch.mask, 0.0)
+        alpha_BN = batch.taps[self.needs_taps[0].name].float()
         if self.spec.reading == "code" and alpha_BN.numel():
-            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1).nan_to_num(0.0)
+            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
+        # A group whose attention is 0 to the last bit has the plain mean.
+        alpha_BN = alpha_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
         centroids_BK, slot_mask_BK = largest(alpha_BN, batch.mask, budgets_B)
         num_items, num_tokens, dim = batch.vectors.shape
         num_outputs = centroids_BK.shape[1]

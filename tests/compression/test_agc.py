@@ -1,0 +1,98 @@
+import math
+
+import pytest
+import torch
+
+from pipeline.compression.agc import Agc
+from pipeline.config import SpecError
+from pipeline.registry import COMPRESSORS
+from pipeline.tokens import TokenBatch
+
+TAP = "pooled_row/mean/last"
+LENGTHS = [9, 1, 0, 23, 5, 40]
+
+
+def equations(states, alpha, m, reading):
+    """Sections 5.1 to 5.3 for one item, a number at a time: vectors and the group of each token."""
+    n = len(states)
+    if n <= m:
+        return [[x / math.hypot(*z) for x in z] for z in states], list(range(n))
+    if reading == "code":
+        total = sum(math.exp(a) for a in alpha)
+        alpha = [math.exp(a) / total for a in alpha]
+    centroids = sorted(sorted(range(n), key=lambda j: -alpha[j])[:m])
+
+    def cosine(a, b):
+        return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+
+    groups = []
+    for z in states:
+        similarities = [cosine(z, states[c]) for c in centroids]
+        groups.append(similarities.index(max(similarities)))
+    vectors = []
+    for k in range(m):
+        members = [j for j in range(n) if groups[j] == k]
+        weight = sum(alpha[j] for j in members)
+        mean = [
+            sum(alpha[j] * states[j][d] for j in members) / weight for d in range(len(states[0]))
+        ]
+        vectors.append([x / math.hypot(*mean) for x in mean])
+    return vectors, groups
+
+
+@pytest.mark.parametrize("reading", ["paper", "code"])
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_equations(reading, unit, seed, ragged):
+    batch = ragged(LENGTHS, seed=seed, unit=unit, taps=[TAP])
+    result = Agc(Agc.Spec(num_vectors=6, reading=reading)).compress(batch)
+    for i, mask in enumerate(batch.mask):
+        states = batch.vectors[i, mask].double().tolist()
+        alpha = batch.taps[TAP][i, mask].double().tolist()
+        vectors, groups = equations(states, alpha, 6, reading)
+        there = result.vectors[i, result.mask[i]].double()
+        torch.testing.assert_close(
+            there, torch.tensor(vectors, dtype=torch.float64).reshape(-1, 8), atol=1e-5, rtol=0
+        )
+        assert result.support[i, mask].tolist() == groups
+
+
+def test_the_readings_differ(ragged):
+    """A softmax of probabilities is almost uniform: close to the mean without weights."""
+    batch = ragged([200], unit=True, taps=[TAP])
+    batch.taps[TAP][batch.mask] = (8 * torch.randn(200)).softmax(dim=0)
+    paper, code = (
+        Agc(Agc.Spec(num_vectors=8, reading=reading)).compress(batch)
+        for reading in ("paper", "code")
+    )
+    assert torch.equal(paper.support, code.support)  # the ranking stays, so the groups do
+    assert (paper.vectors - code.vectors).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dim", [3, 48])
+def test_an_equal_centroid_gives_no_vector(dim):
+    vectors = torch.eye(dim)[[0, 1, 0, 2, 1, 0]].unsqueeze(0)
+    taps = {TAP: torch.tensor([[0.3, 0.1, 0.25, 0.1, 0.2, 0.05]])}  # the centroids 0, 2, 4
+    batch = TokenBatch(vectors, torch.ones(1, 6, dtype=torch.bool), True, taps=taps)
+    result = Agc(Agc.Spec(num_vectors=3)).compress(batch)
+    # 0 and 2 are equal: the first has both; e_2 is as far from each, and goes to the first.
+    assert result.support.tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert result.mask.tolist() == [[True, True, False]]
+    torch.testing.assert_close(result.vectors[0, 1], torch.eye(dim)[1])
+
+
+def test_a_group_without_saliency_has_the_plain_mean():
+    taps = {TAP: torch.tensor([[1.0, 0.0, 0.0, 0.0]])}
+    tokens = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0.6, 0.8]]).unsqueeze(0)
+    batch = TokenBatch(tokens, torch.ones(1, 4, dtype=torch.bool), True, taps=taps)
+    result = Agc(Agc.Spec(num_vectors=2)).compress(batch)
+    assert result.support.tolist() == [[0, 1, 1, 1]]
+    mean = torch.tensor([0.6, 2.8])
+    torch.testing.assert_close(result.vectors[0, 1], mean / mean.norm())
+
+
+def test_saliency_is_any_tap():
+    spec = COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "column_sums"})
+    assert [tap.name for tap in Agc(spec).needs_taps] == ["column_sums/mean/last"]
+    with pytest.raises(SpecError, match="saliency: 'attention' names no tap"):
+        COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "attention"})

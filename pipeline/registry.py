@@ -79,6 +79,7 @@ COMPRESSORS = Registry(
         "random": "pipeline.compression.random:Random",
         "spatial": "pipeline.compression.spatial:Spatial",
         "hpool": "pipeline.compression.hpool:HPool",
+        "light_colpali": "pipeline.compression.light_colpali:LightColPali",
         "samer": "pipeline.compression.samer:SaMer",
     },
 )

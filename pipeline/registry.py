@@ -75,10 +75,12 @@ ENCODERS = Registry(
 COMPRESSORS = Registry(
     "compressors",
     {
+        "adaptive": "pipeline.compression.adaptive:Adaptive",
         "adaptive_eos": "pipeline.compression.adaptive_eos:AdaptiveEos",
         "agc": "pipeline.compression.agc:Agc",
         "eos": "pipeline.compression.eos:Eos",
         "hpool": "pipeline.compression.hpool:HPool",
+        "light_colpali": "pipeline.compression.light_colpali:LightColPali",
         "none": "pipeline.compression.none:Uncompressed",
         "random": "pipeline.compression.random:Random",
         "samer": "pipeline.compression.samer:SaMer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -189,7 +189,7 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     return packed, order
 
 
-def blocks(batch: TokenBatch, numbers_an_item: int) -> Iterator[slice]:
+def blocks(batch: Sized, numbers_an_item: int) -> Iterator[slice]:
     """Slices of the batch of which a tensor of so many numbers an item stays a small block."""
     size = max(1, BLOCK_NUMBERS // max(1, numbers_an_item))
     for start in range(0, len(batch), size):
@@ -250,3 +250,28 @@ def memberships(support: torch.Tensor, num_groups: int) -> torch.Tensor:
     """
     groups = torch.arange(num_groups, device=support.device)
     return (support.unsqueeze(-1) == groups).float()
+
+
+def group_sums(
+    tokens_BND: torch.Tensor, support_BN: torch.Tensor, num_groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the tokens of each group (B, K, D), and their number (B, K) float32.
+
+    Products with memberships and not `index_add`: its order of adding is not fixed on a GPU.
+
+    Args:
+        tokens_BND: finite, also outside the groups.
+        support_BN: the group of each token, -1: none.
+
+    >>> tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]])
+    >>> sums, counts = group_sums(tokens, torch.tensor([[0, 1, 0]]), 2)
+    >>> sums.tolist(), counts.tolist()
+    ([[[3.0, 0.0], [0.0, 1.0]]], [[2.0, 1.0]])
+    """
+    sums = [tokens_BND.new_zeros(0, num_groups, tokens_BND.shape[2])]  # for an empty batch
+    counts = [tokens_BND.new_zeros(0, num_groups, dtype=torch.float32)]
+    for rows in blocks(tokens_BND, support_BN.shape[1] * num_groups):
+        members_BNK = memberships(support_BN[rows], num_groups)
+        sums.append(members_BNK.mT @ tokens_BND[rows])
+        counts.append(members_BNK.sum(dim=1))
+    return torch.cat(sums), torch.cat(counts)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+import fastcluster
 import numpy as np
 import torch
 from pydantic import Field
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
+from threadpoolctl import threadpool_limits
 
-from pipeline.compression import Budget, Budgeted, memberships
+from pipeline.compression import Budget, Budgeted, group_sums
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-Linkage = Literal["vectors", "rows", "condensed"]
+#: Of a squared distance, relative to the squared lengths: what is less is subtracted once more.
+LOST = 1e-10
+
+#: (n, D) float64 tokens of unit length -> their distances in scipy's condensed form (n (n - 1) / 2)
+Distances = Callable[[np.ndarray], np.ndarray]
 
 
 class HPool(Budgeted):
     """Groups similar tokens by agglomerative clustering and keeps each group's mean.
 
-    Tokens are brought to unit length first, means after. Linkage runs on the CPU in float64, an
-    item at a time; it gives up to K groups, fewer where merges tie at the cut (for example when an
-    item has fewer than K distinct tokens). Groups are ordered by their first token.
+    Tokens are brought to unit length first, means after. Linkage runs on the CPU in float64, as
+    many items at a time as torch has threads; it gives up to K groups, fewer where merges tie at
+    the cut (for example when an item has fewer than K distinct tokens). Groups are ordered by their
+    first token.
 
     `linkage` is what Ward sees. The paper writes the increase in squared error of the token
     vectors: "vectors", the default. Its public code, like colpali-engine, takes the rows of the
@@ -34,63 +44,176 @@ class HPool(Budgeted):
 
     class Spec(Budget):
         name: Literal["hpool"] = "hpool"
-        linkage: Linkage = "vectors"
+        linkage: Literal["vectors", "rows", "condensed"] = "vectors"
         num_protected: int = Field(1, ge=0)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """`_compress` with a budget for each item."""
-        spec = self.spec
+        distances = DISTANCES[self.spec.linkage]
         tokens_BND = unit_vectors(batch)
-        items = tokens_BND.detach().double().cpu().numpy()
-        support = np.full(batch.mask.shape, -1, dtype=np.int64)
-        sizes = zip(batch.lengths.tolist(), budgets_B.tolist(), strict=True)
-        for row, (length, budget) in enumerate(sizes):
-            support[row, :length] = ward_groups(
-                items[row, :length], budget, spec.num_protected, spec.linkage
-            )
-        support_BN = torch.from_numpy(support).to(batch.vectors.device)
-
-        num_outputs = int(budgets_B.max()) if len(batch) else 0
-        members_BNK = memberships(support_BN, num_outputs)
-        return TokenBatch(
-            vectors=normalise(members_BNK.mT @ tokens_BND),  # of sums: their length cancels
-            mask=members_BNK.any(dim=1),
-            normalised=True,
-            pooled=batch.pooled,
-            support=support_BN,
+        support_BN = linked(
+            tokens_BND, batch.lengths, budgets_B, distances, "ward", self.spec.num_protected
         )
+        return group_means(batch, tokens_BND, support_BN, budgets_B)
 
 
-def ward_groups(
-    tokens: np.ndarray, num_groups: int, num_protected: int, linkage: Linkage
-) -> np.ndarray:
-    """The group of each token, numbered by first member.
+def group_means(
+    batch: TokenBatch, tokens_BND: torch.Tensor, support_BN: torch.Tensor, budgets_B: torch.Tensor
+) -> TokenBatch:
+    """The mean of each group of an item's unit vectors, at unit length."""
+    num_outputs = int(budgets_B.max()) if len(batch) else 0
+    sums_BKD, counts_BK = group_sums(tokens_BND, support_BN, num_outputs)
+    return TokenBatch(
+        vectors=normalise(sums_BKD),  # dividing by the counts would change no direction
+        mask=counts_BK > 0,
+        normalised=True,
+        pooled=batch.pooled,
+        support=support_BN,
+    )
+
+
+def linked(
+    tokens_BND: torch.Tensor,
+    lengths_B: torch.Tensor,
+    budgets_B: torch.Tensor,
+    distances: Distances,
+    method: Literal["ward", "average"],
+    num_protected: int = 0,
+) -> torch.Tensor:
+    """(B, N) int64: the group of each token by agglomerative clustering, -1 at padding.
 
     Args:
-        tokens: (n, D) float64 of unit length.
-        num_groups: at most so many groups, the protected tokens included.
-        num_protected: the first so many tokens are groups of their own, at most `num_groups` - 1.
-        linkage: see `HPool`.
+        tokens_BND: real tokens first in each row.
+        budgets_B: at most so many groups of an item, the protected tokens included.
+        distances: what the linkage sees.
+        num_protected: the first so many tokens are groups of their own, at most a budget less 1.
+    """
 
-    >>> tokens = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.6, 0.8]])
-    >>> ward_groups(tokens, 2, num_protected=0, linkage="vectors").tolist()
+    def groups_of(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
+        groups = np.arange(length)
+        if length > budget:
+            alone = min(num_protected, budget - 1)
+            tokens = vectors[alone:length].astype(np.float64)
+            tokens /= np.linalg.norm(tokens, axis=1, keepdims=True).clip(min=1e-12)
+            groups[alone:] = alone + cut(distances(tokens), budget - alone, method)
+        return groups
+
+    support = np.full(tokens_BND.shape[:2], -1, dtype=np.int64)
+    found = of_each(groups_of, tokens_BND, lengths_B.tolist(), budgets_B.tolist())
+    for row, groups in zip(support, found, strict=True):
+        row[: len(groups)] = groups
+    return torch.from_numpy(support).to(tokens_BND.device)
+
+
+def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """(B, N) float64: what each of Ward's merges adds to the squared error, largest first.
+
+    An item of n tokens has n - 1 merges; -1 behind them. Cutting after the first k - 1 of them
+    leaves k groups, whose squared error is the sum of the others.
+    """
+
+    def costs_of(vectors: np.ndarray, length: int) -> np.ndarray:
+        if length < 2:
+            return np.empty(0)
+        apart = vector_distances(vectors[:length].astype(np.float64))
+        heights = fastcluster.linkage(apart, "ward", preserve_input=False)[:, 2]
+        return np.sort(heights**2 / 2)[::-1]
+
+    costs = np.full(tokens_BND.shape[:2], -1.0)
+    for row, found in zip(costs, of_each(costs_of, tokens_BND, lengths_B.tolist()), strict=True):
+        row[: len(found)] = found
+    return torch.from_numpy(costs).to(tokens_BND.device)
+
+
+def of_each(
+    compute: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
+) -> list[np.ndarray]:
+    """What `compute` gives for each item, as many items at a time as torch has threads."""
+    vectors = tokens_BND.detach().cpu().numpy()
+    # An item a thread, as products and linkages leave the interpreter free. Products that are
+    # spread over threads besides would wait for each other, many times longer than they take.
+    with (
+        _ALONE,
+        threadpool_limits(1, "blas"),
+        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+    ):
+        return list(pool.map(compute, vectors, *arguments))
+
+
+#: The limit on BLAS threads is the process's: two callers would restore each other's.
+_ALONE = threading.Lock()
+
+
+def cut(apart: np.ndarray, num_groups: int, method: Literal["ward", "average"]) -> np.ndarray:
+    """The group of each of n tokens, numbered by first member; at most `num_groups` of them.
+
+    Args:
+        apart: distances in scipy's condensed form; overwritten.
+
+    >>> cut(np.array([2.0, 0.0, 2.0, 2.0, 1.0, 2.0]), 2, "average").tolist()  # 01 02 03 12 13 23
     [0, 1, 0, 1]
     """
-    if len(tokens) <= num_groups:
-        return np.arange(len(tokens))
-    num_protected = min(num_protected, num_groups - 1)
-    free = tokens[num_protected:]
-    tree = hierarchy.linkage(ward_distances(free, linkage), method="ward")
-    labels = hierarchy.fcluster(tree, num_groups - num_protected, criterion="maxclust")
+    tree = fastcluster.linkage(apart, method, preserve_input=False)
+    labels = hierarchy.fcluster(tree, num_groups, criterion="maxclust")
     _, first, labels = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first))
-    return np.concatenate([np.arange(num_protected), num_protected + rank[labels]])
+    return np.argsort(np.argsort(first))[labels]
 
 
-def ward_distances(tokens: np.ndarray, linkage: Linkage) -> np.ndarray:
-    """The distances that Ward starts from, in scipy's condensed form (n (n - 1) / 2,)."""
-    if linkage == "vectors":
-        return pdist(tokens)
-    cosine = (1.0 - tokens @ tokens.T).clip(min=0.0)
-    np.fill_diagonal(cosine, 0.0)
-    return pdist(cosine) if linkage == "rows" else squareform(cosine, checks=False)
+def vector_distances(tokens_ND: np.ndarray) -> np.ndarray:
+    """`|x_i - x_j|`, condensed."""
+    return euclidean(tokens_ND, tokens_ND)
+
+
+def row_distances(tokens_ND: np.ndarray) -> np.ndarray:
+    """`|R_i - R_j|` of the rows of the cosine distances `R = 1 - X X^T`, condensed.
+
+    `R_i - R_j = -X (x_i - x_j)`, so its length is that of `S^(1/2) (x_i - x_j)` with `S = X^T X`:
+    the distance of D numbers, not of N.
+    """
+    num_tokens, dim = tokens_ND.shape
+    if dim >= num_tokens:
+        return euclidean(tokens_ND @ tokens_ND.T, tokens_ND)
+    values_D, axes_DD = np.linalg.eigh(tokens_ND.T @ tokens_ND)
+    return euclidean(tokens_ND @ (axes_DD * np.sqrt(values_D.clip(min=0.0))), tokens_ND)
+
+
+def cosine_distances(tokens_ND: np.ndarray) -> np.ndarray:
+    """`1 - x_i . x_j = |x_i - x_j|^2 / 2`, condensed."""
+    apart = vector_distances(tokens_ND)
+    apart *= apart
+    apart /= 2
+    return apart
+
+
+DISTANCES: dict[str, Distances] = {
+    "vectors": vector_distances,
+    "rows": row_distances,
+    "condensed": cosine_distances,
+}
+
+
+def euclidean(points_NP: np.ndarray, tokens_ND: np.ndarray) -> np.ndarray:
+    """The distances of points, condensed, by `|a - b|^2 = |a|^2 + |b|^2 - 2 a.b`.
+
+    That loses digits where a and b are close. Equal tokens above all must be exactly 0 apart, or
+    their merges no longer tie. So where any two points of an item are that close, all of its
+    points are subtracted one from the other, which takes several times as long.
+
+    Args:
+        points_NP: float64, one for each token, the same for equal tokens but for rounding.
+        tokens_ND: the tokens.
+
+    >>> points = np.array([[0.0, 3.0], [4.0, 0.0], [0.0, 3.0]])
+    >>> euclidean(points, points)
+    array([5., 0., 5.])
+    """
+    apart_NN = points_NP @ points_NP.T
+    squares_N = apart_NN.diagonal().copy()
+    apart_NN *= -2
+    apart_NN += squares_N
+    apart_NN += squares_N[:, np.newaxis]
+    apart = squareform(apart_NN, checks=False)
+    if apart.min() > LOST * squares_N.max():
+        return np.sqrt(apart, out=apart)
+    _, first, inverse = np.unique(tokens_ND, axis=0, return_index=True, return_inverse=True)
+    return pdist(points_NP[first[inverse]])

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import pdist, squareform
 
 from pipeline.compression.hpool import HPool
 from pipeline.tokens import TokenBatch
@@ -72,6 +73,50 @@ def test_equals_the_paper_step_by_step(ragged, unit_items, name, num_protected):
         assert [[n for n, k in enumerate(support) if k == j] for j in range(len(groups))] == [
             sorted(group) for group in groups
         ]
+
+
+def scipy_distances(x, name):
+    """What the three readings give to Ward, as scipy alone makes it."""
+    cosine = (1 - x @ x.T).clip(min=0)
+    np.fill_diagonal(cosine, 0)
+    return {
+        "vectors": lambda: pdist(x),
+        "rows": lambda: pdist(cosine),
+        "condensed": lambda: squareform(cosine, checks=False),
+    }[name]()
+
+
+def partition(labels):
+    return {tuple(np.flatnonzero(labels == label)) for label in set(labels)}
+
+
+@pytest.mark.parametrize("kind", ["spread", "in clusters", "few distinct", "nearly equal", "wide"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_clusters_are_those_of_scipy(unit_items, name, kind):
+    """Also where distances by products lose their digits: between equal and nearly equal tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, dim = [300, 211, 300], 512 if kind == "wide" else 32
+    vectors = torch.randn(3, 300, dim, generator=generator)
+    if kind == "in clusters":
+        centres = torch.randn(40, dim, generator=generator)
+        vectors = centres[torch.randint(40, (3, 300), generator=generator)] + 0.3 * vectors
+    if kind == "few distinct":
+        vectors = vectors[:, torch.randint(90, (300,), generator=generator)]
+    if kind == "nearly equal":
+        vectors[:, 150:] = vectors[:, :150] + 1e-6 * vectors[:, 150:]
+    mask = torch.arange(300) < torch.tensor(lengths).unsqueeze(1)
+    batch = TokenBatch(vectors, mask, normalised=False)
+    for num in (3, 25, 60):
+        spec = HPool.Spec(num_vectors=num, linkage=name, num_protected=0)
+        support = HPool(spec).compress(batch).support.numpy()
+        for i, x in enumerate(unit_items(batch)):
+            labels = fcluster(linkage(scipy_distances(x, name), "ward"), num, "maxclust")
+            assert partition(support[i, : lengths[i]]) == partition(labels)
+    if kind == "few distinct":
+        distinct = [x[:length] for x, length in zip(vectors, lengths, strict=True)]
+        spec = HPool.Spec(num_vectors=120, linkage=name, num_protected=0)
+        result = HPool(spec).compress(batch)
+        assert result.lengths.tolist() == [len(x.unique(dim=0)) for x in distinct]
 
 
 def test_the_three_readings_differ(ragged):

@@ -99,23 +99,28 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     return re.sub("[^a-z0-9]+", "_", "_".join(parts).lower()).strip("_")
 
 
+#: Fields of a representation -> their values, of which the product is taken; or several such.
+Sweep = dict[str, Any] | list[dict[str, Any]]
+
+
 class ListsRepresentations(Protocol):
     """What `every_representation` reads of a spec."""
 
     representations: list[Representation]
-    sweep: dict[str, Any]
+    sweep: Sweep
 
 
 def every_representation(spec: ListsRepresentations) -> list[Representation]:
-    """The listed representations and the product of the sweep, each name once.
+    """The listed representations and those of the sweeps, each name once.
 
     Raises:
         SpecError: none at all, two of the same name, or a swept one that is not legal.
     """
     every = list(spec.representations)
-    for fields in expand_sweep(spec.sweep) if spec.sweep else []:
-        with within("sweep"):
-            every.append(parse(Representation, fields))
+    for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
+        for fields in expand_sweep(sweep) if sweep else []:
+            with within("sweep"):
+                every.append(parse(Representation, fields))
     if not every:
         raise SpecError("representations", [], "at least one, here or in `sweep`")
     names = [r.id for r in every]

@@ -32,6 +32,7 @@ from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
+    Sweep,
     aspects_of,
     by_role,
     encoder_fields,
@@ -74,7 +75,7 @@ class IndexSpec(Spec):
     source: SourceSpec
     encoder: EncoderSpec = Field(default="minilm")
     representations: list[Representation] = Field(default_factory=list)
-    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
+    sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
     keep_positions: bool = True  # where each token stood: needed for marked words and maps
     keep_taps: list[TapName] = Field(default_factory=list)  # attention to store, for recompress
     unit_items: Items = 64  # items that are encoded, written and committed together

@@ -26,6 +26,7 @@ from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
+    Sweep,
     by_role,
     every_representation,
     fitted_for,
@@ -52,7 +53,7 @@ class RecompressSpec(Spec):
     index: Uri
     source: str = "full"  # the representation that holds every token
     representations: list[Representation] = Field(default_factory=list)
-    sweep: dict[str, Any] = Field(default_factory=dict)  # field of a representation -> values
+    sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
     commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
     fit_items: PositiveInt = 256
     fit_seed: int = 0

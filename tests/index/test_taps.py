@@ -1,0 +1,173 @@
+"""Attention statistics through the index job and recompression: the same columns either way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.index import job, recompress
+from pipeline.index.reader import Index
+from pipeline.schema import metadata_of
+from tests.conftest import CRANFIELD, TEXTS
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+METHODS = [
+    {"name": "sap", "num_vectors": 4},
+    {"name": "sap", "num_vectors": 4, "heads": "max", "layers": [1, -1]},
+    {"name": "eos", "ratio": 0.2},
+    {"name": "adaptive_eos", "ratio": 0.2},
+    {"name": "agc", "num_vectors": 4, "saliency": "column_sums/max/last"},
+    {"name": "adaptive", "num_vectors": 4, "method": "agc", "criterion": "entropy"},
+]
+REPRESENTATIONS = [{"compressor": method} for method in METHODS]
+IDS = [
+    "sap_4",
+    "sap_max_layers1_1_4",
+    "eos_20pct",
+    "adaptive_eos_20pct",
+    "agc_column_sums_max_last_4",
+    "adaptive_agc_entropy_4",
+]
+KEPT = ["column_sums/mean/0.4-0.6", "column_sums/max/1,-1", "eos_row", "pooled_row/mean/last"]
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory) -> Path:
+    """Eight short texts and eight abstracts."""
+    folder = tmp_path_factory.mktemp("collection")
+    with (CRANFIELD / "corpus.jsonl").open(encoding="utf-8") as file:
+        abstracts = [json.loads(line)["text"] for line in itertools.islice(file, 8)]
+    texts = {**TEXTS, **{f"abstract-{i}": text for i, text in enumerate(abstracts)}}
+    lines = [json.dumps({"_id": i.replace("/", "-"), "text": t}) for i, t in texts.items()]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def index(uri: Path, collection: Path, *representations, resources=None, **fields) -> None:
+    given = {
+        "index": str(uri),
+        "source": {"name": "text", "path": str(collection)},
+        "encoder": {"name": "minilm", "window": 64, "overlap_tokens": 16},
+        "representations": [{"compressor": "none"}, *representations],
+        "unit_items": 6,
+        "fragment_items": 6,
+        **fields,
+    }
+    spec = config.parse(job.IndexSpec, given)
+    resources = config.parse(job.IndexResources, resources or {})
+    job.run(spec, resources, job="1", report=lambda line: None)
+
+
+def recompressed(uri: Path, *representations) -> recompress.Progress:
+    given = {"index": str(uri), "representations": list(representations)}
+    spec = config.parse(recompress.RecompressSpec, given)
+    return recompress.run(spec, recompress.RecompressResources(), job="2", report=lambda line: None)
+
+
+def rows(uri: Path) -> dict[str, dict]:
+    return {row["item_id"]: row for row in Index(str(uri)).dataset.to_table().to_pylist()}
+
+
+@pytest.fixture(scope="module")
+def at_once(cluster, tmp_path_factory, collection) -> Path:
+    """An index with every method, and without the attention they came from."""
+    uri = tmp_path_factory.mktemp("at_once")
+    index(uri, collection, *REPRESENTATIONS)
+    return uri
+
+
+def test_every_method_is_a_column(at_once):
+    schema = Index(str(at_once)).dataset.schema
+    assert [name for name in schema.names if name in IDS] == IDS
+    assert not [name for name in schema.names if name.endswith("_tap")]
+    for item_id, row in rows(at_once).items():
+        num_tokens = len(row["full"])
+        for name in ("sap_4", "sap_max_layers1_1_4", "agc_column_sums_max_last_4"):
+            assert len(row[name]) == min(4, num_tokens), item_id
+        assert len(row["eos_20pct"]) == max(1, num_tokens // 5)
+        tokens = np.array(row["full"], dtype=np.float64)
+        kept = tokens[row["sap_4_support"]]
+        np.testing.assert_allclose(np.array(row["sap_4"], np.float64), kept, atol=1e-3)
+    assert metadata_of(schema.field("adaptive_eos_20pct"))["artefact"]
+
+
+def test_encoder_and_compressor_in_actors_apart(tmp_path, collection, at_once):
+    resources = {"compress": {"num_cpus": 0.5}}
+    index(tmp_path / "apart", collection, *REPRESENTATIONS, resources=resources)
+    there = rows(tmp_path / "apart")
+    for item_id, row in rows(at_once).items():
+        assert {name: there[item_id][name] for name in IDS} == {name: row[name] for name in IDS}
+
+
+def test_recompression_from_kept_attention(tmp_path, collection, at_once):
+    uri = tmp_path / "index"
+    index(uri, collection, keep_taps=KEPT)
+    schema = Index(str(uri)).dataset.schema
+    assert [name for name in schema.names if name.endswith("_tap")] == [
+        "minilm_column_sums_max_1_tap",
+        "minilm_column_sums_max_5_tap",
+        "minilm_column_sums_mean_2_tap",
+        "minilm_column_sums_mean_3_tap",
+        "minilm_eos_row_mean_5_tap",
+        "minilm_pooled_row_mean_5_tap",
+    ]
+    assert metadata_of(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
+    assert recompressed(uri, *REPRESENTATIONS).rows == 16
+    there = rows(uri)
+    for item_id, row in rows(at_once).items():
+        assert len(there[item_id]["minilm_eos_row_mean_5_tap"]) == len(row["full"])
+        for name in IDS:
+            here = np.array(there[item_id][name], dtype=np.float64)
+            if name.startswith("adaptive"):  # fitted on another sample
+                continue
+            np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
+            assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
+
+    with pytest.raises(SpecError) as error:
+        recompressed(uri, {"compressor": {"name": "sap", "num_vectors": 4, "layers": [0]}})
+    assert str(error.value) == (
+        "representations.sap_layers0_4: 'column_sums/mean/0' is not kept; legal: attention that the"
+        " index keeps (column_sums/max/1, column_sums/max/5, column_sums/mean/2,"
+        " column_sums/mean/3, eos_row/mean/5, pooled_row/mean/5); index with"
+        " `keep_taps: [column_sums/mean/all]` to keep it"
+    )
+    assert "sap_layers0_4" not in Index(str(uri)).dataset.schema.names
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"encoder": {"name": "sleeping"}},
+            "representations.sap_4: 'column_sums/mean/0.4-0.6' is not given by the encoder"
+            " sleeping; legal: methods that need no more than what the encoder gives: no attention",
+        ),
+        (
+            {"encoder": {"name": "minilm", "pooling": "none"}, "keep_taps": ["pooled_row"]},
+            "keep_taps: 'pooled_row/mean/last' is not given by the encoder minilm; legal: methods"
+            " that need no more than what the encoder gives: column_sums, eos_row",
+        ),
+        (
+            {"keep_taps": ["eos_row/mean/6"]},
+            "keep_taps.layers: 6 is not legal; legal: -6 to 5 (the model has 6 layers)",
+        ),
+        (
+            {"keep_taps": ["rows"]},
+            "keep_taps.0: 'rows' names no tap; legal: STATISTIC/HEADS/LAYERS",
+        ),
+    ],
+)
+def test_attention_that_cannot_be_had_is_said_before_any_work(
+    tmp_path, collection, fields, sentence
+):
+    with pytest.raises(SpecError) as error:
+        index(tmp_path / "index", collection, REPRESENTATIONS[0], **fields)
+    assert str(error.value).startswith(sentence)
+    assert not (tmp_path / "index").exists()

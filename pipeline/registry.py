@@ -75,6 +75,7 @@ ENCODERS = Registry(
 COMPRESSORS = Registry(
     "compressors",
     {
+        "cluster": "pipeline.compression.cluster:SemanticCluster",
         "none": "pipeline.compression.none:Uncompressed",
         "random": "pipeline.compression.random:Random",
         "spatial": "pipeline.compression.spatial:Spatial",

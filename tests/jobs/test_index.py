@@ -67,7 +67,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "representations.0.compressor=squeeze",
             "representations.0.compressor.name: 'squeeze' is not one of the compressors;"
-            " legal: hpool, none, random, samer, spatial",
+            " legal: cluster, hpc, hpool, light_colpali, none, random, samer, spatial",
         ),
         (
             "representations=[]",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.compression import samer
+from pipeline.compression import memberships, samer
 from pipeline.compression.samer import SaMer, object_labels, places, soft_centroids
 from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch
@@ -426,6 +426,15 @@ def test_blocks_do_not_show(ragged, monkeypatch, centroid):
     parts = compressor.compress(batch)
     assert torch.equal(parts.mask, whole.mask) and torch.equal(parts.support, whole.support)
     torch.testing.assert_close(parts.vectors[parts.mask], whole.vectors[whole.mask])
+
+
+def test_sums_of_groups_are_products_with_their_members():
+    """The product is what other devices take, where additions in any order would differ."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 20, 4, generator=generator)
+    groups = torch.randint(0, 5, (3, 20), generator=generator)
+    expected = memberships(groups, 6).mT @ values
+    torch.testing.assert_close(samer.group_sums(values, groups, 6), expected)
 
 
 @pytest.mark.gpu

@@ -192,10 +192,14 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
 
 
 def blocks(batch: TokenBatch, numbers_an_item: int) -> Iterator[slice]:
-    """Slices of the batch of which a tensor of so many numbers an item stays a small block."""
+    """Slices of the batch of which a tensor of so many numbers an item stays a small block.
+
+    They are of about equal size: a block costs the more an item the smaller it is.
+    """
     numbers = BLOCK_NUMBERS.get(batch.mask.device.type, BLOCK_NUMBERS_ELSEWHERE)
-    size = max(1, numbers // max(1, numbers_an_item))
-    for start in range(0, len(batch), size):
+    most = max(1, numbers // max(1, numbers_an_item))
+    size = -(-len(batch) // max(1, -(-len(batch) // most)))
+    for start in range(0, len(batch), max(1, size)):
         yield slice(start, start + size)
 
 

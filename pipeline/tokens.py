@@ -68,14 +68,18 @@ class TokenBatch:
         taps = {name: tap.to(device) for name, tap in self.taps.items()}
         return dataclasses.replace(self, **moved, taps=taps)
 
-    def take(self, rows: torch.Tensor) -> TokenBatch:
-        """The batch of the items at `rows` (int64), padding as it was."""
+    def take(self, rows: torch.Tensor | slice) -> TokenBatch:
+        """The batch of the items at `rows` (int64; of a slice views), padding as it was."""
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
+
         taken = {
-            f.name: value[rows.to(value.device)]
+            f.name: take(value)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
-        taps = {name: tap[rows.to(tap.device)] for name, tap in self.taps.items()}
+        taps = {name: take(tap) for name, tap in self.taps.items()}
         return dataclasses.replace(self, **taken, taps=taps)
 
 
@@ -88,6 +92,8 @@ def unit_vectors(batch: TokenBatch) -> torch.Tensor:
     """(B, N, D) float32 vectors of unit length under the mask and zero elsewhere."""
     vectors = batch.vectors.float()
     vectors = vectors if batch.normalised else normalise(vectors)
+    if bool(batch.mask.all()):  # without padding, a copy less
+        return vectors
     return vectors.masked_fill(~batch.mask.unsqueeze(-1), 0.0)
 
 

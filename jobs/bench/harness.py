@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
     """Of Python and of the packages whose speed shows in the figures."""
     return {
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **{name: _version(name) for name in PACKAGES},
     }
 
 
@@ -124,6 +124,17 @@ def run_apart(module: str, *arguments: str) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident.
+
+    Not `getrusage`: its figure survives `exec`, so it may be that of the process that started this
+    one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak: dict[str, Any] = dict(line.split(":", 1) for line in lines)
+    return int(peak["VmHWM"].split()[0]) * 1024
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -150,6 +161,13 @@ def _number(value: float) -> str:
         if abs(value) >= 100
         else f"{value:.2f}"
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # compressors are also measured without Ray
+        return "none"
 
 
 def _plain(value: Any) -> Any:

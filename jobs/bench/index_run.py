@@ -14,12 +14,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 import jobs
+from jobs.bench.harness import peak_bytes
 from pipeline import config
 from pipeline.config import digest
 from pipeline.index import job, listing
@@ -121,17 +120,6 @@ def bare_loop(spec: job.IndexSpec, num_threads: int) -> job.Progress:
     writer.release()
     progress.seconds = seconds
     return progress
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had resident.
-
-    Not `getrusage`: its figure survives `exec`, so it may be that of the process that started this
-    one.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak: dict[str, Any] = dict(line.split(":", 1) for line in lines)
-    return int(peak["VmHWM"].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -22,9 +22,11 @@ MAX_TOKENS = 65534
 #: A budget K.
 NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
-#: Numbers of the largest tensor that a method makes of a block of items: 64 MiB of float32. Small
-#: blocks stay in the caches of a CPU, and a batch of any size within its memory.
-BLOCK_NUMBERS = 1 << 24
+#: Numbers of the largest tensor that a method makes of a block of items, by kind of device. On a
+#: CPU 8 MiB of float32, which stays in the caches; elsewhere 256 MiB, which keeps a GPU busy and a
+#: batch of any size within its memory.
+BLOCK_NUMBERS = {"cpu": 1 << 21}
+BLOCK_NUMBERS_ELSEWHERE = 1 << 26
 
 
 class Compressor(ABC):
@@ -191,10 +193,15 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     return packed, order
 
 
-def blocks(batch: Sized, numbers_an_item: int) -> Iterator[slice]:
-    """Slices of the batch of which a tensor of so many numbers an item stays a small block."""
-    size = max(1, BLOCK_NUMBERS // max(1, numbers_an_item))
-    for start in range(0, len(batch), size):
+def blocks(items_B: torch.Tensor, numbers_an_item: int) -> Iterator[slice]:
+    """Slices of some items of which a tensor of so many numbers an item stays a small block.
+
+    They are of about equal size: a block costs the more an item the smaller it is.
+    """
+    numbers = BLOCK_NUMBERS.get(items_B.device.type, BLOCK_NUMBERS_ELSEWHERE)
+    most = max(1, numbers // max(1, numbers_an_item))
+    size = -(-len(items_B) // max(1, -(-len(items_B) // most)))
+    for start in range(0, len(items_B), max(1, size)):
         yield slice(start, start + size)
 
 
@@ -254,26 +261,57 @@ def memberships(support: torch.Tensor, num_groups: int) -> torch.Tensor:
     return (support.unsqueeze(-1) == groups).float()
 
 
-def group_sums(
-    tokens_BND: torch.Tensor, support_BN: torch.Tensor, num_groups: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the tokens of each group (B, K, D), and their number (B, K) float32.
+def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Where the minimum along `dim` is: the first of those within 1e-5 of it.
 
-    Products with memberships and not `index_add`: its order of adding is not fixed on a GPU.
+    Equal tokens make equal representatives, whose distances differ by rounding alone, and that
+    depends on the batch's shape. So such differences must not count.
+
+    >>> first_minimum(torch.tensor([[0.5, 0.2000001, 0.2]]), dim=1).tolist()
+    [1]
+    """
+    # The maximum of descending ranks finds the first; argmax and argmin are several times slower,
+    # and so is comparing into booleans. Float32 holds every rank exactly.
+    size = values.shape[dim]
+    ranks = torch.arange(size, 0, -1, dtype=torch.float32, device=values.device)
+    ranks = ranks.reshape(-1, *[1] * (values.ndim - 1 - dim))
+    is_least = torch.empty_like(values)
+    torch.le(values, values.amin(dim=dim, keepdim=True) + 1e-5, out=is_least)
+    return size - is_least.mul_(ranks).amax(dim=dim).long()
+
+
+def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(B, K, V): the sums of the values of each group, in the precision of the values.
 
     Args:
-        tokens_BND: finite, also outside the groups.
-        support_BN: the group of each token, -1: none.
+        values_BNV: finite, also outside the groups.
+        groups_BN: the group of each token; -1: none.
 
     >>> tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]])
-    >>> sums, counts = group_sums(tokens, torch.tensor([[0, 1, 0]]), 2)
-    >>> sums.tolist(), counts.tolist()
-    ([[[3.0, 0.0], [0.0, 1.0]]], [[2.0, 1.0]])
+    >>> group_sums(tokens, torch.tensor([[0, 1, 0]]), 2).tolist()
+    [[[3.0, 0.0], [0.0, 1.0]]]
     """
-    sums = [tokens_BND.new_zeros(0, num_groups, tokens_BND.shape[2])]  # for an empty batch
-    counts = [tokens_BND.new_zeros(0, num_groups, dtype=torch.float32)]
-    for rows in blocks(tokens_BND, support_BN.shape[1] * num_groups):
-        members_BNK = memberships(support_BN[rows], num_groups)
-        sums.append(members_BNK.mT @ tokens_BND[rows])
-        counts.append(members_BNK.sum(dim=1))
-    return torch.cat(sums), torch.cat(counts)
+    num_items, num_tokens, width = values_BNV.shape
+    if values_BNV.device.type != "cpu":
+        # There index_add is atomic additions in any order: two runs would differ.
+        sums = [values_BNV.new_zeros(0, num_groups, width)]  # for an empty batch
+        for rows in blocks(values_BNV, num_tokens * num_groups):
+            sums.append(memberships(groups_BN[rows], num_groups).mT @ values_BNV[rows])
+        return torch.cat(sums)
+    # Each item has a spare group behind its own, for what is in none.
+    first_B1 = torch.arange(0, num_items * (num_groups + 1), num_groups + 1).unsqueeze(1)
+    place_BN = first_B1 + torch.where(groups_BN < 0, num_groups, groups_BN)
+    sums = values_BNV.new_zeros(num_items * (num_groups + 1), width)
+    flat = values_BNV.reshape(num_items * num_tokens, width)
+    sums = sums.index_add(0, place_BN.reshape(-1), flat)
+    return sums.reshape(num_items, num_groups + 1, width)[:, :num_groups]
+
+
+def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(B, K) float32: how many tokens each group has; -1 is no group.
+
+    >>> group_sizes(torch.tensor([[0, 1, 0, -1]]), 2).tolist()
+    [[2.0, 1.0]]
+    """
+    ones_BN1 = torch.ones_like(groups_BN, dtype=torch.float32).unsqueeze(2)
+    return group_sums(ones_BN1, groups_BN, num_groups).squeeze(2)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from pipeline.compression import Budget, Budgeted, blocks, largest
+from pipeline.compression import Budget, Budgeted, blocks, group_sums, largest
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise
 
@@ -58,19 +58,16 @@ class Agc(Budgeted):
         num_outputs = centroids_BK.shape[1]
         groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
         vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
-        for block in blocks(batch, num_tokens * max(num_outputs, dim)):
+        for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
             # Lengths count in the means (not those of the cosines), as far as the encoder left any.
             states_BND = batch.vectors[block].float().masked_fill(~batch.mask[block, :, None], 0.0)
             tokens_BND = states_BND if batch.normalised else normalise(states_BND)
             groups_BN[block] = nearest_centroids(
                 tokens_BND, centroids_BK[block], slot_mask_BK[block], batch.mask[block]
             )
-            # alpha of each token in its group's column: the sums of all groups in one product.
-            groups = torch.arange(num_outputs, device=groups_BN.device)
-            weights_BNK = torch.where(
-                groups_BN[block].unsqueeze(2) == groups, alpha_BN[block].unsqueeze(2), 0.0
-            )
-            vectors_BKD[block] = normalise(weights_BNK.mT @ states_BND)  # their length cancels
+            weighted_BND = states_BND.mul_(alpha_BN[block].unsqueeze(2))
+            sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
+            vectors_BKD[block] = normalise(sums_BKD)  # the weights' sum cancels
         mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
         return close_ranks(vectors_BKD, mask_BK, groups_BN, batch)
 

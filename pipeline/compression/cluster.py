@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from pipeline.compression import Budget, Budgeted, blocks, group_sums
+from pipeline.compression import Budget, Budgeted, blocks, first_minimum, group_sizes, group_sums
 from pipeline.compression.hpool import cosine_distances, linked
 from pipeline.compression.random import mix, random_draws
-from pipeline.compression.samer import nearest
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Squared distances up to this are 0: `nearest` cannot tell the two apart.
+#: Squared distances up to this are 0: `first_minimum` cannot tell the two apart.
 EQUAL = 1e-5
 
 
@@ -65,11 +64,12 @@ class SemanticCluster(Budgeted):
             is_long = (batch.lengths > budgets_B).unsqueeze(1)
             support_BN = by_first(torch.where(is_long, support_BN, own_BN), batch.mask, num_outputs)
         support_BN = support_BN.masked_fill(~batch.mask, -1)
-        sums_BKD, counts_BK = group_sums(tokens_BND, support_BN, num_outputs)
-        means_BKD = sums_BKD / counts_BK.clamp_min(1).unsqueeze(2)
+        sizes_BK = group_sizes(support_BN, num_outputs)
+        sums_BKD = group_sums(tokens_BND, support_BN, num_outputs)
+        means_BKD = sums_BKD / sizes_BK.clamp_min(1).unsqueeze(2)
         return TokenBatch(
             vectors=normalise(means_BKD) if self.spec.normalise else means_BKD,
-            mask=counts_BK > 0,
+            mask=sizes_BK > 0,
             normalised=self.spec.normalise,
             pooled=batch.pooled,
             support=support_BN,
@@ -141,14 +141,14 @@ def lloyd(
         nearest_BN = None
         for _ in range(num_iterations):
             if nearest_BN is not None:
-                sums_BKD, counts_BK = group_sums(tokens, nearest_BN, num_outputs)
-                counts_BK1 = counts_BK.unsqueeze(2)
-                centres_BKD = torch.where(counts_BK1 > 0, sums_BKD / counts_BK1, centres_BKD)
+                sums_BKD = group_sums(tokens, nearest_BN, num_outputs)
+                sizes_BK1 = group_sizes(nearest_BN, num_outputs).unsqueeze(2)
+                centres_BKD = torch.where(sizes_BK1 > 0, sums_BKD / sizes_BK1, centres_BKD)
             # Less |x|^2, which is the same for every centroid.
             lengths_B1K = centres_BKD.square().sum(dim=2).unsqueeze(1)
             distance_BNK = torch.baddbmm(lengths_B1K, tokens, centres_BKD.mT, alpha=-2)
             before = nearest_BN
-            nearest_BN = nearest(distance_BNK.masked_fill(closed_B1K, torch.inf))
+            nearest_BN = first_minimum(distance_BNK.masked_fill(closed_B1K, torch.inf), dim=2)
             nearest_BN = nearest_BN.masked_fill(~mask, -1)
             if before is not None and torch.equal(before, nearest_BN):
                 break

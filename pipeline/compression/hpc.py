@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from pydantic import Field, field_validator
 
-from pipeline.compression import Budget, Budgeted, blocks, largest, pack_left
+from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest, pack_left
 from pipeline.compression.cluster import by_first
 from pipeline.compression.random import random_draws
-from pipeline.compression.samer import nearest
 from pipeline.config import SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
@@ -160,7 +159,7 @@ def codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:
     """
     found = [torch.zeros(0, tokens_BKD.shape[1], dtype=torch.int64, device=tokens_BKD.device)]
     for rows in blocks(tokens_BKD, tokens_BKD.shape[1] * len(codebook_CD)):
-        found.append(nearest(-(tokens_BKD[rows] @ codebook_CD.T)))
+        found.append(first_minimum(-(tokens_BKD[rows] @ codebook_CD.T), dim=2))
     return torch.cat(found)
 
 

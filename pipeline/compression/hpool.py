@@ -15,7 +15,7 @@ from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 from threadpoolctl import threadpool_limits
 
-from pipeline.compression import Budget, Budgeted, group_sums
+from pipeline.compression import Budget, Budgeted, group_sizes, group_sums
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Of a squared distance, relative to the squared lengths: what is less is subtracted once more.
@@ -62,10 +62,10 @@ def group_means(
 ) -> TokenBatch:
     """The mean of each group of an item's unit vectors, at unit length."""
     num_outputs = int(budgets_B.max()) if len(batch) else 0
-    sums_BKD, counts_BK = group_sums(tokens_BND, support_BN, num_outputs)
+    sums_BKD = group_sums(tokens_BND, support_BN, num_outputs)
     return TokenBatch(
         vectors=normalise(sums_BKD),  # dividing by the counts would change no direction
-        mask=counts_BK > 0,
+        mask=group_sizes(support_BN, num_outputs) > 0,
         normalised=True,
         pooled=batch.pooled,
         support=support_BN,

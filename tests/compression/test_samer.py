@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.compression.samer import SaMer, soft_centroids
+from pipeline.compression import memberships, samer
+from pipeline.compression.samer import SaMer, object_labels, places, soft_centroids
+from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch
 
 LENGTHS = [23, 4, 0, 9, 1, 40, 6]
@@ -14,10 +16,23 @@ def unit(vector):
     return vector / np.sqrt((vector**2).sum())
 
 
-def merged_by_hand(v, p, num, gamma=0.1, tau=0.07, num_iterations=3):
-    """Eq. 2 and 3 in loops over tokens i and representatives k; `p` may hold NaN.
+def merged_by_hand(
+    v,
+    p,
+    num,
+    gamma=0.1,
+    tau=0.07,
+    num_iterations=3,
+    centroid="soft",
+    object_weight=2.0,
+    objects=None,
+    object_prior=False,
+    penalty_assignment="final",
+):
+    """Eq. 2 to 6 and appendix A in loops over tokens i and representatives k; `p` may hold NaN.
 
-    Returns the representatives and the nearest centroid of each token.
+    Returns the representatives, None where a group has no tokens, and the nearest centroid of each
+    token.
     """
 
     def distance(i, k):
@@ -40,41 +55,83 @@ def merged_by_hand(v, p, num, gamma=0.1, tau=0.07, num_iterations=3):
     n = len(v)
     seeds = [round(x) for x in np.linspace(0, n - 1, num)]
     mu, s = [v[i] for i in seeds], [p[i] for i in seeds]
-    for _ in range(num_iterations):
-        nearest = [nearest_to(i) for i in range(n)]
+    nearest = [nearest_to(i) for i in range(n)]
+    for iteration in range(num_iterations):
+        if iteration:
+            nearest = [nearest_to(i) for i in range(n)]
         for k in range(num):
             members = [i for i in range(n) if nearest[i] == k]
             if members:
                 mu[k] = unit(sum(v[i] for i in members) / len(members))
                 s[k] = mean_place(members)
+    previous, nearest = nearest, [nearest_to(i) for i in range(n)]
+    if centroid != "soft":
+        r = []
+        for k in range(num):
+            members = [i for i in range(n) if nearest[i] == k]
+            weights = [object_weight if objects is not None and objects[i] else 1 for i in members]
+            if not members:
+                r.append(None)
+            elif centroid == "mean":
+                r.append(sum(v[i] for i in members) / len(members))
+            elif centroid == "medoid":
+                r.append(v[min(members, key=lambda i: round(distance(i, k), 9))])
+            else:
+                weights = weights if centroid == "object_weighted" else [1] * len(members)
+                total = sum(w * v[i] for w, i in zip(weights, members, strict=True))
+                r.append(unit(total / sum(weights)))
+        return r, nearest
+
+    penalty = np.zeros((n, num))
+    if object_prior:
+        c = nearest if penalty_assignment == "final" else previous
+        for i in range(n):
+            for k in range(num):
+                inside = [j for j in range(n) if c[j] == k]
+                same = [j for j in inside if objects[j] == objects[i]]
+                penalty[i, k] = 1 - len(same) / (len(inside) + 1e-6)
 
     a = np.zeros((n, num))
     for i in range(n):
-        exps = [np.exp(-distance(i, k) / tau) for k in range(num)]
+        far = [distance(i, k) + penalty[i, k] for k in range(num)]
+        exps = [np.exp(-(d - min(far)) / tau) for d in far]  # of all the same share: it cancels
         a[i] = [e / sum(exps) for e in exps]
     r = [unit(sum(a[i, k] * v[i] for i in range(n)) / a[:, k].sum()) for k in range(num)]
-    return np.array(r), [nearest_to(i) for i in range(n)]
+    return np.array(r), nearest
 
 
-def places(batch):
-    """The box centres of each item's tokens; no axes where there are no boxes."""
+def places_by_hand(batch, axes=("x", "y"), seconds_per_unit=None):
+    """The positions of each item's tokens; no axes where there are no boxes."""
     for i, mask in enumerate(batch.mask):
         if batch.extents is None:
             yield np.zeros((int(mask.sum()), 0))
-        else:
-            x0, y0, x1, y1, *_ = batch.extents[i, mask].double().numpy().T
-            yield np.stack([(x0 + x1) / 2, (y0 + y1) / 2], axis=1)
+            continue
+        x0, y0, x1, y1, t0, t1 = batch.extents[i, mask].double().numpy().T
+        columns = {"x": (x0 + x1) / 2, "y": (y0 + y1) / 2, "t": (t0 + t1) / 2}
+        if "t" in axes and np.isfinite(t0).any():
+            columns["t"] -= np.nanmin(t0)
+            columns["t"] /= seconds_per_unit or (np.nanmax(t1) - np.nanmin(t0)) or np.inf
+        yield np.stack([columns[axis] for axis in (*axes, "x")], axis=1)[:, : len(axes)]
 
 
 def check(batch, unit_items, num=6, **options):
-    result = SaMer(SaMer.Spec(num_vectors=num, **options)).compress(batch)
+    compressor = SaMer(parse(SaMer.Spec, {"num_vectors": num, **options}))
+    result = compressor.compress(batch)
     if "tau_s" in options:
         options["tau"] = options.pop("tau_s")
-    for i, (v, p) in enumerate(zip(unit_items(batch), places(batch), strict=True)):
+    position = {n: options.pop(n) for n in ("axes", "seconds_per_unit") if n in options}
+    found = places_by_hand(batch, **position)
+    for i, (v, p) in enumerate(zip(unit_items(batch), found, strict=True)):
         expected, nearest = v, list(range(len(v)))
         if len(v) > num:
-            expected, nearest = merged_by_hand(v, p, num, **options)
-        np.testing.assert_allclose(result.vectors[i, result.mask[i]], expected, atol=2e-6)
+            objects = None if batch.objects is None else batch.objects[i, batch.mask[i]].tolist()
+            expected, nearest = merged_by_hand(v, p, num, objects=objects, **options)
+            order = [k for k in range(num) if expected[k] is not None]
+            expected = [expected[k] for k in order]
+            nearest = [order.index(k) for k in nearest]
+        np.testing.assert_allclose(
+            result.vectors[i, result.mask[i]], np.reshape(expected, (-1, v.shape[1])), atol=2e-6
+        )
         assert result.support[i, batch.mask[i]].tolist() == nearest
 
 
@@ -99,6 +156,302 @@ def test_equals_the_equations_in_loops(ragged, unit_items, boxes, dim):
 )
 def test_options_are_the_paper_s(ragged, unit_items, options):
     check(ragged(LENGTHS, seed=1, boxes=True), unit_items, **options)
+
+
+@pytest.mark.parametrize("centroid", ["mean", "normalised", "medoid", "object_weighted"])
+@pytest.mark.parametrize("has_objects", [False, True])
+def test_other_centroids(ragged, unit_items, centroid, has_objects):
+    batch = ragged(LENGTHS, seed=3, boxes=True)
+    if has_objects:
+        batch = with_objects(batch)
+    check(batch, unit_items, centroid=centroid)
+    check(batch, unit_items, num=12, centroid=centroid, gamma=2.0, object_weight=5.0)
+
+
+def with_objects(batch, seed=0):
+    """Random objects 0 to 3; what lies under the mask is none of them."""
+    generator = torch.Generator().manual_seed(seed)
+    objects = torch.randint(0, 4, batch.mask.shape, generator=generator)
+    return dataclasses.replace(batch, objects=objects.masked_fill(~batch.mask, 99))
+
+
+def test_which_centroids_have_unit_length(ragged):
+    batch = with_objects(ragged(LENGTHS, seed=3))
+    for centroid in ("soft", "mean", "normalised", "medoid", "object_weighted"):
+        compressor = SaMer(SaMer.Spec(num_vectors=6, centroid=centroid))
+        result = compressor.compress(batch)
+        lengths = result.vectors[result.mask].norm(dim=1)
+        assert compressor.normalised == result.normalised == (centroid != "mean")
+        assert bool((lengths < 0.99).any()) == (centroid == "mean")
+        if centroid == "medoid":  # each is a token that was there
+            tokens = batch.vectors[5, batch.mask[5]]
+            tokens = tokens / tokens.norm(dim=1, keepdim=True)
+            closest = (result.vectors[5, result.mask[5]] @ tokens.T).amax(dim=1)
+            torch.testing.assert_close(closest, torch.ones_like(closest))
+
+
+def test_without_objects_their_weight_makes_no_difference(ragged):
+    batch = ragged(LENGTHS, boxes=True)
+    results = [
+        SaMer(SaMer.Spec(num_vectors=6, centroid=centroid)).compress(batch)
+        for centroid in ("object_weighted", "normalised")
+    ]
+    assert torch.equal(results[0].vectors, results[1].vectors)
+
+
+def test_a_group_without_tokens_has_no_mean(ragged, unit_items):
+    batch = ragged([24], boxes=True, num_padding=0)
+    pairs = torch.arange(24) // 2
+    batch = dataclasses.replace(
+        batch, vectors=batch.vectors[:, pairs], extents=batch.extents[:, pairs]
+    )
+    for centroid in ("mean", "normalised", "medoid", "object_weighted"):
+        check(batch, unit_items, num=16, centroid=centroid)
+        result = SaMer(SaMer.Spec(num_vectors=16, centroid=centroid)).compress(batch)
+        assert 0 < result.lengths.item() < 16
+
+
+@pytest.mark.parametrize("penalty_assignment", ["final", "previous"])
+@pytest.mark.parametrize("num_iterations", [0, 1, 3])
+def test_the_object_aware_prior(ragged, unit_items, penalty_assignment, num_iterations):
+    batch = with_objects(ragged(LENGTHS, seed=4, boxes=True))
+    options = {"penalty_assignment": penalty_assignment, "num_iterations": num_iterations}
+    check(batch, unit_items, object_prior=True, **options)
+    check(batch, unit_items, object_prior=True, num=15, gamma=1.0, tau_s=0.3, **options)
+
+
+def test_the_readings_of_the_prior_differ(ragged):
+    batch = with_objects(ragged([40], seed=4, boxes=True))
+    final, previous, none = (
+        SaMer(SaMer.Spec(num_vectors=6, num_iterations=1, **options)).compress(batch).vectors
+        for options in (
+            {"object_prior": True},
+            {"object_prior": True, "penalty_assignment": "previous"},
+            {},
+        )
+    )
+    assert not torch.allclose(final, previous, atol=1e-3)
+    assert not torch.allclose(final, none, atol=1e-3)
+
+
+def test_the_prior_needs_objects_and_objects_need_the_prior(ragged):
+    batch = ragged(LENGTHS, seed=4, boxes=True)
+    plain = SaMer(SaMer.Spec(num_vectors=6))
+    prior = SaMer(SaMer.Spec(num_vectors=6, object_prior=True))
+    expected = plain.compress(batch).vectors
+    assert torch.equal(prior.compress(batch).vectors, expected)
+    assert torch.equal(plain.compress(with_objects(batch)).vectors, expected)
+    # One object everywhere: a penalty of nearly 0 wherever there are tokens.
+    one = dataclasses.replace(batch, objects=torch.zeros_like(batch.mask, dtype=torch.int64))
+    torch.testing.assert_close(prior.compress(one).vectors, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("unit", [False, True])
+def test_gradients_equal_those_of_the_equations_in_float64(ragged, unit_items, prior, unit):
+    """Eq. 2 to 6 word for word; centroids and assignments are constants of the forward pass."""
+    batch = with_objects(ragged([30], dim=8, unit=unit, boxes=True, num_padding=0))
+    spec = SaMer.Spec(num_vectors=5, object_prior=prior)
+    vectors = batch.vectors.clone().requires_grad_()
+    query_QD = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    result = SaMer(spec).compress(dataclasses.replace(batch, vectors=vectors))
+    (query_QD.float() @ result.vectors[0].T).amax(dim=1).mean().backward()
+
+    (own,) = unit_items(batch)
+    (place,) = places_by_hand(batch)
+    hard = {"centroid": "normalised"}  # the same k-means; its means are the next centroids
+    mu, _ = merged_by_hand(own, place, 5, num_iterations=2, **hard)
+    _, c = merged_by_hand(own, place, 5)
+    _, before = merged_by_hand(own, place, 5, num_iterations=2)
+    s = np.array([place[np.array(before) == k].mean(axis=0) for k in range(5)])
+    v = batch.vectors[0].double().requires_grad_()
+    v_ND = v if unit else v / v.norm(dim=1, keepdim=True)
+    apart = torch.from_numpy(((place[:, None] - s[None]) ** 2).sum(axis=2))
+    d = 1 - v_ND @ torch.from_numpy(np.array(mu)).T + 0.1 * apart
+    if prior:
+        c, b = torch.tensor(c), batch.objects[0]
+        for k in range(5):
+            for i in range(30):
+                same = ((c == k) & (b == b[i])).sum().double()
+                d[i, k] += 1 - same / ((c == k).sum() + 1e-6)
+    a = (-d / 0.07).softmax(dim=1)
+    r = torch.stack([(a[:, k : k + 1] * v_ND).sum(dim=0) / a[:, k].sum() for k in range(5)])
+    r = r / r.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(result.vectors[0].detach().double(), r.detach(), atol=2e-6, rtol=0)
+    (query_QD @ r.T).amax(dim=1).mean().backward()
+    assert v.grad.abs().max() > 0.01
+    torch.testing.assert_close(vectors.grad[0].double(), v.grad, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("centroid", ["soft", "mean", "normalised", "medoid", "object_weighted"])
+def test_gradients_reach_the_tokens_through_every_centroid(ragged, centroid):
+    batch = with_objects(ragged(LENGTHS, boxes=True, garbage=0.0))
+    vectors = batch.vectors.clone().requires_grad_()
+    compressor = SaMer(SaMer.Spec(num_vectors=6, centroid=centroid))
+    result = compressor.compress(dataclasses.replace(batch, vectors=vectors))
+    result.vectors[result.mask].sum().backward()
+    assert vectors.grad.isfinite().all()
+    assert (vectors.grad[~batch.mask] == 0).all()
+    assert (vectors.grad[batch.mask] != 0).any()
+
+
+BOXES = torch.tensor([[[0.1, 0.1, 0.9, 0.9], [0.4, 0.4, 0.6, 0.6], [0.5, 0.5, 0.7, 0.7]]])
+
+
+def labels_of(points, boxes=BOXES, mask=None):
+    mask = torch.ones(boxes.shape[:2], dtype=torch.bool) if mask is None else mask
+    return object_labels(torch.tensor([points]), boxes, mask)[0].tolist()
+
+
+def test_labels_of_tokens_are_those_of_the_smallest_box():
+    points = [[0.0, 0.5], [0.2, 0.2], [0.45, 0.45], [0.55, 0.55], [0.65, 0.65], [0.95, 0.95]]
+    assert labels_of(points) == [0, 1, 2, 2, 3, 0]  # two equally small ones: the first
+    assert labels_of(points, BOXES[:, [0, 2, 1]]) == [0, 1, 3, 2, 2, 0]
+    assert labels_of(points, mask=torch.tensor([[True, False, True]])) == [0, 1, 1, 3, 3, 0]
+
+
+def test_edges_belong_to_a_box_and_what_has_no_place_to_none():
+    edges = [[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.5, 0.1], [0.1, 0.95]]
+    assert labels_of(edges, BOXES[:, :1]) == [1, 1, 1, 1, 0]
+    nan = float("nan")
+    assert labels_of([[nan, 0.5], [nan, nan], [0.5, 0.5]]) == [0, 0, 2]
+
+
+def test_no_boxes_are_all_background():
+    assert labels_of([[0.5, 0.5]], torch.zeros(1, 0, 4)) == [0]
+    assert labels_of([[0.5, 0.5]], mask=torch.zeros(1, 3, dtype=torch.bool)) == [0]
+
+
+def test_boxes_are_cut_off_at_the_picture_and_so_is_their_area():
+    boxes = torch.tensor([[[0.5, 0.5, 1.0, 1.0], [-0.8, -0.8, 0.6, 0.6]]])
+    assert labels_of([[0.0, 0.0], [0.55, 0.55], [1.0, 1.0]], boxes) == [2, 1, 1]
+    boxes = torch.tensor([[[0.2, 0.2, 0.9, 0.9], [-0.8, -0.8, 0.6, 0.6]]])
+    assert labels_of([[0.3, 0.3]], boxes) == [2]
+
+
+@pytest.mark.parametrize(
+    ("box", "problem"),
+    [
+        ([0.5, 0.1, 0.4, 0.3], "is reversed"),
+        ([0.5, 0.1, 0.5, 0.3], "has no area"),
+        ([1.2, 0.1, 1.4, 0.3], "lies outside the picture"),
+        ([-0.5, 0.1, 0.0, 0.3], "lies outside the picture"),
+        ([0.0, 0.0, 640.0, 480.0], "reaches far out of the picture"),
+        ([0.1, float("nan"), 0.4, 0.3], "is not finite"),
+        ([0.1, 0.1, float("inf"), 0.3], "is not finite"),
+    ],
+)
+def test_boxes_that_are_not_legal(box, problem):
+    boxes = torch.cat([BOXES, torch.tensor([[box]])], dim=1)
+    with pytest.raises(SpecError, match=f"^boxes: .*box 3 of item 0.* {problem}; legal: x0 < x1"):
+        labels_of([[0.5, 0.5]], boxes)
+    # What is not a real box may hold anything.
+    mask = torch.tensor([[True, True, True, False]])
+    assert labels_of([[0.5, 0.5]], boxes, mask) == [2]
+
+
+def test_places_of_a_batch_label_its_tokens(ragged):
+    batch = ragged([9, 4], boxes=True)
+    labels = object_labels(places(batch), BOXES.expand(2, -1, -1), torch.ones(2, 3).bool())
+    assert (labels[~batch.mask] == 0).all() and (labels > 0).any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"axes": ["t"]},
+        {"axes": ["y"], "gamma": 2.0},
+        {"axes": ["t", "x"]},
+        {"axes": ["y", "t", "x"], "gamma": 1.0},
+        {"axes": []},
+        {"axes": ["t"], "seconds_per_unit": 10.0},
+        {"axes": ["x", "y", "t"], "seconds_per_unit": 100.0},
+        {"axes": ["x", "t"], "seconds_per_unit": 1.0, "gamma": 1e-4},
+    ],
+    ids=str,
+)
+def test_axes(ragged, unit_items, options):
+    batch = ragged(LENGTHS, seed=6, boxes=True)
+    extents = batch.extents.clone()
+    extents[..., 4:] = extents[..., 4:].sort(dim=2).values
+    batch = dataclasses.replace(batch, extents=extents)
+    check(batch, unit_items, **options)
+    gaps = extents.clone()
+    gaps[::2, ::3, 4] = torch.nan  # some tokens have no time, one item has none at all
+    gaps[5, :, 4:] = torch.nan
+    check(dataclasses.replace(batch, extents=gaps), unit_items, **options)
+
+
+def test_times_are_counted_in_the_stated_unit(ragged):
+    batch = ragged([20], boxes=True, num_padding=0)
+    batch.extents[0, :, 4] = 1000.0 + torch.arange(20)
+    batch.extents[0, :, 5] = 1001.0 + torch.arange(20)
+    middle = torch.arange(20) + 0.5
+    for seconds, unit in ((None, 20.0), (4.0, 4.0)):
+        found = places(batch, ("t",), seconds)[0, :, 0]
+        torch.testing.assert_close(found, middle / unit)
+    batch.extents[..., 4:] = 7.0  # a moment has no duration: no distance either
+    assert (places(batch, ("t",)) == 0).all()
+    assert places(dataclasses.replace(batch, extents=None), ("t",)).shape == (1, 20, 0)
+
+
+def test_long_recordings_in_small_units_keep_their_digits(ragged, unit_items):
+    """(p - s)^2 of two moments after an hour, in seconds: p^2 - 2ps + s^2 has no digits left."""
+    batch = ragged([40], dim=4, seed=7, boxes=True, num_padding=0)
+    batch.extents[0, :, 4] = batch.extents[0, :, 5] = 3500.0 + torch.arange(40)
+    batch.extents[0, 0, 4:] = 0.0
+    check(batch, unit_items, axes=["t"], seconds_per_unit=1.0, gamma=0.1)
+
+
+def test_settings_that_do_not_fit_together():
+    for fields, sentence in (
+        ({"axes": ["x", "x"]}, r"axes: \['x', 'x'\] is not legal; legal: each of x, y and t"),
+        ({"axes": ["z"]}, "axes.0: 'z' is not legal; legal: 'x', 'y' or 't'"),
+        ({"seconds_per_unit": 2.0}, "seconds_per_unit: 2.0 has no use"),
+        ({"axes": ["t"], "seconds_per_unit": 0}, "seconds_per_unit: 0 is not legal"),
+        ({"object_prior": True, "centroid": "mean"}, "object_prior: True has no use for mean"),
+        ({"object_weight": 0.5}, "object_weight: 0.5 is not legal"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            parse(SaMer.Spec, {"num_vectors": 4, **fields})
+
+
+@pytest.mark.parametrize("centroid", ["soft", "medoid", "object_weighted"])
+def test_blocks_do_not_show(ragged, monkeypatch, centroid):
+    """Neither in items of their own budgets, nor where a block's largest budget is smaller."""
+    batch = with_objects(ragged(LENGTHS, boxes=True))
+    compressor = SaMer(SaMer.Spec(ratio=0.4, centroid=centroid))
+    whole = compressor.compress(batch)
+    monkeypatch.setitem(samer.blocks.__globals__["BLOCK_NUMBERS"], "cpu", 1)
+    parts = compressor.compress(batch)
+    assert torch.equal(parts.mask, whole.mask) and torch.equal(parts.support, whole.support)
+    torch.testing.assert_close(parts.vectors[parts.mask], whole.vectors[whole.mask])
+
+
+def test_sums_of_groups_are_products_with_their_members():
+    """The product is what other devices take, where additions in any order would differ."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 20, 4, generator=generator)
+    groups = torch.randint(0, 5, (3, 20), generator=generator)
+    expected = memberships(groups, 6).mT @ values
+    torch.testing.assert_close(samer.group_sums(values, groups, 6), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("centroid", ["soft", "mean", "medoid", "object_weighted"])
+def test_a_gpu_gives_the_same(ragged, centroid):
+    batch = with_objects(ragged(LENGTHS, dim=64, boxes=True))
+    for compressor in (
+        SaMer(SaMer.Spec(num_vectors=6, centroid=centroid)),
+        SaMer(SaMer.Spec(ratio=0.3, axes=("x", "y", "t"), object_prior=centroid == "soft")),
+    ):
+        expected = compressor.compress(batch)
+        found, again = (compressor.compress(batch.to("cuda")) for _ in range(2))
+        assert torch.equal(found.vectors, again.vectors)
+        assert torch.equal(found.support.cpu(), expected.support)
+        torch.testing.assert_close(
+            found.vectors.cpu()[expected.mask], expected.vectors[expected.mask], atol=1e-5, rtol=0
+        )
 
 
 def test_coordinates_without_meaning_are_left_out(ragged, unit_items):
@@ -155,7 +508,7 @@ def test_a_representative_far_from_all_tokens_does_not_underflow():
     tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]])
     mask = torch.tensor([[True, True, False]])
     distance = torch.tensor([[[0.0, 100.0], [0.0, 100.1], [0.0, 0.0]]])
-    found = soft_centroids(tokens, mask, distance, tau=0.1)
+    found = soft_centroids(tokens, mask, distance.mT, tau=0.1)
     expected = [unit(np.array([1.0, 1.0])), unit(np.array([1.0, np.exp(-1)]))]
     np.testing.assert_allclose(found[0], expected, atol=1e-4)  # 100.1 has 1e-5 of float32 rounding
 
@@ -202,7 +555,7 @@ def test_gradients_are_those_of_the_soft_assignment(ragged):
     def score(epsilon):
         v = batch.vectors[0].double().numpy()
         v[not_seeds] += epsilon * step.double().numpy()
-        r, _ = merged_by_hand(v, next(places(batch)), 3, num_iterations=0)
+        r, _ = merged_by_hand(v, next(places_by_hand(batch)), 3, num_iterations=0)
         return (r @ query.double().numpy()).sum()
 
     assert abs(slope) > 0.1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import lance
 import pytest
@@ -11,7 +13,7 @@ from jobs.bench.index_run import bare_loop
 from pipeline import config
 from pipeline.index import job
 from pipeline.index.reader import ITEMS, part
-from tests.conftest import start_job
+from tests.conftest import ROOT, start_job
 
 
 def bench(address: str, *arguments: str) -> tuple[str, str, int]:
@@ -102,6 +104,50 @@ def test_the_pages_bench(cluster, tmp_path):
     assert speed["ray"]["median"] > 0 and speed["bare"]["median"] > 0
     assert "| source stage |" in out and "MiB of all processes" in out
     assert list(memory["MiB"])[-1] == "30"
+
+
+def test_the_compress_bench(tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--tokens", "40", "--dim", "8", "--vectors", "4", "--batch", "1", "3")
+    few = ("--repeats", "2", "--methods", "samer", "hpool", "spatial", "--items", "3")
+    process = start_job("jobs.bench", "compress", *sizes, *few, "--out", str(record))
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    methods, index = json.loads(record.read_text())["figures"].values()
+    for name, run in methods["methods"].items():
+        assert [batch["size"] for batch in run["batches"]] == [1, 3]
+        for batch in run["batches"]:
+            assert len(batch["seconds"]) == 2 and min(batch["seconds"]) > 0
+            assert batch["peak_bytes"] >= run["before_bytes"] > 50 << 20
+            assert ("ratio" in batch) == ("bare" in batch) == (name in ("samer", "hpool"))
+            if "ratio" in batch:
+                ratios = [a / b for a, b in zip(batch["seconds"], batch["bare"], strict=True)]
+                assert batch["ratio"]["values"] == pytest.approx(ratios)
+    assert index["methods"] == ["samer", "spatial"] and index["left_out"] == ["hpool"]
+    assert 0 < index["share"]["median"] < 1
+    assert "| spatial | 3 |" in out and "**share of compress**" in out
+
+
+def test_compressors_are_measured_without_ray_and_lance():
+    """Also on a bare GPU machine, which has neither."""
+    code = """
+import sys
+import jobs.bench.harness
+from jobs.bench.compress_run import Run, measure
+run = Run("samer", (1, 2), 1, 1.0, num_tokens=9, dim=4, num_vectors=3, device="cpu")
+assert [batch["size"] for batch in measure(run)["batches"]] == [1, 2]
+import jobs.bench.compress
+there = {"ray", "lance"} & set(sys.modules)
+assert not there, there
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_a_device_that_is_not_there_is_one_sentence():
+    process = start_job("jobs.bench", "compress", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert error == "error: device: 'cuda' is not there; legal: cpu\n"
 
 
 @pytest.mark.heavy

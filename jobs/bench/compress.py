@@ -1,0 +1,114 @@
+"""Compressors: the time a document and the memory of each, and their share of the index job.
+
+    python -m jobs.bench compress
+    python -m jobs.bench compress --only methods --methods samer hpool --out figures.json
+    python -m jobs.bench compress --only methods --device cuda
+    python -m jobs.bench compress --only index --items 256
+
+Documents are random unit vectors with boxes, ready in memory. `index` encodes shipped abstracts
+once and runs every method on them, by the index job's own stage in one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, run_apart, table
+from pipeline.config import SpecError
+from pipeline.registry import COMPRESSORS
+
+CRANFIELD = Path(jobs.__file__).parent / "data/cranfield"
+#: Methods of which the clustering alone takes longer than the encoder.
+SLOW = ("cluster", "hpool", "light_colpali")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    parser = jobs.parser(__doc__)
+    names = COMPRESSORS.names()
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--batch", type=jobs.positive, nargs="+", default=[1, 256], metavar="SIZE")
+    parser.add_argument("--tokens", type=jobs.positive, default=1030, help="N, of a document")
+    parser.add_argument("--dim", type=jobs.positive, default=128, help="D")
+    parser.add_argument("--vectors", type=jobs.positive, default=64, help="K, of a document")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of `methods`")
+    parser.add_argument(
+        "--seconds", type=jobs.positive, default=20, help="that a method may take a batch size"
+    )
+    parser.add_argument("--items", type=jobs.positive, default=256, help="abstracts of `index`")
+    parser.add_argument("--repeats", type=jobs.positive, default=5, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SpecError("device", "cuda", "cpu", "is not there")
+    bench = Bench("compress", arguments, args.out)
+    for name, figure in FIGURES.items():
+        if not args.only or name in args.only:
+            figure(bench, args)
+
+
+def methods(bench: Bench, args: Any) -> None:
+    """Each method in a process of its own, beside its bare side where one is defined."""
+    sizes = {"num_tokens": args.tokens, "dim": args.dim, "num_vectors": args.vectors}
+    how = {"batches": args.batch, "repeats": args.repeats, "seconds": args.seconds}
+    rows, figures = [], {}
+    for name in args.methods:
+        fields = {"name": name, "device": args.device, **how, **sizes}
+        run = run_apart("jobs.bench.compress_run", json.dumps(fields))
+        figures[name] = run
+        if "problem" in run:
+            rows.append([name, *["-"] * 5, run["problem"]])
+            continue
+        for batch in run["batches"]:
+            own = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
+            bare, ratio = "-", "-"
+            if "bare" in batch:
+                bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
+                batch["ratio"] = ratio = own.over(bare)
+            memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
+            rows.append([name, batch["size"], own, bare, ratio, memory, ""])
+    memory = "GPU MiB" if args.device == "cuda" else "process MiB"
+    header = ["method", "batch", "ms/document", "bare, ms/document", "ratio", memory, ""]
+    title = (
+        f"N = {args.tokens:,} tokens of D = {args.dim} to K = {args.vectors} vectors on"
+        f" {args.device}"
+    )
+    if args.device == "cpu":
+        before = [run["before_bytes"] for run in figures.values() if "before_bytes" in run]
+        least = min(before, default=0) / 2**20
+        title += f"; a process holds {least:,.0f} MiB before it has a document"
+    bench.add("methods", title, {"methods": figures}, table(header, rows))
+
+
+def index(bench: Bench, args: Any) -> None:
+    """The index job's stage on shipped abstracts: what all methods cost beside one encode."""
+    from jobs.bench.compress_index import encode_and_compress
+
+    names = [name for name in args.methods if name not in SLOW]
+    run = encode_and_compress(CRANFIELD, args.items, names, args.repeats)
+    seconds = {name: Repeats(tuple(run["seconds"][name])) for name in ("encode", "compress")}
+    pairs = zip(*(run["seconds"][name] for name in seconds), strict=True)
+    share = Repeats(tuple(compress / (encode + compress) for encode, compress in pairs))
+    rows = [[name, taken] for name, taken in seconds.items()]
+    rows.append(["**share of compress**", f"**{share}**"])
+    left_out = sorted(set(args.methods) - set(run["methods"]))
+    title = (
+        f"MiniLM on {run['items']:,} Cranfield abstracts, then {', '.join(run['methods'])} at"
+        f" K = {run['num_vectors']}"
+    )
+    if left_out:
+        title += f"; left out: {', '.join(left_out)}"
+    figures = {**seconds, "share": share, "methods": run["methods"], "left_out": left_out}
+    bench.add("index", title, figures, table(["", "seconds"], rows))
+
+
+FIGURES = {"methods": methods, "index": index}

@@ -1,0 +1,205 @@
+"""One compressor beside its bare side, in a process of its own: one row of a figure.
+
+    python -m jobs.bench.compress_run '{"name": "samer", "batches": [1, 256], "repeats": 5, ...}'
+
+The fields are those of `Run`. The last line is a JSON object: for each batch its size, and the
+seconds a document of both sides, repeat by repeat; and the most memory of the method alone. Needs
+neither Ray nor Lance, so it also runs on a bare GPU machine.
+
+The bare side is what the method cannot do without. For `samer` and `agc` these are the products of
+their own equations, at the same threads: distances (N x K x D) and means (K x N x D) of each
+iteration, then the final ones. For the methods of hierarchical clustering it is scipy's `pdist`,
+`linkage` and `fcluster`, a document at a time, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy.cluster import hierarchy
+from scipy.spatial.distance import pdist
+
+from jobs.bench.harness import peak_bytes
+from pipeline.compression import Compressor
+from pipeline.config import SpecError, parse
+from pipeline.registry import COMPRESSORS
+from pipeline.tokens import TokenBatch
+
+NUM_FITTED = 8  # documents of the sample that a method learns from
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is measured.
+
+    Attributes:
+        name: the compressor.
+        batches: numbers of documents. All but the smallest become smaller where all repeats would
+            take longer than `seconds`, and the repeats fewer where even that is not enough.
+        repeats: of each measurement, the two sides in turns.
+        seconds: a batch size may take about so long.
+        num_tokens, dim, num_vectors: N, D and K.
+        device: "cpu" or "cuda".
+    """
+
+    name: str
+    batches: tuple[int, ...]
+    repeats: int
+    seconds: float
+    num_tokens: int
+    dim: int
+    num_vectors: int
+    device: str
+
+
+def main() -> None:
+    """Takes the measurements and prints them."""
+    print(json.dumps(measure(Run(**json.loads(sys.argv[1])))))
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The row of a method; of one that cannot be built from a name and K alone, only why."""
+    try:
+        compressor = build(run)
+    except SpecError as error:
+        return {"name": run.name, "problem": str(error)}
+    before = peak_bytes()
+    rows: list[dict[str, Any]] = []
+    for size in sorted(run.batches):
+        if rows:  # after the first: how long a document takes is known
+            each = sorted(rows[-1]["seconds"])[len(rows[-1]["seconds"]) // 2]
+            fitting = int(run.seconds / (each * (1 + run.repeats)))
+            size = max(rows[-1]["size"], min(size, max(fitting, min(size, 16))))
+        batch = documents(run, compressor, size).to(run.device)
+        rows.append(time_both(run, compressor, batch))
+    return {
+        "name": run.name,
+        "batches": rows,
+        "before_bytes": before,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, Any]:
+    """The seconds a document of the method and of its bare side, and the method's memory."""
+    if run.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    first = timed(lambda: compressor.compress(batch), run.device)  # warm, and alone
+    peak = torch.cuda.max_memory_allocated() if run.device == "cuda" else peak_bytes()
+    repeats = max(1, min(run.repeats, int(run.seconds / first)))
+    bare = BARE[run.name](run, compressor, batch) if run.name in BARE else None
+    sides: dict[str, Callable[[], Any]] = {"seconds": lambda: compressor.compress(batch)}
+    if bare:
+        sides["bare"] = bare
+        timed(bare, run.device)
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats):
+        for side in sides if repeat % 2 == 0 else reversed(sides):
+            taken[side].append(timed(sides[side], run.device) / len(batch))
+    return {"size": len(batch), "peak_bytes": peak, **taken}
+
+
+def timed(work: Callable[[], Any], device: str) -> float:
+    """The seconds it takes; on a GPU until the last of its kernels is done, by CUDA's clock."""
+    if device != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start_event.record()
+    work()
+    end_event.record()
+    torch.cuda.synchronize()
+    return start_event.elapsed_time(end_event) / 1000
+
+
+def build(run: Run) -> Compressor:
+    """The compressor with K vectors and its defaults, fitted where it must be."""
+    cls = COMPRESSORS.load(run.name)
+    has_budget = "num_vectors" in cls.Spec.model_fields
+    budget = {"num_vectors": run.num_vectors} if has_budget else {}
+    compressor = cls(parse(cls.Spec, {"name": run.name, **budget}))
+    if not compressor.needs_fit:
+        return compressor
+    sample = documents(run, compressor, NUM_FITTED, seed=1)
+    return cls(compressor.spec, cls.fit(compressor.spec, [sample]))
+
+
+def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> TokenBatch:
+    """Random unit vectors with boxes, and random taps where the method asks for some."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(size, run.num_tokens, run.dim, generator=generator)
+    corners = torch.rand(size, run.num_tokens, 2, generator=generator) * 0.9
+    no_times = torch.full_like(corners, torch.nan)
+    return TokenBatch(
+        torch.nn.functional.normalize(vectors, dim=2),
+        torch.ones(size, run.num_tokens, dtype=torch.bool),
+        normalised=True,
+        extents=torch.cat([corners, corners + 0.1, no_times], dim=2),
+        taps={
+            tap.name: torch.rand(size, run.num_tokens, generator=generator)
+            for tap in compressor.needs_taps
+        },
+    )
+
+
+def products(rounds: int, run: Run, batch: TokenBatch) -> Callable[[], None]:
+    """So many rounds of distances to K centroids and of K weighted sums, on the whole batch."""
+    tokens_BND = batch.vectors
+    centroids_BKD = tokens_BND[:, : run.num_vectors].contiguous()
+    weights_BKN = tokens_BND.new_ones(len(batch), run.num_vectors, run.num_tokens)
+
+    def work() -> None:
+        for _ in range(rounds):
+            tokens_BND @ centroids_BKD.mT
+            weights_BKN @ tokens_BND
+
+    return work
+
+
+def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+    """Of eq. 2 and of the means in each iteration, then of eq. 2 and 3."""
+    return products(compressor.spec.num_iterations + 1, run, batch)
+
+
+def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+    """Of the assignment to the K most salient tokens and of the weighted means."""
+    return products(1, run, batch)
+
+
+def ward(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+    """Ward over the token vectors."""
+    items = batch.vectors.double().cpu().numpy()
+
+    def work() -> None:
+        for item in items:
+            tree = hierarchy.linkage(pdist(item), method="ward")
+            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
+
+    return work
+
+
+def ward_of_rows(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+    """Ward over the rows of the cosine distances."""
+    items = batch.vectors.double().cpu().numpy()
+
+    def work() -> None:
+        for item in items:
+            tree = hierarchy.linkage(pdist(1 - item @ item.T), method="ward")
+            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
+
+    return work
+
+
+BARE = {"samer": samer, "agc": agc, "hpool": ward, "light_colpali": ward_of_rows}
+
+
+if __name__ == "__main__":
+    main()

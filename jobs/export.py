@@ -1,0 +1,46 @@
+"""Exports a representation of an index: ids, vectors and items, for other software.
+
+    python -m jobs.export out/cranfield/index out/hpool_32.parquet --representation hpool_32
+    python -m jobs.export INDEX OUTPUT.parquet --representation full --where "modality = 'text'"
+    python -m jobs.export INDEX s3://bucket/export --representation minilm_pooled --format npy
+
+Parquet is one file with the columns `id`, `vectors`, `parent_id`, `title`, `text` and the rest of
+an item; npy a folder with vectors.npy, lengths.npy, ids.txt, items.jsonl and metadata.json. The
+source `vectors` reads both. Nothing shows under the name of the output before all is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and exports."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("index", help="the URI of an index")
+    parser.add_argument("output", help="a path or URI: of a .parquet file, or for npy of a folder")
+    parser.add_argument(
+        "--representation", required=True, help="a column of vectors, see jobs.status"
+    )
+    parser.add_argument("--format", choices=["parquet", "npy"], default="parquet")
+    parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
+    parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
+    args = parser.parse(arguments)
+
+    from pipeline.index.export import export
+
+    export(
+        args.index,
+        args.output,
+        args.representation,
+        form=args.format,
+        where=args.where,
+        overwrite=args.overwrite,
+        report=jobs.say,
+    )
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,302 @@
+"""Exporting a representation: ids, vectors and items as Parquet or .npy, for other software.
+
+Both forms are what the `vectors` source reads. An export shows under its name when it is whole: it
+is written beside it, or for a remote store on this machine's disk, and then moved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.atomic import check_writable
+from pipeline.config import SpecError, absolute
+from pipeline.index.columns import by_role
+from pipeline.index.reader import Index, both, first_line
+from pipeline.registry import CODECS
+from pipeline.schema import ITEM, METADATA_KEY, vectors_type
+from pipeline.sources.vector_files import NpyFiles
+
+Form = Literal["parquet", "npy"]
+
+#: Rows in memory at a time, and of a row group.
+BATCH_ROWS = 256
+ITEMS_FILE, METADATA_FILE = "items.jsonl", "metadata.json"
+#: The files of an .npy export. The ids come last: without them the source takes it for none.
+NPY_FILES = (NpyFiles.VECTORS, NpyFiles.LENGTHS, ITEMS_FILE, METADATA_FILE, NpyFiles.IDS)
+
+REPORT_SECONDS = 5.0
+NPY_HEADER_BYTES = 128
+
+
+def export(
+    uri: str,
+    output: str,
+    representation: str,
+    *,
+    form: Form = "parquet",
+    where: str | None = None,
+    overwrite: bool = False,
+    report: Callable[[str], None] = print,
+) -> int:
+    """Writes the vectors of a representation, of the items that have any, with the items.
+
+    `parquet`: a file with the columns `id`, `vectors` and those of an item; what the index says of
+    the representation stands as JSON in the schema's metadata under `maxray`. `npy`: a folder with
+    vectors.npy (T, D), the vectors of all items one after the other, lengths.npy (n,), ids.txt,
+    items.jsonl and metadata.json. Vectors keep the precision in which they are stored. Memory does
+    not grow with the index.
+
+    Args:
+        representation: a searchable column, or one of single vectors, which count as lists of one.
+        where: a Lance SQL filter over the items' columns.
+        overwrite: whether an export that is there may be replaced.
+
+    Returns:
+        The number of items.
+
+    Raises:
+        SpecError: no such representation, a filter that is none or lets nothing through, or an
+            output that is there or cannot be written.
+    """
+    index = Index(uri)
+    about = _about(index, representation)
+    filesystem, path = _check_output(output, form, overwrite)
+    condition = both(where, f"`{representation}` IS NOT NULL")
+    num_items = _count(index, condition, where, representation)
+    record = {**about, "index": absolute(uri), "version": index.version}
+    record |= {"representation": representation, "where": where, "items": num_items}
+    with _unfinished(filesystem, path) as unfinished:
+        writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
+        num_done, last = 0, time.monotonic()
+        for items, vectors, lengths in _rows(index, representation, about, condition):
+            writer.write(items, vectors, lengths)
+            num_done += len(items)
+            if time.monotonic() - last > REPORT_SECONDS:
+                last = time.monotonic()
+                report(f"{num_done:,} of {num_items:,} items")
+        writer.close()
+        _move(unfinished, filesystem, path)
+    report(f"{num_done:,} items, {writer.num_vectors:,} vectors of {representation}: {output}")
+    return num_done
+
+
+def _about(index: Index, representation: str) -> dict[str, Any]:
+    """What the index says of a column of vectors."""
+    there = by_role(index.dataset.schema, "search", "single")
+    if representation not in there:
+        legal = ", ".join(there) or "none yet"
+        raise SpecError("representation", representation, legal, "is not in the index")
+    return there[representation]
+
+
+def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
+    """The file system and path to write to, if that is possible and allowed."""
+    if not output.strip("/ "):
+        raise SpecError("output", output, "a path or URI", "names nothing to write")
+    if form == "parquet" and not output.lower().endswith(".parquet"):
+        legal = "a path that ends in .parquet, or --format npy for a folder"
+        raise SpecError("output", output, legal)
+    try:
+        filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
+        is_there, is_folder = filesystem.exists(path), filesystem.isdir(path)
+    except OSError:
+        raise
+    except Exception as error:  # each storage has errors of its own library
+        legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"
+        raise SpecError("output", output, legal, "cannot be reached") from None
+    check_writable(output, "output", as_file=form == "parquet")
+    if not is_there:
+        return filesystem, path
+    if form == "npy" and (is_folder or not overwrite):
+        names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
+        if names - set(NPY_FILES):
+            legal = "a new path, or an export to overwrite"
+            raise SpecError("output", output, legal, "is a folder that holds something else")
+    if not overwrite:
+        raise SpecError("output", output, "a new path, or --overwrite", "is there already")
+    return filesystem, path
+
+
+def _count(index: Index, condition: str, where: str | None, representation: str) -> int:
+    try:
+        num_items = index.dataset.count_rows(condition)
+    except (ValueError, OSError) as error:
+        raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
+    if num_items == 0:
+        if where is not None:
+            raise SpecError("where", where, "a filter", "lets through no item with vectors")
+        legal = "a representation that holds vectors"
+        raise SpecError("representation", representation, legal, "is empty")
+    return num_items
+
+
+def _rows(
+    index: Index, name: str, about: dict[str, Any], condition: str
+) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
+    """(items, their vectors (T, D), how many each has), batch by batch."""
+    columns = [column for column in ITEM.names if column in index.dataset.schema.names]
+    codec = None if about["role"] == "single" else CODECS.build(CODECS.resolve(about["codec"]))
+    batches = index.batches([*columns, name], where=condition, batch_rows=BATCH_ROWS)
+    for batch in batches:
+        if codec is None:
+            numbers = batch[name].flatten().to_numpy(zero_copy_only=False)
+            vectors, lengths = numbers.reshape(len(batch), -1), np.ones(len(batch), np.int64)
+        else:
+            vectors, lengths = codec.decode(batch[name])
+        yield batch.select(columns), vectors, lengths
+
+
+class _Writer(ABC):
+    """Writes an export at a local path.
+
+    Args:
+        path: of the file or the folder.
+        record: what is said of the vectors.
+    """
+
+    def __init__(self, path: Path, record: dict[str, Any]):
+        self.path, self.record, self.num_vectors = path, record, 0
+
+    @abstractmethod
+    def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
+        """Appends some items and their vectors (T, D)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the files."""
+
+
+class _Parquet(_Writer):
+    _file: pq.ParquetWriter | None = None
+
+    def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
+        type = vectors_type(vectors.shape[1], pa.from_numpy_dtype(vectors.dtype))
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        numbers = pa.array(np.ascontiguousarray(vectors).reshape(-1))
+        lists = pa.ListArray.from_arrays(
+            pa.array(ends), pa.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
+        )
+        names = ["id" if name == "item_id" else name for name in items.schema.names]
+        columns = dict(zip(names, items.columns, strict=True))
+        table = pa.table({"id": columns.pop("id"), "vectors": lists.cast(type), **columns})
+        said = {METADATA_KEY: json.dumps(self.record, ensure_ascii=False).encode()}
+        if self._file is None:
+            # Vectors hardly compress: only what holds words is.
+            words = [f.name for f in table.schema if pa.types.is_string(f.type)]
+            self._file = pq.ParquetWriter(
+                self.path,
+                table.schema.with_metadata(said),
+                compression=dict.fromkeys(words, "zstd"),
+                use_dictionary=["parent_id", "source", "modality"],
+            )
+        self._file.write_table(table.replace_schema_metadata(said), row_group_size=BATCH_ROWS)
+        self.num_vectors += len(vectors)
+
+    def close(self) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+class _Npy(_Writer):
+    def __init__(self, path: Path, record: dict[str, Any]):
+        super().__init__(path, record)
+        path.mkdir()
+        self._vectors, self._lengths = (
+            (path / name).open("wb") for name in (NpyFiles.VECTORS, NpyFiles.LENGTHS)
+        )
+        self._ids, self._items = (
+            (path / name).open("w", encoding="utf-8", newline="\n")
+            for name in (NpyFiles.IDS, ITEMS_FILE)
+        )
+        for stream in (self._vectors, self._lengths):
+            stream.write(bytes(NPY_HEADER_BYTES))  # the shape is not known yet
+        self._num_items = 0
+
+    def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
+        vectors.tofile(self._vectors)
+        lengths.astype("<i8").tofile(self._lengths)
+        for row in items.to_pylist():
+            metadata = json.loads(row["metadata"]) if row.get("metadata") else None
+            row = {"id": row.pop("item_id"), **row, "metadata": metadata}
+            self._ids.write(f"{row['id']}\n")
+            self._items.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._dtype, self._dim = vectors.dtype, vectors.shape[1]
+        self._num_items += len(items)
+        self.num_vectors += len(vectors)
+
+    def close(self) -> None:
+        _write_header(self._vectors, self._dtype, (self.num_vectors, self._dim))
+        _write_header(self._lengths, np.dtype("<i8"), (self._num_items,))
+        for stream in (self._vectors, self._lengths, self._ids, self._items):
+            stream.close()
+        record = json.dumps(self.record, indent=1, ensure_ascii=False)
+        (self.path / METADATA_FILE).write_text(record + "\n", encoding="utf-8")
+
+
+def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    """Fills in the header of an .npy file, in the format's version 1.0."""
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    text = repr(about).encode("latin1")
+    magic = np.lib.format.magic(1, 0)
+    size = NPY_HEADER_BYTES - len(magic) - 2
+    stream.seek(0)
+    stream.write(magic + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n")
+
+
+@contextmanager
+def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
+    """A local path to write at, which is gone in the end."""
+    if isinstance(filesystem, LocalFileSystem):
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="maxray-export-"))
+        unfinished = folder / posixpath.basename(path)
+    try:
+        yield unfinished
+    finally:
+        _remove(unfinished)
+        if not isinstance(filesystem, LocalFileSystem):
+            _remove(folder)
+
+
+def _move(unfinished: Path, filesystem: AbstractFileSystem, path: str) -> None:
+    """Puts a finished export under its name."""
+    if isinstance(filesystem, LocalFileSystem):
+        replaced = unfinished.with_suffix(".old")
+        if unfinished.is_dir() and Path(path).exists():  # a folder is not replaced by a rename
+            os.rename(path, replaced)
+        os.replace(unfinished, path)
+        _remove(replaced)
+    elif unfinished.is_dir():
+        if filesystem.exists(path):
+            filesystem.rm(path, recursive=True)
+        for name in NPY_FILES:
+            filesystem.put_file(str(unfinished / name), f"{path}/{name}")
+    else:
+        filesystem.put_file(str(unfinished), path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

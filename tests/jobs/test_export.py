@@ -1,0 +1,228 @@
+"""The export job: both forms are read back as they were, and nothing half-written shows."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import export
+from pipeline.config import SpecError, parse
+from pipeline.index import export as exporting
+from pipeline.index.reader import Index
+from pipeline.schema import METADATA_KEY
+from pipeline.sources.vectors import Vectors
+
+
+def read_back(path, dim=384):
+    """What the `vectors` source makes of an export: items and their vectors, by id."""
+    source = Vectors(parse(Vectors.Spec, {"path": str(path), "dim": dim}))
+    source.check()
+    return {
+        item.item_id: item
+        for shard in source.shards()
+        for item in source.decode(shard, list(enumerate(source.scan(shard))))
+    }
+
+
+def stored(uri, name, where=None):
+    """The vectors that the index itself reads, by id."""
+    vectors = {}
+    for rows, flat, lengths in Index(uri).tokens(name, where=where):
+        parts = np.split(flat.astype(np.float32), np.cumsum(lengths)[:-1])
+        vectors |= dict(zip(rows["item_id"].to_pylist(), parts, strict=True))
+    return vectors
+
+
+def assert_equal(found, expected):
+    assert list(found) == list(expected)
+    for item_id, vectors in expected.items():
+        np.testing.assert_array_equal(found[item_id].payload["vectors"], vectors)
+
+
+@pytest.fixture(params=["parquet", "npy"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def output(tmp_path, form):
+    return tmp_path / "out" / {"parquet": "vectors.parquet", "npy": "vectors"}[form]
+
+
+@pytest.mark.parametrize("name", ["full", "hpool_4", "hpool_2"])  # hpool_2 lacks an item
+def test_the_vectors_source_reads_it_back(index_uri, output, form, name, texts, monkeypatch):
+    monkeypatch.setattr(exporting, "BATCH_ROWS", 3)
+    export.main([index_uri, str(output), "--representation", name, "--format", form])
+    found = read_back(output)
+    assert_equal(found, stored(index_uri, name))
+    assert len(found) == len(texts) - (name == "hpool_2")
+    if form == "parquet":
+        assert found["wing/1"].text == texts["wing/1"]
+        assert found["wing/1"].title == "On wing/1"
+        assert found["wing/1"].parent_id == "wing"
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_what_parquet_says_of_items_and_of_the_representation(index_uri, tmp_path):
+    path = tmp_path / "a.parquet"
+    export.main([index_uri, str(path), "--representation", "hpool_4"])
+    table = pq.read_table(path)
+    assert table.schema.names[:4] == ["id", "vectors", "parent_id", "source"]
+    assert str(table.schema.field("vectors").type.value_type.value_type) == "halffloat"
+    said = json.loads(table.schema.metadata[METADATA_KEY])
+    assert said.items() >= Index(index_uri).representation("hpool_4").items()
+    assert (said["representation"], said["items"], said["where"]) == ("hpool_4", 8, None)
+    assert {"span", "metadata", "text", "title", "revision"} <= set(table.schema.names)
+
+
+def test_what_npy_says_of_items_and_of_the_representation(index_uri, tmp_path, texts):
+    export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
+    vectors, lengths = (np.load(tmp_path / "a" / f"{n}.npy") for n in ("vectors", "lengths"))
+    assert vectors.dtype == np.float16 and vectors.shape == (lengths.sum(), 384)
+    ids = (tmp_path / "a/ids.txt").read_text().splitlines()
+    items = [json.loads(line) for line in (tmp_path / "a/items.jsonl").read_text().splitlines()]
+    assert [item["id"] for item in items] == ids == list(texts)
+    assert [item["text"] for item in items] == list(texts.values())
+    assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
+    said = json.loads((tmp_path / "a/metadata.json").read_text())
+    assert said["fingerprint"] == Index(index_uri).representation("full")["fingerprint"]
+
+
+def test_single_vectors(index_uri, output, form):
+    export.main([index_uri, str(output), "--representation", "minilm_pooled", "--format", form])
+    table = Index(index_uri).dataset.to_table(columns=["item_id", "minilm_pooled"])
+    expected = {
+        row["item_id"]: np.array([row["minilm_pooled"]], np.float32) for row in table.to_pylist()
+    }
+    assert_equal(read_back(output), expected)
+
+
+def test_only_what_a_filter_lets_through(index_uri, output, form, capsys):
+    where = "parent_id = 'bread' OR parent_id = 'flow'"
+    how = ["--representation", "hpool_2", "--format", form, "--where", where]
+    export.main([index_uri, str(output), *how])
+    assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors there
+    assert f" 2 items, 4 vectors of hpool_2: {output}\n" in capsys.readouterr().out
+
+
+def test_any_fsspec_uri(index_uri, form):
+    uri = "memory://exports/" + {"parquet": "a.parquet", "npy": "a"}[form]
+    for overwrite in ([], ["--overwrite"]):
+        how = ["--representation", "hpool_4", "--format", form]
+        export.main([index_uri, uri, *how, *overwrite])
+        assert_equal(read_back(uri), stored(index_uri, "hpool_4"))
+    with pytest.raises(SpecError, match="^output: .* is there already; legal: a new path, or --ov"):
+        export.main([index_uri, uri, *how])
+    fsspec.filesystem("memory").rm("/exports", recursive=True)
+    with pytest.raises(SpecError, match="^output: 'nowhere://a.parquet' cannot be reached"):
+        export.main([index_uri, "nowhere://a.parquet", "--representation", "full"])
+
+
+def test_an_output_that_is_there(index_uri, output, form):
+    how = [index_uri, str(output), "--format", form, "--representation"]
+    export.main([*how, "full"])
+    with pytest.raises(SpecError, match="^output: .* is there already; legal: a new path, or --ov"):
+        export.main([*how, "hpool_4"])
+    assert_equal(read_back(output), stored(index_uri, "full"))
+    export.main([*how, "hpool_4", "--overwrite"])
+    assert_equal(read_back(output), stored(index_uri, "hpool_4"))
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_what_is_no_export_is_never_overwritten(index_uri, tmp_path):
+    (tmp_path / "thesis.txt").write_text("chapter one")
+    how = ["--representation", "full", "--overwrite"]
+    with pytest.raises(SpecError, match="^output: .* is a folder that holds something else"):
+        export.main([index_uri, str(tmp_path), *how, "--format", "npy"])
+    (tmp_path / "a.parquet").mkdir()
+    with pytest.raises(SpecError, match="^output: .* is a folder; legal: the path of a file"):
+        export.main([index_uri, str(tmp_path / "a.parquet"), *how])
+    with pytest.raises(SpecError, match="^output: .* is a file; legal: the path of a folder"):
+        export.main([index_uri, str(tmp_path / "thesis.txt"), *how, "--format", "npy"])
+    with pytest.raises(SpecError, match="^output: .* legal: a path that ends in .parquet, or"):
+        export.main([index_uri, str(tmp_path / "thesis.txt"), *how])
+    assert (tmp_path / "thesis.txt").read_text() == "chapter one"
+
+
+def test_a_failed_export_leaves_nothing(index_uri, output, form, monkeypatch):
+    """Of what was there before everything."""
+    how = [index_uri, str(output), "--representation", "full", "--format", form, "--overwrite"]
+    monkeypatch.setattr(exporting, "BATCH_ROWS", 3)
+
+    def fail(*args):
+        assert len(list(output.parent.iterdir())) > before  # it is being written
+        raise OSError("no space left")
+
+    for before in (0, 1):
+        with monkeypatch.context() as patched:
+            patched.setattr(exporting, "_move", fail)
+            with pytest.raises(OSError, match="no space left"):
+                export.main(how)
+        assert len(list(output.parent.iterdir())) == before
+        export.main(how)
+    assert_equal(read_back(output), stored(index_uri, "full"))
+
+
+def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jobs", "export", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--representation", "hpool_99"],
+            "representation: 'hpool_99' is not in the index;"
+            " legal: minilm_pooled, full, hpool_4, hpool_2, random_4",
+        ),
+        (["--representation", "full", "--where", "parent_id ="], "where: 'parent_id =' is not leg"),
+        (["--representation", "full", "--where", "colour = 1"], "where: 'colour = 1' is not legal"),
+        (
+            ["--representation", "full", "--where", "parent_id = 'none'"],
+            "where: \"parent_id = 'none'\" lets through no item with vectors",
+        ),
+        ([], "the following arguments are required: --representation; see --help"),
+    ],
+)
+def test_user_errors_are_one_sentence_and_exit_code_2(index_uri, tmp_path, arguments, sentence):
+    done = run_as_user(index_uri, str(tmp_path / "a.parquet"), *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(index_uri, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_as_user(index_uri, str(tmp_path / "file/a.parquet"), "--representation", "full")
+    assert done.returncode == 2
+    assert "lies under the file" in done.stderr
+
+
+def test_memory_does_not_grow_with_the_index(index_uri, output, form, monkeypatch):
+    """The same rows a hundred times over."""
+    monkeypatch.setattr(exporting, "REPORT_SECONDS", 0.0)
+    rows = exporting._rows
+    held = []
+
+    def many(*args):
+        for _ in range(100):
+            for found in rows(*args):
+                yield found
+                held.append(tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes())
+
+    monkeypatch.setattr(exporting, "_rows", many)
+    lines = []
+    tracemalloc.start()
+    try:
+        exporting.export(index_uri, str(output), "full", form=form, report=lines.append)
+    finally:
+        tracemalloc.stop()
+    assert len(held) == 100 and max(held[20:]) < held[19] + (1 << 20)
+    assert len(lines) == 101 and lines[0] == "8 of 8 items"

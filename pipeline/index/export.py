@@ -124,11 +124,12 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     check_writable(output, "output", as_file=form == "parquet")
     if not is_there:
         return filesystem, path
-    if form == "npy" and (is_folder or not overwrite):
+    if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
         if names - set(NPY_FILES):
             legal = "a new path, or an export to overwrite"
             raise SpecError("output", output, legal, "is a folder that holds something else")
+        overwrite = overwrite or not names
     if not overwrite:
         raise SpecError("output", output, "a new path, or --overwrite", "is there already")
     return filesystem, path

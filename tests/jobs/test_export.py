@@ -135,6 +135,13 @@ def test_an_output_that_is_there(index_uri, output, form):
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
+def test_an_empty_folder_is_as_good_as_none(index_uri, tmp_path):
+    (tmp_path / "a").mkdir()
+    export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
+    assert_equal(read_back(tmp_path / "a"), stored(index_uri, "full"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_what_is_no_export_is_never_overwritten(index_uri, tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter one")
     how = ["--representation", "full", "--overwrite"]

@@ -38,6 +38,14 @@ ROOT = Path(__file__).parents[1]
 CRANFIELD = ROOT / "jobs/data/cranfield"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster of this test run; the test process is connected to it."""

@@ -3,75 +3,90 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.compression import Compressor
-from pipeline.config import SpecError, parse
-from pipeline.index.columns import EncoderFacts, Representation, encoder_fields
-from pipeline.index.stages import Compress, Encode, Represent
+from pipeline.config import parse
+from pipeline.index.columns import EncoderFacts, Representation, encoder_fields, taps_of
+from pipeline.index.stages import Compress, Encode, Represent, with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.schema import Item
 from pipeline.sources import items_table
 
-NUM_VECTORS, UNIT_ITEMS, NUM_FITTED = 32, 64, 32
+NUM_VECTORS, RATIO, UNIT_ITEMS, NUM_FITTED = 32, 0.16, 64, 32
 
 
 def encode_and_compress(
     path: Path, num_items: int, names: Sequence[str], repeats: int
 ) -> dict[str, Any]:
-    """Encodes once a repeat and runs all methods on it.
-
-    Methods that need what this encoder does not give are left out.
+    """Encodes without and with the attention that the methods need, and runs them all on it.
 
     Returns:
-        `seconds` of "encode" and "compress", a list over repeats; the `methods` and `items` it did.
+        `seconds` of "encode" alone, of "encode with attention" and of "compress", each a list over
+        repeats; the `methods` and the number of `items`.
     """
     units = read(path, num_items)
     encoder = ENCODERS.resolve("minilm")
     facts = EncoderFacts.of(ENCODERS.build(encoder), encoder)
-    encode = Encode(encoder, facts)
-    encode.setup()  # also warms up: the sample is encoded before the time begins
+    representations = [
+        parse(Representation, {"compressor": fields_of(name), "id": name}) for name in names
+    ]
+    plain = Encode(encoder, facts)
+    encode = Encode(encoder, facts, taps=taps_of(representations, facts.num_layers))
+    for stage in (plain, encode):
+        stage.setup()
     sample = [batch for *_, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
-    representations, artefacts = [], {}
-    for name in names:
-        cls: type[Compressor] = COMPRESSORS.load(name)
-        fields = {"name": name}
-        if "num_vectors" in cls.Spec.model_fields:
-            fields["num_vectors"] = NUM_VECTORS
-        try:
-            compressor = cls(parse(cls.Spec, fields))
-        except SpecError:  # it needs more than a name and K
-            continue
-        if not {tap.name for tap in compressor.needs_taps} <= set(sample[0].taps):
-            continue
-        representation = parse(Representation, {"compressor": fields, "id": name})
-        representations.append(representation)
-        if cls.needs_fit:
-            artefacts[representation.id] = cls.fit(compressor.spec, sample)
+    artefacts = {}
+    for representation in representations:
+        compressor = COMPRESSORS.build(representation.compressor)
+        if compressor.needs_fit:
+            batches = [with_taps(batch, compressor.needs_taps, facts) for batch in sample]
+            artefacts[representation.id] = compressor.fit(compressor.spec, batches)
     own = [field.name for field in encoder_fields(facts, keep_positions=True)]
-    stage = Represent(Encode(encoder, facts), Compress(facts, representations, artefacts, own))
+    stage = Represent(encode, Compress(facts, representations, artefacts, own))
     stage.setup()
-    stage.process(units[0])
-    seconds: dict[str, list[float]] = {"encode": [], "compress": []}
-    for _ in range(repeats):
-        taken = dict.fromkeys(seconds, 0.0)
+
+    def run_plain() -> dict[str, float]:
+        start = time.perf_counter()
+        for unit in units:
+            for _ in plain.batches(unit):
+                pass
+        return {"encode": time.perf_counter() - start}
+
+    def run_all() -> dict[str, float]:
+        taken = {"encode with attention": 0.0, "compress": 0.0}
         for unit in units:
             _, rejects = stage.process(unit)
             assert not rejects
-            for name in taken:
-                taken[name] += stage.seconds(0)[name]
-        for name, spent in taken.items():
-            seconds[name].append(spent)
+            spent = stage.seconds(0)
+            taken["encode with attention"] += spent["encode"]
+            taken["compress"] += spent["compress"]
+        return taken
+
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(repeats + 1):
+        sides = (run_plain, run_all) if repeat % 2 == 0 else (run_all, run_plain)
+        for side in sides:
+            for name, spent in side().items():
+                seconds.setdefault(name, []).append(spent)
     return {
-        "seconds": seconds,
-        "methods": [representation.id for representation in representations],
+        "seconds": {name: spent[1:] for name, spent in seconds.items()},  # the first was to warm up
+        "methods": names,
         "num_vectors": NUM_VECTORS,
         "items": sum(unit.num_rows for unit in units),
     }
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The method with K vectors, or for one that has no K the share of them in an abstract."""
+    fields = COMPRESSORS.load(name).Spec.model_fields
+    if "num_vectors" in fields:
+        return {"name": name, "num_vectors": NUM_VECTORS}
+    return {"name": name, **({"ratio": RATIO} if "ratio" in fields else {})}
 
 
 def read(path: Path, num_items: int) -> list[pa.Table]:

@@ -27,7 +27,7 @@ from scipy.spatial.distance import pdist
 
 from jobs.bench.harness import peak_bytes
 from pipeline.compression import Compressor
-from pipeline.config import SpecError, parse
+from pipeline.config import SpecError, override, parse
 from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch
 
@@ -39,7 +39,7 @@ class Run:
     """What is measured.
 
     Attributes:
-        name: the compressor.
+        name: the compressor, and settings of it: "hpool,linkage=rows".
         batches: numbers of documents. All but the smallest become smaller where all repeats would
             take longer than `seconds`, and the repeats fewer where even that is not enough.
         repeats: of each measurement, the two sides in turns.
@@ -93,7 +93,8 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
     first = timed(lambda: compressor.compress(batch), run.device)  # warm, and alone
     peak = torch.cuda.max_memory_allocated() if run.device == "cuda" else peak_bytes()
     repeats = max(1, min(run.repeats, int(run.seconds / first)))
-    bare = BARE[run.name](run, compressor, batch) if run.name in BARE else None
+    side = BARE.get(run.name) or BARE.get(compressor.spec.name)
+    bare = side(run, compressor, batch) if side else None
     sides: dict[str, Callable[[], Any]] = {"seconds": lambda: compressor.compress(batch)}
     if bare:
         sides["bare"] = bare
@@ -122,10 +123,11 @@ def timed(work: Callable[[], Any], device: str) -> float:
 
 def build(run: Run) -> Compressor:
     """The compressor with K vectors and its defaults, fitted where it must be."""
-    cls = COMPRESSORS.load(run.name)
-    has_budget = "num_vectors" in cls.Spec.model_fields
-    budget = {"num_vectors": run.num_vectors} if has_budget else {}
-    compressor = cls(parse(cls.Spec, {"name": run.name, **budget}))
+    name, *settings = run.name.split(",")
+    cls = COMPRESSORS.load(name)
+    budget = {"num_vectors": run.num_vectors, "ratio": run.num_vectors / run.num_tokens}
+    own = next(({key: budget[key]} for key in budget if key in cls.Spec.model_fields), {})
+    compressor = cls(parse(cls.Spec, override({"name": name, **own}, settings)))
     if not compressor.needs_fit:
         return compressor
     sample = documents(run, compressor, NUM_FITTED, seed=1)
@@ -186,6 +188,18 @@ def ward(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], No
     return work
 
 
+def ward_of_cosines(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+    """Ward over the cosine distances as they are."""
+    items = batch.vectors.double().cpu().numpy()
+
+    def work() -> None:
+        for item in items:
+            tree = hierarchy.linkage(pdist(item, "cosine"), method="ward")
+            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
+
+    return work
+
+
 def ward_of_rows(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
     """Ward over the rows of the cosine distances."""
     items = batch.vectors.double().cpu().numpy()
@@ -198,7 +212,14 @@ def ward_of_rows(run: Run, compressor: Compressor, batch: TokenBatch) -> Callabl
     return work
 
 
-BARE = {"samer": samer, "agc": agc, "hpool": ward, "light_colpali": ward_of_rows}
+BARE = {
+    "samer": samer,
+    "agc": agc,
+    "hpool": ward,
+    "hpool,linkage=rows": ward_of_rows,
+    "hpool,linkage=condensed": ward_of_cosines,
+    "light_colpali": ward_of_rows,
+}
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ import torch
 from pipeline.registry import COMPRESSORS
 from tests.compression.test_contract import LENGTHS, build, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", COMPRESSORS.names())

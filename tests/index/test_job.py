@@ -246,9 +246,9 @@ def test_an_index_made_by_another_encoder_is_refused(tmp_path, collection):
 
 def test_other_settings_or_new_representations_are_refused(tmp_path, collection):
     run(spec(tmp_path, collection(a="one")))
-    samer = {"name": "samer", "num_vectors": 4, "gamma": 0.5}
+    samer = {"compressor": {"name": "samer", "num_vectors": 4, "gamma": 0.5}, "id": "samer_4"}
     with pytest.raises(SpecError, match="representations.samer_4.compressor.*another `id`"):
-        run(spec(tmp_path, collection(a="one"), representations=[{"compressor": samer}]))
+        run(spec(tmp_path, collection(a="one"), representations=[samer]))
     hpool = {"name": "hpool", "num_vectors": 4}
     with pytest.raises(SpecError, match="hpool_4.*jobs.recompress"):
         run(spec(tmp_path, collection(a="one"), representations=[{"compressor": hpool}]))

@@ -80,8 +80,9 @@ def used_vectors(
 ) -> np.ndarray:
     """(T,) bool: which stored vectors are the best match of any query token in their item.
 
-    Over all pairs of a query and an item: what a single pass of scoring reads to any effect, AGC's
-    (section 6.5) "active during a single evaluation pass".
+    Over all pairs of a query and an item: what scoring reads to any effect. AGC (section 6.5)
+    counts vectors that are "active during a single evaluation pass" from records of relevant pairs
+    alone: that are the `vectors` of `Matches`, of all that their items have.
 
     Args:
         rows: ascending; the items that take part.
@@ -277,7 +278,7 @@ class Diagnosis:
         num_missing: relevant pairs left out because this representation lacks the item's vectors.
         used: share of the stored vectors that are the best match of any query token, over all pairs
             of a query and an item.
-        used_relevant: the same over relevant pairs, of the vectors of their items.
+        used_relevant: the same over relevant pairs, of the vectors of their items (AGC's).
         cv: coefficient of variation of the matching strengths; None if nothing matches.
         gini: their Gini coefficient.
         num_positions: the length of the longest item among the relevant pairs.

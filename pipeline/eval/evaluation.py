@@ -19,7 +19,7 @@ import pipeline
 from pipeline.atomic import check_writable, write_atomic
 from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
-from pipeline.eval import JudgedQueries, bm25, html, plot, report
+from pipeline.eval import JudgedQueries, bm25, figures, html, plot, report
 from pipeline.eval.cells import Cell, Cells, Diagnosed
 from pipeline.eval.diagnose import Diagnoser, full_tokens_of
 from pipeline.eval.diagnostics import Diagnosis
@@ -245,6 +245,7 @@ def _write(
         "per_query.csv": report.per_query_csv(evaluation),
         "table.md": report.markdown(table),
         "quality_bytes.png": plot.quality_bytes_png(evaluation),
+        **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(evaluation)},
         RESULTS: evaluation.to_json(),
         "spec.yaml": dump_yaml(spec),
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.eval.results import BM25, FULL, KEPT, OSR, Evaluation, Result, Standing
+from pipeline.eval.views import correlations
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
@@ -81,6 +82,35 @@ def diagnostics(result: Result) -> dict[str, float | None]:
     }
 
 
+#: The columns of the report's second table, with what `metrics.csv` calls them.
+SECOND = {
+    "OSR, mean of ratios": OSR,
+    "OSR, ratio of means": f"{OSR} ratio of means",
+    "pairs": f"{OSR} pairs",
+    "left out": f"{OSR} left out",
+    "used": "used",
+    "used, relevant": "used_relevant",
+    "Gini": "gini",
+    "CV": "cv",
+    "similarity": "similarity_mean",
+}
+
+
+def second_diagnostics(result: Result) -> list[str]:
+    """The cells of a row under the names of `SECOND`."""
+    numbers = diagnostics(result)
+    cells = []
+    for name in SECOND.values():
+        value = numbers[name]
+        if name.startswith("used"):
+            cells.append(share(value))
+        elif name == "cv":
+            cells.append("-" if value is None else f"{value:.1f}")
+        else:
+            cells.append(str(value) if isinstance(value, int) else decimal(value))
+    return cells
+
+
 def decimal(value: float | None) -> str:
     """A number to three digits.
 
@@ -151,6 +181,13 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
             f"{evaluation.quality(frugal):.4f} ({kept}) with {frugal.vector_bytes:,.0f} of "
             f"{full.vector_bytes:,.0f} bytes per item ({share(_part(frugal, full))})."
         )
+
+    for found in correlations(evaluation):
+        if found.r is not None:
+            yield (
+                f"{found.of} and {measure} over {len(found.rows)} compressed rows: Pearson's "
+                f"r = {found.r:.3f}, {p_equals(found.p)}."
+            )
 
     bm25 = next((result for result in results if result.method == BM25), None)
     if bm25 is None:

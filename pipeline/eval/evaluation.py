@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -38,7 +39,7 @@ from pipeline.eval.results import (
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.reader import Index, both, first_line
 from pipeline.index.status import stored
-from pipeline.registry import BENCHMARKS, BenchmarkSpec
+from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
 from pipeline.search.searcher import SCORES, Score, Searcher, open_index
 
@@ -473,6 +474,8 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     if row.score == SINGLE:
         return Result(about["pooled"], SINGLE, 1, SINGLE, encoder, **measured)
     compressor = about["compressor"]
+    with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
+        compressor = dump(COMPRESSORS.resolve(compressor))
     method = method_name(compressor, about["codec"]["name"], about.get("of", "content"))
     budget = compressor.get("num_vectors")
     named = row.representation, method, budget, row.score, encoder

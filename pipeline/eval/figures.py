@@ -69,7 +69,7 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             "Above: the strength with which each position of an item is matched by tokens of "
             "queries that it is relevant to. Below: the mean cosine between positions"
             + (f". Full tokens, and each method at {budget}." if budget else "."),
-            [lambda row=row: _alone(row) for row in rows],
+            [lambda row=row: _alone(row, _lowest(rows)) for row in rows],
             lambda: _abreast(rows),
         )
     if retention_lines(evaluation):
@@ -112,9 +112,14 @@ def _single(name: str, title: str, caption: str, draw: Callable[[], Figure]) -> 
     return Drawing(name, title, caption, [draw], draw)
 
 
-def _alone(row: Result) -> Figure:
+def _lowest(rows: Sequence[Result]) -> float:
+    """Where the colours of all similarity maps begin: at 0, or below if any similarity is."""
+    return min(0.0, *(float(np.min(row.diagnosis.similarity)) for row in rows))
+
+
+def _alone(row: Result, lowest: float) -> Figure:
     figure = Figure(figsize=(3.2, 4.4), layout="constrained")
-    _draw_use(figure, row)
+    _draw_use(figure, row, lowest)
     return figure
 
 
@@ -124,11 +129,11 @@ def _abreast(rows: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(3.2 * columns, 4.4 * lines), layout="constrained")
     parts = figure.subfigures(lines, columns, squeeze=False).flat
     for part, row in zip(parts, rows, strict=False):  # the last line need not be full
-        _draw_use(part, row)
+        _draw_use(part, row, _lowest(rows))
     return figure
 
 
-def _draw_use(figure: FigureBase, row: Result) -> None:
+def _draw_use(figure: FigureBase, row: Result, lowest: float) -> None:
     """A row's matching strength by position, above the similarity between positions."""
     bars, heat = figure.subplots(2, 1, height_ratios=(1, 1.5))
     diagnosis = row.diagnosis
@@ -140,7 +145,7 @@ def _draw_use(figure: FigureBase, row: Result) -> None:
     bars.set_ylabel("strength", fontsize=8)
     end = diagnosis.num_positions
     image = heat.imshow(
-        np.array(diagnosis.similarity), vmin=0, vmax=1, cmap="viridis", extent=(0, end, end, 0)
+        np.array(diagnosis.similarity), vmin=lowest, vmax=1, cmap="viridis", extent=(0, end, end, 0)
     )
     heat.set_xlabel("position", fontsize=8)
     bar = figure.colorbar(image, ax=heat, shrink=0.8)

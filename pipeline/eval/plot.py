@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, pareto_front
+from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
 from pipeline.eval.views import in_scans, line_name
 
 #: Colours that stay apart for readers who see colours differently, and in print with the markers;
@@ -122,9 +122,13 @@ def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
 
 
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
-    qualities = [evaluation.quality(result) for result in evaluation.results]
-    margin = max(0.08 * (max(qualities) - min(qualities)), 0.002)
-    return min(qualities) - margin, max(qualities) + 2 * margin  # room for the budgets
+    ends = [
+        evaluation.quality(result) + sign * (result.spread(evaluation.headline) or 0.0)
+        for result in evaluation.results
+        for sign in (-1, 1)
+    ]
+    margin = max(0.08 * (max(ends) - min(ends)), 0.002)
+    return min(ends) - margin, max(ends) + 2 * margin  # room for the budgets
 
 
 def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
@@ -132,7 +136,7 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
     results = [r for r in evaluation.results if r.score in (score, SINGLE, BM25)]
     sizes: dict[Budget, float] = {}  # of each budget, of the method that takes most
     for method, style in styles(evaluation).items():
-        line = sorted(
+        rows = sorted(
             (
                 r
                 for r in results
@@ -140,22 +144,13 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
             ),
             key=lambda result: result.vector_bytes,
         )
-        if not line:
-            continue
-        panel.errorbar(
-            [result.vector_bytes for result in line],
-            [result.means[measure] for result in line],
-            [result.spread(measure) or 0.0 for result in line] if line[0].seeds else None,
-            **style,
-            markersize=8,
-            markeredgecolor="white",
-            label=method,
-            linewidth=1.8,
-            capsize=3,
-        )
-        for result in line:
-            largest = max(result.vector_bytes, sizes.get(result.budget, 0.0))
-            sizes[result.budget] = largest
+        # A number for every item and a share of its tokens are two ways to spend bytes.
+        for is_share in (False, True):
+            line = [row for row in rows if (row.budget.ratio is not None) == is_share]
+            if line:
+                _draw_line(panel, line, measure, method, style)
+        for row in rows:
+            sizes[row.budget] = max(row.vector_bytes, sizes.get(row.budget, 0.0))
     _label_budgets(panel, sizes)
     front = pareto_front(evaluation.results, measure)
     panel.plot(
@@ -192,6 +187,24 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _bytes(size)))
     panel.xaxis.set_minor_formatter(NullFormatter())
     plain(panel)
+
+
+def _draw_line(
+    panel: Axes, line: Sequence[Result], measure: str, method: str, style: dict[str, str]
+) -> None:
+    """A method's rows from the smallest on, with the spread of those that stand for seeds."""
+    spreads = [row.spread(measure) or 0.0 for row in line]
+    panel.errorbar(
+        [row.vector_bytes for row in line],
+        [row.means[measure] for row in line],
+        spreads if any(spreads) else None,
+        **style,
+        markersize=8,
+        markeredgecolor="white",
+        label=method,
+        linewidth=1.8,
+        capsize=3,
+    )
 
 
 def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:

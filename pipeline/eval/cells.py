@@ -46,6 +46,12 @@ class Diagnosed(Kept):
     diagnosis: Diagnosis
 
 
+class Grounded(Kept):
+    """The grounding measures of one representation; empty if they do not apply to it."""
+
+    numbers: dict[str, float]
+
+
 KeptT = TypeVar("KeptT", bound=Kept)
 
 

@@ -21,10 +21,18 @@ from pipeline.atomic import check_writable, write_atomic
 from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25, figures, html, plot, report
-from pipeline.eval.cells import Cell, Cells, Diagnosed
+from pipeline.eval.cells import Cell, Cells, Diagnosed, Grounded
 from pipeline.eval.diagnose import Diagnoser, full_tokens_of
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compared, describe
+from pipeline.eval.grounding import (
+    Generated,
+    Grounder,
+    Phrase,
+    check_phrases,
+    generate_phrases,
+    read_phrases,
+)
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import (
     BM25,
@@ -71,6 +79,8 @@ class EvaluateSpec(Spec):
             is about these items alone, and no others are searched.
         diagnostics: whether late rows are diagnosed: score retention, use of the vectors, evenness
             and similarity; takes about as long again as ranking.
+        grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
+            JSONL file, or how to draw phrases from the items' own text; null for none.
     """
 
     index: str
@@ -86,6 +96,7 @@ class EvaluateSpec(Spec):
     text: Literal["text", "caption"] = "text"
     where: str | None = None
     diagnostics: bool = True
+    grounding: Generated | str | None = None
 
     @field_validator("measures")
     @classmethod
@@ -135,6 +146,12 @@ def run(
     for line in notes:
         say(line)
 
+    phrases = _phrases(spec, searcher, plan)
+    if isinstance(spec.grounding, Generated) and len(phrases) < spec.grounding.num_phrases:
+        notes.append(f"grounding: {len(phrases)} phrases found in the items' texts")
+        say(notes[-1])
+    grounder = Grounder(searcher, phrases)
+
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
     cells = Cells(spec.output)
     results, keys = [], {}
@@ -149,6 +166,9 @@ def run(
         result = _result(searcher, row, cell)
         if spec.diagnostics and row.score == "late":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cells))
+        if phrases and row.score == "late":
+            numbers = _grounding(searcher.index, grounder, phrases, row.representation, cells)
+            result = replace(result, grounding=numbers)
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
@@ -185,8 +205,48 @@ def _diagnosis(ranker: _Ranker, representation: str, cells: Cells) -> Diagnosis:
     return kept.diagnosis
 
 
+def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
+    """The phrases to ground, if any are asked for.
+
+    Raises:
+        SpecError: they are not legal, or their items are not there or have no places.
+    """
+    if spec.grounding is None:
+        return []
+    names = [row.representation for row in plan if row.score == "late"]
+    if isinstance(spec.grounding, Generated):
+        return generate_phrases(spec.grounding, searcher.index, names, spec.where)
+    phrases = read_phrases(spec.grounding)
+    check_phrases(phrases, searcher.index, names)
+    return phrases
+
+
+def _grounding(
+    index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cells: Cells
+) -> dict[str, float]:
+    """The grounding measures of a representation, as they were kept if all is as before."""
+    columns = grounder.columns(name)
+    if columns is None:
+        return {}
+    about = index.representation(name)
+    key = Cells.key(
+        grounding=phrases,
+        content=index.content_key(["item_id", *columns]),
+        made=[about[setting] for setting in ("fingerprint", "compressor", "artefact", "codec")],
+    )
+    kept = cells.read(key, Grounded)
+    if kept is None:
+        kept = Grounded(numbers=grounder.measure(name))
+        cells.write(key, kept)
+    return kept.numbers
+
+
 def _remarks(results: Sequence[Result]) -> Iterator[str]:
     """What is to be known of the diagnostics and of the rows that stand for seeds."""
+    late = [result for result in results if result.score == "late"]
+    ungrounded = [result.representation for result in late if not result.grounding]
+    if len(ungrounded) < len(late) and ungrounded:
+        yield f"no grounding for {', '.join(ungrounded)}: they store no support, or no places"
     diagnosed = [result for result in results if result.diagnosis]
     if without := [result.representation for result in diagnosed if not result.diagnosis.full]:
         yield (

@@ -15,13 +15,13 @@ from pipeline.eval import figures, plot
 from pipeline.eval.compare import Comparison
 from pipeline.eval.examples import MARKS, Example
 from pipeline.eval.report import (
-    SECOND,
     against_bm25,
     budget,
     first_diagnostics,
     method,
     p_equals,
     p_value,
+    second_columns,
     second_diagnostics,
     share,
     sizes,
@@ -42,7 +42,7 @@ class Section:
 
 def report(sections: Sequence[Section]) -> str:
     """The page of one or several evaluations, one section each."""
-    return _render("report.html.j2", sections=sections, alpha=ALPHA, osr=OSR, second=SECOND)
+    return _render("report.html.j2", sections=sections, alpha=ALPHA, osr=OSR)
 
 
 def comparison(compared: Comparison) -> str:
@@ -71,6 +71,7 @@ def _render(template: str, **values: Any) -> str:
         "p_value": p_value,
         "panels": plot.panels,
         "plot": lambda evaluation, score: Markup(plot.quality_bytes_svg(evaluation, score)),
+        "second_columns": second_columns,
         "second_diagnostics": second_diagnostics,
         "share": share,
         "sizes": sizes,

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeline.eval.grounding import Grounding
 from pipeline.eval.results import BM25, FULL, KEPT, OSR, Evaluation, Result, Standing
 from pipeline.eval.views import correlations
 
@@ -79,6 +80,7 @@ def diagnostics(result: Result) -> dict[str, float | None]:
         f"{OSR} pairs": retention and retention.num_pairs,
         f"{OSR} left out": retention and retention.num_left_out,
         **{name: diagnosis and getattr(diagnosis, name) for name in names},
+        **{name: result.grounding.get(name) for name in (*Grounding._fields, "phrases")},
     }
 
 
@@ -94,15 +96,22 @@ SECOND = {
     "CV": "cv",
     "similarity": "similarity_mean",
 }
+#: And further ones where phrases were grounded.
+GROUNDED = {"BoxMass": "box_mass", "RegionHit": "region_hit", "CoverageIoU": "coverage_iou"}
 
 
-def second_diagnostics(result: Result) -> list[str]:
-    """The cells of a row under the names of `SECOND`."""
+def second_columns(evaluation: Evaluation) -> dict[str, str]:
+    """The columns of the report's second table."""
+    return SECOND | (GROUNDED if any(r.grounding for r in evaluation.results) else {})
+
+
+def second_diagnostics(result: Result, columns: dict[str, str]) -> list[str]:
+    """The cells of a row in the report's second table."""
     numbers = diagnostics(result)
     cells = []
-    for name in SECOND.values():
+    for name in columns.values():
         value = numbers[name]
-        if name.startswith("used"):
+        if name.startswith("used") or name in GROUNDED.values():
             cells.append(share(value))
         elif name == "cv":
             cells.append("-" if value is None else f"{value:.1f}")

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.config import Spec, SpecError
@@ -271,8 +270,8 @@ class Grounder:
             boxes_T4 = _boxes(table[columns[1]][row].as_py())
             if not lengths[row] or boxes_T4 is None:
                 continue
-            own_ND = torch.from_numpy(vectors_TD[ends[row] - lengths[row] : ends[row]]).float()
-            similarity_N = (query_MD @ own_ND.T).mean(dim=0).double().numpy()
+            own_ND = vectors_TD[ends[row] - lengths[row] : ends[row]].astype(np.float32)
+            similarity_N = (query_MD.numpy() @ own_ND.T).mean(axis=0).astype(np.float64)
             output_T = self._outputs(table, columns, row, len(boxes_T4))
             similarity_T = np.where(output_T < 0, np.nan, similarity_N[output_T])
             map_YX = relevance_map(similarity_T, boxes_T4)

@@ -33,6 +33,7 @@ from pipeline.eval.grounding import (
     generate_phrases,
     read_phrases,
 )
+from pipeline.eval.kinds import queries_by_kind
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import (
     BM25,
@@ -81,6 +82,8 @@ class EvaluateSpec(Spec):
             and similarity; takes about as long again as ranking.
         grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
             JSONL file, or how to draw phrases from the items' own text; null for none.
+        kinds: an item column such as modality, or metadata.KEY: the report has a table by kind of
+            the relevant documents; null for none.
     """
 
     index: str
@@ -97,6 +100,7 @@ class EvaluateSpec(Spec):
     where: str | None = None
     diagnostics: bool = True
     grounding: Generated | str | None = None
+    kinds: str | None = None
 
     @field_validator("measures")
     @classmethod
@@ -146,6 +150,9 @@ def run(
     for line in notes:
         say(line)
 
+    by_kind = {}
+    if spec.kinds is not None:
+        by_kind = queries_by_kind(searcher.index, judged, spec.kinds, spec.judged, spec.where)
     phrases = _phrases(spec, searcher, plan)
     if isinstance(spec.grounding, Generated) and len(phrases) < spec.grounding.num_phrases:
         notes.append(f"grounding: {len(phrases)} phrases found in the items' texts")
@@ -189,6 +196,7 @@ def run(
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
         results=results,
+        kinds=by_kind,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
     _write(spec, evaluation, examples, say)
@@ -304,6 +312,7 @@ def _write(
         "report.html": html.report([html.Section(evaluation, examples.examples)]),
         "metrics.csv": report.metrics_csv(evaluation),
         "per_query.csv": report.per_query_csv(evaluation),
+        **({"kinds.csv": report.kinds_csv(evaluation)} if evaluation.kinds else {}),
         "table.md": report.markdown(table),
         "quality_bytes.png": plot.quality_bytes_png(evaluation),
         **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(evaluation)},

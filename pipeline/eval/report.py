@@ -278,6 +278,25 @@ def per_query_csv(evaluation: Evaluation) -> str:
     return as_csv([["run", "query_id", *evaluation.measures], *rows])
 
 
+def of_kind(evaluation: Evaluation, result: Result, kind: str) -> tuple[float, float | None]:
+    """The headline measure and the score retention of a row on the queries of one kind."""
+    query_ids = evaluation.kinds[kind]
+    quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
+    retention = result.diagnosis and result.diagnosis.retention(query_ids)
+    return quality, retention and retention.mean
+
+
+def kinds_csv(evaluation: Evaluation) -> str:
+    """Late rows by kind of the relevant documents as CSV, numbers unrounded."""
+    rows = [
+        [result.name, kind, len(query_ids), *of_kind(evaluation, result, kind)]
+        for result in evaluation.results
+        if result.score == "late"
+        for kind, query_ids in evaluation.kinds.items()
+    ]
+    return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
+
+
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:
     """Rows, the header first, as the text of a CSV file."""
     text = io.StringIO()

@@ -334,3 +334,29 @@ def test_diagnostics_can_be_left_out(spec_file, tmp_path):
     with (tmp_path / "out/metrics.csv").open() as file:
         assert {row["used"] for row in csv.DictReader(file)} == {""}
     assert "<h3>Diagnostics</h3>" not in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_table_by_kind_of_document(spec_file, own_index, tmp_path):
+    metadata = """'{"topic": "' || parent_id || '"}'"""
+    lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
+    spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[late]"])
+    evaluation = run(spec.model_copy(update={"kinds": "metadata.topic"}), lambda line: None)
+    assert evaluation.kinds == {"bread": ["b"], "wing": ["1"]}
+    with (tmp_path / "out/kinds.csv").open() as file:
+        rows = {(row["row"], row["kind"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 4 * 2
+    for (name, kind), row in rows.items():
+        query_id = {"bread": "b", "wing": "1"}[kind]
+        assert float(row["nDCG@10"]) == evaluation.value(name, query_id)
+        ((score, full),) = evaluation.of(name).diagnosis.pairs[query_id]
+        assert float(row["OSR"]) == pytest.approx(score / full)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "By kind of document" in page and "nDCG@10, 1 query" in page
+
+    given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
+    with pytest.raises(SpecError, match="kinds: 'metadata.colour' .* legal: metadata.topic"):
+        evaluate.main(given)
+    with pytest.raises(SpecError, match="kinds: 'span' is no column of text; legal: item_id, "):
+        evaluate.main([spec_file, "kinds=span"])
+    spec = config.load(EvaluateSpec, spec_file, ["scores=[late]", "kinds=modality"])
+    assert run(spec, lambda line: None).kinds == {"text": ["1", "b"]}

@@ -27,7 +27,7 @@ from pipeline.eval.views import (
     retention_measure,
     side_by_side,
 )
-from pipeline.taps import MIDDLE
+from pipeline.taps import MIDDLE, Tap
 
 #: Indexes side by side in the picture of their use.
 ABREAST = 5
@@ -185,14 +185,15 @@ def _layers(evaluation: Evaluation, scans: Sequence[Scan]) -> Figure:
     looks = styles(evaluation)
     for panel, budget in zip(panels, budgets, strict=True):
         own = [scan for scan in scans if scan.budget == budget]
-        num_layers = 1 + max(max(scan.rows) for scan in own)
-        low, high = (math.floor(float(share) * num_layers + 1e-9) for share in MIDDLE.split("-"))
-        panel.axvspan(low - 0.5, min(high, num_layers - 1) + 0.5, color="#0072B2", alpha=0.1)
+        scanned = [layer for scan in own for layer in scan.rows]
+        if min(scanned) >= 0:  # counted from the end they do not tell the depth
+            window = Tap("column_sums", layers=MIDDLE).numbers(1 + max(scanned))
+            panel.axvspan(window[0] - 0.5, window[-1] + 0.5, color="#0072B2", alpha=0.1)
         for scan in own:
             points = [(n, r.retention.mean) for n, r in scan.rows.items() if r.retention]
-            any_row = next(iter(scan.rows.values()))
-            look = looks[line_name(evaluation, any_row)]
-            panel.plot(*zip(*points, strict=True), **look, markeredgecolor="white", label=scan.name)
+            if points:
+                look = {**looks[scan.name], "markeredgecolor": "white", "label": scan.name}
+                panel.plot(*zip(*points, strict=True), **look)
         for row in late_rows(evaluation):
             if row.is_random and row.budget == budget and row.retention:
                 _band(panel, row)
@@ -217,13 +218,13 @@ def _scatters(evaluation: Evaluation, found: Sequence[Correlation]) -> Figure:
     looks, scanned = styles(evaluation), in_scans(evaluation)
     for panel, correlation in zip(panels, found, strict=True):
         for x, y, row in zip(correlation.x, correlation.y, correlation.rows, strict=True):
-            name = line_name(evaluation, row)
-            look = looks[name]
             if row.name in scanned:  # many rows of one method: one look
                 name, look = "scans over layers", {"color": REFERENCE, "marker": "."}
-            panel.plot(
-                [x], [y], **{**look, "linestyle": "none"}, markeredgecolor="white", label=name
-            )
+            else:
+                name = line_name(evaluation, row)
+                look = {**looks[name], "markersize": 8}
+            look |= {"linestyle": "none", "markeredgecolor": "white", "label": name}
+            panel.plot([x], [y], **look)
         if correlation.r is not None:
             slope, start = np.polyfit(correlation.x, correlation.y, 1)
             ends = np.array([correlation.x.min(), correlation.x.max()])

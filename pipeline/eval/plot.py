@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
-from pipeline.eval.views import in_scans, line_name
+from pipeline.eval.views import in_scans, layer_scans, line_name
 
 #: Colours that stay apart for readers who see colours differently, and in print with the markers;
 #: the second eight are dashed too.
@@ -47,11 +47,11 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def styles(evaluation: Evaluation) -> dict[str, dict[str, str]]:
-    """How each method's line is drawn, the same in all figures; those of scans come last."""
+    """How each line is drawn, the same in all figures: methods, then scans of no such method."""
     scanned = in_scans(evaluation)
-    rows = [result for result in evaluation.results if result.is_compressed]
-    rows.sort(key=lambda result: (result.name in scanned, line_name(evaluation, result)))
-    names = dict.fromkeys(line_name(evaluation, result) for result in rows)
+    rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]
+    names = sorted({line_name(evaluation, row) for row in rows})
+    names = dict.fromkeys([*names, *(scan.name for scan in layer_scans(evaluation))])
     return {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
 
 

@@ -107,7 +107,9 @@ class Result:
 
     @property
     def budget(self) -> Budget:
-        """What the method may keep."""
+        """What the method may keep; all of it where only the codec is another than full tokens'."""
+        if self.is_compressed and self.compressor.get("name") == "none":
+            return Budget(None, 1.0)
         return Budget(self.num_vectors, self.compressor.get("ratio"))
 
     @property

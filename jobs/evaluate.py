@@ -6,11 +6,24 @@
 Beside the representations stands BM25 over the items' texts (bm25=false leaves it out). Judgments
 name the items' parents, of which the best item counts, or the items themselves (judged=item).
 
+Late rows are diagnosed too (diagnostics=false leaves it out): OSR, the share of a relevant pair's
+score with the full tokens that is left (SAP); which stored vectors are ever matched, how evenly and
+how alike they are (AGC). Rows that differ in their seed alone are one row, their mean. Two fields
+add what is only done if asked for:
+
+    grounding={num_phrases: 200}     BoxMass, RegionHit, CoverageIoU (SaMer) of phrases drawn from
+                                     the items' text, or of a file: grounding=phrases.jsonl with
+                                     lines {"item_id": ..., "phrase": ..., "boxes": [[x0,y0,x1,y1]]}
+    kinds=modality                   a table by kind of the relevant documents: an item column, or
+                                     metadata.KEY
+
 Writes into the spec's `output`: report.html (everything, on one page), metrics.csv, per_query.csv,
 table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
-jobs.compare reads. What was computed stays in cells/: the next run computes only what is new or
-changed. Bytes per item are of the stored numbers: of the vectors only, and of everything (with the
-support and the token positions that mark words).
+jobs.compare reads; where there is what they show also index_utilisation.png, quality_retention.png
+(budgets that are ratios), osr_by_layer.png (methods at several single layers),
+diagnostics_quality.png and kinds.csv. What was computed stays in cells/: the next run computes only
+what is new or changed. Bytes per item are of the stored numbers: of the vectors only, and of
+everything (with the support and the token positions that mark words).
 """
 
 from __future__ import annotations

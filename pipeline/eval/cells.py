@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
+from pipeline.eval.diagnostics import Diagnosis
 
 #: Raise it when a change to the code lets equal keys stand for other numbers.
 LOGIC = 1
@@ -37,6 +38,18 @@ class Cell(Kept):
     queries_per_second: float
     median_ms: float
     p95_ms: float
+
+
+class Diagnosed(Kept):
+    """What the diagnostics say of one representation."""
+
+    diagnosis: Diagnosis
+
+
+class Grounded(Kept):
+    """The grounding measures of one representation; empty if they do not apply to it."""
+
+    numbers: dict[str, float]
 
 
 KeptT = TypeVar("KeptT", bound=Kept)

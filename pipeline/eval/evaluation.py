@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,15 +20,35 @@ import pipeline
 from pipeline.atomic import check_writable, write_atomic
 from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
-from pipeline.eval import JudgedQueries, bm25, html, plot, report
-from pipeline.eval.cells import Cell, Cells
+from pipeline.eval import JudgedQueries, bm25, figures, html, plot, report
+from pipeline.eval.cells import Cell, Cells, Diagnosed, Grounded
+from pipeline.eval.diagnose import Diagnoser, full_tokens_of
+from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compared, describe
+from pipeline.eval.grounding import (
+    Generated,
+    Grounder,
+    Phrase,
+    check_phrases,
+    generate_phrases,
+    read_phrases,
+)
+from pipeline.eval.kinds import queries_by_kind
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
-from pipeline.eval.results import BM25, RESULTS, SINGLE, Evaluation, Result, in_order, method_name
+from pipeline.eval.results import (
+    BM25,
+    RESULTS,
+    SINGLE,
+    Evaluation,
+    Result,
+    in_order,
+    merge_seeds,
+    method_name,
+)
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.reader import Index, both, first_line
 from pipeline.index.status import stored
-from pipeline.registry import BENCHMARKS, BenchmarkSpec
+from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
 from pipeline.search.searcher import SCORES, Score, Searcher, open_index
 
@@ -34,6 +56,8 @@ AnyQueries = EncodedQueries | list[np.ndarray]
 
 #: So many queries are scored one at a time for the latency.
 ALONE = 50
+#: Random pruning stands for so many seeds, as in SAP's appendix C.
+NUM_SEEDS = 5
 
 
 class EvaluateSpec(Spec):
@@ -54,6 +78,12 @@ class EvaluateSpec(Spec):
         text: what BM25 reads: the texts, or the captions.
         where: a Lance filter over the items' columns, such as "source = 'letters'": the benchmark
             is about these items alone, and no others are searched.
+        diagnostics: whether late rows are diagnosed: score retention, use of the vectors, evenness
+            and similarity; takes about as long again as ranking.
+        grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
+            JSONL file, or how to draw phrases from the items' own text; null for none.
+        kinds: an item column such as modality, or metadata.KEY: the report has a table by kind of
+            the relevant documents; null for none.
     """
 
     index: str
@@ -68,6 +98,9 @@ class EvaluateSpec(Spec):
     bm25: bool = True
     text: Literal["text", "caption"] = "text"
     where: str | None = None
+    diagnostics: bool = True
+    grounding: Generated | str | None = None
+    kinds: str | None = None
 
     @field_validator("measures")
     @classmethod
@@ -117,6 +150,15 @@ def run(
     for line in notes:
         say(line)
 
+    by_kind = {}
+    if spec.kinds is not None:
+        by_kind = queries_by_kind(searcher.index, judged, spec.kinds, spec.judged, spec.where)
+    phrases = _phrases(spec, searcher, plan)
+    if isinstance(spec.grounding, Generated) and len(phrases) < spec.grounding.num_phrases:
+        notes.append(f"grounding: {len(phrases)} phrases found in the items' texts")
+        say(notes[-1])
+    grounder = Grounder(searcher, phrases)
+
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
     cells = Cells(spec.output)
     results, keys = [], {}
@@ -129,6 +171,11 @@ def run(
             cells.write(key, cell)
             speed = f"{cell.queries_per_second:,.0f} queries/s"
         result = _result(searcher, row, cell)
+        if spec.diagnostics and row.score == "late":
+            result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cells))
+        if phrases and row.score == "late":
+            numbers = _grounding(searcher.index, grounder, phrases, row.representation, cells)
+            result = replace(result, grounding=numbers)
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
@@ -136,6 +183,10 @@ def run(
         quality = f"{headline} {result.means[headline]:.4f}"
         say(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
+    results = in_order(merge_seeds(results))
+    for line in _remarks(results):
+        notes.append(line)
+        say(line)
     evaluation = Evaluation(
         spec=dump(spec),
         headline=headline,
@@ -144,11 +195,85 @@ def run(
         notes=notes,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
-        results=in_order(results),
+        results=results,
+        kinds=by_kind,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
     _write(spec, evaluation, examples, say)
     return evaluation
+
+
+def _diagnosis(ranker: _Ranker, representation: str, cells: Cells) -> Diagnosis:
+    """The diagnosis of a representation, as it was kept if all that decides it is as before."""
+    key = ranker.diagnosis_key(representation)
+    kept = cells.read(key, Diagnosed)
+    if kept is None:
+        kept = Diagnosed(diagnosis=ranker.diagnosis(representation))
+        cells.write(key, kept)
+    return kept.diagnosis
+
+
+def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
+    """The phrases to ground, if any are asked for.
+
+    Raises:
+        SpecError: they are not legal, or their items are not there or have no places.
+    """
+    if spec.grounding is None:
+        return []
+    names = [row.representation for row in plan if row.score == "late"]
+    if isinstance(spec.grounding, Generated):
+        return generate_phrases(spec.grounding, searcher.index, names, spec.where)
+    phrases = read_phrases(spec.grounding)
+    check_phrases(phrases, searcher.index, names)
+    return phrases
+
+
+def _grounding(
+    index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cells: Cells
+) -> dict[str, float]:
+    """The grounding measures of a representation, as they were kept if all is as before."""
+    columns = grounder.columns(name)
+    if columns is None:
+        return {}
+    about = index.representation(name)
+    key = Cells.key(
+        grounding=phrases,
+        content=index.content_key(["item_id", *columns]),
+        made=[about[setting] for setting in ("fingerprint", "compressor", "artefact", "codec")],
+    )
+    kept = cells.read(key, Grounded)
+    if kept is None:
+        kept = Grounded(numbers=grounder.measure(name))
+        cells.write(key, kept)
+    return kept.numbers
+
+
+def _remarks(results: Sequence[Result]) -> Iterator[str]:
+    """What is to be known of the diagnostics and of the rows that stand for seeds."""
+    late = [result for result in results if result.score == "late"]
+    ungrounded = [result.representation for result in late if not result.grounding]
+    if len(ungrounded) < len(late) and ungrounded:
+        yield f"no grounding for {', '.join(ungrounded)}: they store no support, or no places"
+    diagnosed = [result for result in results if result.diagnosis]
+    if without := [result.representation for result in diagnosed if not result.diagnosis.full]:
+        yield (
+            f"no OSR for {', '.join(without)}: the index has no full tokens (compressor none) "
+            "of the encoder"
+        )
+    retentions = [result.retention for result in diagnosed if result.retention]
+    if most := max((retention.num_left_out for retention in retentions), default=0):
+        yield (
+            f"{most} relevant pairs have a negative score with the full tokens and are left out of "
+            "OSR"
+        )
+    if missing := max((result.diagnosis.num_missing for result in diagnosed), default=0):
+        yield f"up to {missing} relevant pairs are left out of diagnoses: the item has no vectors"
+    random = [result for result in results if result.is_random and result.score == "late"]
+    few = {r.representation: len(r.seeds) for r in random if len(r.seeds) < NUM_SEEDS}
+    if few:
+        shown = ", ".join(f"{name}: {number}" for name, number in few.items())
+        yield f"random stands for fewer than {NUM_SEEDS} seeds ({shown})"
 
 
 def _examples(
@@ -187,8 +312,10 @@ def _write(
         "report.html": html.report([html.Section(evaluation, examples.examples)]),
         "metrics.csv": report.metrics_csv(evaluation),
         "per_query.csv": report.per_query_csv(evaluation),
+        **({"kinds.csv": report.kinds_csv(evaluation)} if evaluation.kinds else {}),
         "table.md": report.markdown(table),
         "quality_bytes.png": plot.quality_bytes_png(evaluation),
+        **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(evaluation)},
         RESULTS: evaluation.to_json(),
         "spec.yaml": dump_yaml(spec),
     }
@@ -218,6 +345,7 @@ class _Ranker:
         self._encoded: dict[str, EncodedQueries] = {}
         self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
         self._hash_of_vectors = self._vectors and _hash_of(self._vectors)
+        self._diagnoser: Diagnoser | None = None
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
@@ -243,6 +371,35 @@ class _Ranker:
             k=self._spec.k,
             **({"where": self._spec.where} if self._spec.where else {}),
         )
+
+    def diagnosis_key(self, representation: str) -> str:
+        """The hash of all that decides what `diagnosis` gives."""
+        index = self._searcher.index
+        names = [representation, full_tokens_of(index, representation)]
+        columns = ["item_id", "parent_id", *filter(None, names), *self._filtered]
+        abouts = [index.representation(name) for name in names if name]
+        settings = ("fingerprint", "compressor", "artefact", "codec")
+        return Cells.key(
+            diagnosis=names,
+            content=index.content_key(columns),
+            made=[[about[name] for name in settings] for about in abouts],
+            vectors=self._hash_of_vectors,
+            judgments=self.judgments,
+            where=self._spec.where,
+        )
+
+    def diagnosis(self, representation: str) -> Diagnosis:
+        """Diagnoses a representation on all judged queries."""
+        if self._diagnoser is None:
+            spec, everyone = self._spec, range(len(self._judged.queries))
+            self._diagnoser = Diagnoser(
+                self._searcher,
+                self._judged,
+                spec.judged,
+                spec.where,
+                lambda name: self._queries(name, everyone),
+            )
+        return self._diagnoser.diagnose(representation)
 
     @property
     def _filtered(self) -> list[str]:
@@ -386,8 +543,12 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     if row.score == SINGLE:
         return Result(about["pooled"], SINGLE, 1, SINGLE, encoder, **measured)
     compressor = about["compressor"]
-    method, budget = method_name(compressor), compressor.get("num_vectors")
-    return Result(row.representation, method, budget, row.score, encoder, **measured)
+    with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
+        compressor = dump(COMPRESSORS.resolve(compressor))
+    method = method_name(compressor, about["codec"]["name"], about.get("of", "content"))
+    budget = compressor.get("num_vectors")
+    named = row.representation, method, budget, row.score, encoder
+    return Result(*named, **measured, compressor=compressor)
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:

@@ -11,19 +11,27 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pipeline.eval import plot
+from pipeline.eval import figures, plot
 from pipeline.eval.compare import Comparison
 from pipeline.eval.examples import MARKS, Example
 from pipeline.eval.report import (
     against_bm25,
     budget,
+    decimal,
+    first_diagnostics,
+    method,
+    of_kind,
     p_equals,
     p_value,
+    second_columns,
+    second_diagnostics,
     share,
     sizes,
+    spread,
     summary,
 )
-from pipeline.eval.results import ALPHA, Evaluation
+from pipeline.eval.results import ALPHA, OSR, Evaluation
+from pipeline.eval.views import correlations, in_scans
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Section:
 
 def report(sections: Sequence[Section]) -> str:
     """The page of one or several evaluations, one section each."""
-    return _render("report.html.j2", sections=sections, alpha=ALPHA)
+    return _render("report.html.j2", sections=sections, alpha=ALPHA, osr=OSR)
 
 
 def comparison(compared: Comparison) -> str:
@@ -55,13 +63,24 @@ def _render(template: str, **values: Any) -> str:
     environment.filters |= {
         "against_bm25": against_bm25,
         "budget": budget,
+        "decimal": decimal,
+        "correlations": lambda evaluation: list(correlations(evaluation)),
+        "drawings": figures.drawings,
+        "first_diagnostics": first_diagnostics,
+        "in_scans": in_scans,
+        "method": method,
+        "of_kind": of_kind,
         "marked": marked,
         "p_equals": p_equals,
         "p_value": p_value,
         "panels": plot.panels,
         "plot": lambda evaluation, score: Markup(plot.quality_bytes_svg(evaluation, score)),
+        "second_columns": second_columns,
+        "second_diagnostics": second_diagnostics,
         "share": share,
         "sizes": sizes,
+        "spread": spread,
+        "svgs": lambda drawing: map(Markup, drawing.svgs()),
         "summary": summary,
         "yaml": lambda spec: yaml.safe_dump(spec, sort_keys=False, allow_unicode=True),
     }

@@ -3,41 +3,99 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import BM25, FULL, SINGLE, Evaluation, pareto_front
+from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
+from pipeline.eval.views import in_scans, layer_scans, line_name
 
-#: Colours that stay apart for readers who see colours differently, and in print with the markers.
+#: Colours that stay apart for readers who see colours differently, and in print with the markers;
+#: the second eight are dashed too.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5D4A9C", "#7F5B3A")
 STYLES = tuple(
-    zip(
-        ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5D4A9C", "#7F5B3A"),
-        ("o", "s", "^", "D", "v", "P", "X", "*"),
-        strict=True,
-    )
+    {"color": color, "marker": marker, "linestyle": dashes}
+    for dashes, markers in (("solid", "os^DvPX*"), ("dashed", "<>phd8H."))
+    for color, marker in zip(COLORS, markers, strict=True)
 )
 REFERENCE = "#555555"
 
 
-def quality_bytes_png(evaluation: Evaluation) -> bytes:
-    """All panels side by side, as a picture."""
+def to_png(figure: Figure) -> bytes:
+    """A figure as a picture."""
     png = io.BytesIO()
-    _figure(evaluation, panels(evaluation)).savefig(png, format="png", dpi=150)
+    figure.savefig(png, format="png", dpi=150)
     return png.getvalue()
 
 
-def quality_bytes_svg(evaluation: Evaluation, score: str) -> str:
-    """One panel as an `<svg>` element, its grey in the colour of the text that stands around it."""
+def to_svg(figure: Figure, name: str) -> str:
+    """A figure as an `<svg>` element, its grey in the colour of the text that stands around it.
+
+    Args:
+        name: tells its inner names from those of other figures on the page.
+    """
     svg = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": score}):
-        figure = _figure(evaluation, [score])
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
     text = svg.getvalue()
     return text[text.index("<svg") :].replace(REFERENCE, "currentColor")
+
+
+def styles(evaluation: Evaluation) -> dict[str, dict[str, str]]:
+    """How each line is drawn, the same in all figures: methods, then scans of no such method."""
+    scanned = in_scans(evaluation)
+    rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]
+    names = sorted({line_name(evaluation, row) for row in rows})
+    names = dict.fromkeys([*names, *(scan.name for scan in layer_scans(evaluation))])
+    return {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+
+
+def plain(panel: Axes) -> None:
+    """Gives axes the looks that all figures share."""
+    panel.grid(color=REFERENCE, alpha=0.15, linewidth=0.8)
+    panel.tick_params(which="both", color=REFERENCE, labelcolor=REFERENCE)
+    for label in (panel.xaxis.label, panel.yaxis.label, panel.title):
+        label.set_color(REFERENCE)
+    panel.spines[:].set_color(REFERENCE)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+    """A legend of all panels under them, each name once; the figure grows for it."""
+    handles = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    if not handles:
+        return
+    columns = min(len(handles), 2 * len(panels))
+    rows = -(-len(handles) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.21 * max(0, rows - 3))
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        labelcolor=REFERENCE,
+    )
+
+
+def quality_bytes_png(evaluation: Evaluation) -> bytes:
+    """All panels side by side, as a picture."""
+    return to_png(_figure(evaluation, panels(evaluation)))
+
+
+def quality_bytes_svg(evaluation: Evaluation, score: str) -> str:
+    """One panel as an `<svg>` element."""
+    return to_svg(_figure(evaluation, [score]), score)
 
 
 def panels(evaluation: Evaluation) -> list[str]:
@@ -50,70 +108,50 @@ def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
     """Panels of quality against bytes of vectors per item.
 
     Full tokens, the single vector and BM25 have a line across: what a budget can win or lose lies
-    between them. The Pareto front is that of all rows, whatever panel their points stand in.
+    between them. Rows of a scan over layers have a figure of their own. The Pareto front is that of
+    all rows, whatever panel their points stand in.
     """
     figure = Figure(figsize=(0.8 + 4.4 * len(scores), 4.8), layout="constrained")
     axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
-    methods = sorted({result.method for result in evaluation.results if result.is_compressed})
     for panel, score in zip(axes, scores, strict=True):
-        _draw(panel, evaluation, score, methods)
+        _draw(panel, evaluation, score)
     axes[0].set_ylabel(evaluation.headline)
     axes[0].set_ylim(*_quality_range(evaluation))  # the same where panels are drawn alone
-    handles = {
-        label: handle
-        for panel in axes
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    columns = min(len(handles), 2 * len(scores))
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        labelcolor=REFERENCE,
-    )
+    legend_below(figure, axes)
     return figure
 
 
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
-    qualities = [evaluation.quality(result) for result in evaluation.results]
-    margin = max(0.08 * (max(qualities) - min(qualities)), 0.002)
-    return min(qualities) - margin, max(qualities) + 2 * margin  # room for the budgets
+    ends = [
+        evaluation.quality(result) + sign * (result.spread(evaluation.headline) or 0.0)
+        for result in evaluation.results
+        for sign in (-1, 1)
+    ]
+    margin = max(0.08 * (max(ends) - min(ends)), 0.002)
+    return min(ends) - margin, max(ends) + 2 * margin  # room for the budgets
 
 
-def _draw(panel: Axes, evaluation: Evaluation, score: str, methods: list[str]) -> None:
-    measure = evaluation.headline
+def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
+    measure, scanned = evaluation.headline, in_scans(evaluation)
     results = [r for r in evaluation.results if r.score in (score, SINGLE, BM25)]
-    sizes: dict[int | None, float] = {}  # of each budget, of the method that takes most
-    for i, method in enumerate(methods):
-        color, marker = STYLES[i % len(STYLES)]
-        line = sorted(
-            (r for r in results if r.method == method), key=lambda result: result.vector_bytes
+    sizes: dict[Budget, float] = {}  # of each budget, of the method that takes most
+    for method, style in styles(evaluation).items():
+        rows = sorted(
+            (
+                r
+                for r in results
+                if r.is_compressed and line_name(evaluation, r) == method and r.name not in scanned
+            ),
+            key=lambda result: result.vector_bytes,
         )
-        panel.plot(
-            [result.vector_bytes for result in line],
-            [result.means[measure] for result in line],
-            marker=marker,
-            markersize=8,
-            markeredgecolor="white",
-            color=color,
-            label=method,
-            linewidth=1.8,
-        )
-        for result in line:
-            largest = max(result.vector_bytes, sizes.get(result.num_vectors, 0.0))
-            sizes[result.num_vectors] = largest
-    for budget, size in sizes.items():
-        panel.annotate(
-            "adaptive" if budget is None else f"K={budget}",
-            (size, 0.985),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="top",
-            fontsize=8,
-            color=REFERENCE,
-        )
+        # A number for every item and a share of its tokens are two ways to spend bytes.
+        for is_share in (False, True):
+            line = [row for row in rows if (row.budget.ratio is not None) == is_share]
+            if line:
+                _draw_line(panel, line, measure, method, style)
+        for row in rows:
+            sizes[row.budget] = max(row.vector_bytes, sizes.get(row.budget, 0.0))
+    _label_budgets(panel, sizes)
     front = pareto_front(evaluation.results, measure)
     panel.plot(
         [result.vector_bytes for result in front],
@@ -148,13 +186,49 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str, methods: list[str]) -
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _bytes(size)))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.grid(color=REFERENCE, alpha=0.15, linewidth=0.8)
-    panel.tick_params(which="both", color=REFERENCE, labelcolor=REFERENCE)
-    panel.xaxis.label.set_color(REFERENCE)
-    panel.yaxis.label.set_color(REFERENCE)
-    panel.spines[:].set_color(REFERENCE)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    plain(panel)
+
+
+def _draw_line(
+    panel: Axes, line: Sequence[Result], measure: str, method: str, style: dict[str, str]
+) -> None:
+    """A method's rows from the smallest on, with the spread of those that stand for seeds."""
+    spreads = [row.spread(measure) or 0.0 for row in line]
+    panel.errorbar(
+        [row.vector_bytes for row in line],
+        [row.means[measure] for row in line],
+        spreads if any(spreads) else None,
+        **style,
+        markersize=8,
+        markeredgecolor="white",
+        label=method,
+        linewidth=1.8,
+        capsize=3,
+    )
+
+
+def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
+    """Writes each budget above its points; budgets of nearly the same size on lines of their own.
+
+    Args:
+        sizes: where each is written, in bytes.
+    """
+    sizes = {budget: size for budget, size in sizes.items() if size > 0}
+    span = max(1.0, math.log10(max(sizes.values()) / min(sizes.values()))) if sizes else 1.0
+    ends: list[float] = []  # of each line of labels, where the last one stands
+    for budget, size in sorted(sizes.items(), key=lambda entry: entry[1]):
+        place = math.log10(size)
+        line = next((i for i, end in enumerate(ends) if place - end > 0.14 * span), len(ends))
+        ends[line : line + 1] = [place]
+        panel.annotate(
+            str(budget),
+            (size, 0.985 - 0.04 * line),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="top",
+            fontsize=8,
+            color=REFERENCE,
+        )
 
 
 def _bytes(size: float) -> str:

@@ -7,18 +7,21 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.eval.results import BM25, FULL, KEPT, Evaluation, Result, Standing
+from pipeline.eval.grounding import Grounding
+from pipeline.eval.results import BM25, FULL, KEPT, OSR, Evaluation, Result, Standing
+from pipeline.eval.views import correlations
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
     """The rows as cells, the header first; `pareto` is * where no row has more for fewer bytes."""
     header = ["representation", "method", "K", "score", *evaluation.measures]
-    header += ["retention", "p", "against", "p BM25", "pareto"]
+    header += ["retention", "p", "against", "p BM25", "p random"]
+    header += [OSR, "used", "Gini", "pareto"]
     header += ["vectors/item", "B/item", "B/item all", "queries/s", "ms", "ms p95"]
     rows = [
         [
             result.representation,
-            result.method,
+            method(result),
             budget(result),
             result.score,
             *(f"{value:.4f}" for value in result.means.values()),
@@ -26,6 +29,8 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             p_value(standing.p_reference),
             "-" if standing.p_reference is None else standing.reference,
             p_value(standing.p_bm25),
+            p_value(standing.p_random),
+            *first_diagnostics(result),
             "*" if standing.pareto else "",
             *sizes(result),
             f"{result.queries_per_second:,.1f}",
@@ -37,11 +42,91 @@ def table(evaluation: Evaluation) -> list[list[str]]:
     return [header, *rows]
 
 
+def method(result: Result) -> str:
+    """The method, with the number of seeds that it stands for."""
+    if not result.seeds:
+        return result.method
+    return f"{result.method} ({len(result.seeds)} seed{'s' * (len(result.seeds) > 1)})"
+
+
 def budget(result: Result) -> str:
-    """The number of vectors that a method keeps."""
+    """The number of vectors that a method keeps, or their share."""
     if result.num_vectors is not None:
         return str(result.num_vectors)
+    if result.is_compressed:
+        return str(result.budget)
     return "all" if result.method == FULL else "-"
+
+
+def spread(result: Result, name: str) -> str:
+    """How far the seeds of a row lie apart in a measure or in OSR; empty without seeds."""
+    deviation = result.spread(name)
+    return "" if deviation is None else f"±{deviation:.3f}"
+
+
+def first_diagnostics(result: Result) -> list[str]:
+    """The diagnostics of the first table: OSR, the share of vectors in use, Gini."""
+    numbers = diagnostics(result)
+    return [decimal(numbers[OSR]), share(numbers["used"]), decimal(numbers["gini"])]
+
+
+def diagnostics(result: Result) -> dict[str, float | None]:
+    """Every diagnostic number of a row, as `metrics.csv` calls it; None where it has none."""
+    retention, diagnosis = result.retention, result.diagnosis
+    names = ("used", "used_relevant", "gini", "cv", "similarity_mean")
+    return {
+        OSR: retention and retention.mean,
+        f"{OSR} ratio of means": retention and retention.ratio_of_means,
+        f"{OSR} pairs": retention and retention.num_pairs,
+        f"{OSR} left out": retention and retention.num_left_out,
+        **{name: diagnosis and getattr(diagnosis, name) for name in names},
+        **{name: result.grounding.get(name) for name in (*Grounding._fields, "phrases")},
+    }
+
+
+#: The columns of the report's second table, with what `metrics.csv` calls them.
+SECOND = {
+    "OSR, mean of ratios": OSR,
+    "OSR, ratio of means": f"{OSR} ratio of means",
+    "pairs": f"{OSR} pairs",
+    "left out": f"{OSR} left out",
+    "used": "used",
+    "used, relevant": "used_relevant",
+    "Gini": "gini",
+    "CV": "cv",
+    "similarity": "similarity_mean",
+}
+#: And further ones where phrases were grounded.
+GROUNDED = {"BoxMass": "box_mass", "RegionHit": "region_hit", "CoverageIoU": "coverage_iou"}
+
+
+def second_columns(evaluation: Evaluation) -> dict[str, str]:
+    """The columns of the report's second table."""
+    return SECOND | (GROUNDED if any(r.grounding for r in evaluation.results) else {})
+
+
+def second_diagnostics(result: Result, columns: dict[str, str]) -> list[str]:
+    """The cells of a row in the report's second table."""
+    numbers = diagnostics(result)
+    cells = []
+    for name in columns.values():
+        value = numbers[name]
+        if name.startswith("used") or name in GROUNDED.values():
+            cells.append(share(value))
+        elif name == "cv":
+            cells.append("-" if value is None else f"{value:.1f}")
+        else:
+            cells.append(str(value) if isinstance(value, int) else decimal(value))
+    return cells
+
+
+def decimal(value: float | None) -> str:
+    """A number to three digits.
+
+    >>> decimal(0.9756), decimal(None)
+    ('0.976', '-')
+    """
+    return "-" if value is None else f"{value:.3f}"
 
 
 def sizes(result: Result) -> list[str]:
@@ -106,6 +191,13 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
             f"{full.vector_bytes:,.0f} bytes per item ({share(_part(frugal, full))})."
         )
 
+    for found in correlations(evaluation):
+        if found.r is not None:
+            yield (
+                f"{found.of} and {measure} over {len(found.rows)} compressed rows: Pearson's "
+                f"r = {found.r:.3f}, {p_equals(found.p)}."
+            )
+
     bm25 = next((result for result in results if result.method == BM25), None)
     if bm25 is None:
         return
@@ -155,7 +247,7 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 def metrics_csv(evaluation: Evaluation) -> str:
     """The rows as CSV, numbers unrounded."""
     plain = ("representation", "method", "num_vectors", "score")
-    stands = ("retention", "reference", "p_reference", "p_bm25", "pareto")
+    stands = ("retention", "reference", "p_reference", "p_bm25", "p_random", "pareto")
     costs = ("vectors_per_item", "vector_bytes", "all_bytes")
     costs += ("queries_per_second", "median_ms", "p95_ms")
     rows = [
@@ -164,10 +256,16 @@ def metrics_csv(evaluation: Evaluation) -> str:
             *result.means.values(),
             *(getattr(standing, name) for name in stands),
             *(getattr(result, name) for name in costs),
+            result.budget.ratio,
+            *diagnostics(result).values(),
+            len(result.seeds) or None,
+            *(result.spread(name) for name in (*evaluation.measures, OSR)),
         ]
         for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
     ]
-    return as_csv([[*plain, *evaluation.measures, *stands, *costs], *rows])
+    spreads = [f"{name} sd" for name in (*evaluation.measures, OSR)]
+    more = ["ratio", *diagnostics(evaluation.results[0]), "num_seeds", *spreads]
+    return as_csv([[*plain, *evaluation.measures, *stands, *costs, *more], *rows])
 
 
 def per_query_csv(evaluation: Evaluation) -> str:
@@ -178,6 +276,25 @@ def per_query_csv(evaluation: Evaluation) -> str:
         for query_id, values in result.values.items()
     ]
     return as_csv([["run", "query_id", *evaluation.measures], *rows])
+
+
+def of_kind(evaluation: Evaluation, result: Result, kind: str) -> tuple[float, float | None]:
+    """The headline measure and the score retention of a row on the queries of one kind."""
+    query_ids = evaluation.kinds[kind]
+    quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
+    retention = result.diagnosis and result.diagnosis.retention(query_ids)
+    return quality, retention and retention.mean
+
+
+def kinds_csv(evaluation: Evaluation) -> str:
+    """Late rows by kind of the relevant documents as CSV, numbers unrounded."""
+    rows = [
+        [result.name, kind, len(query_ids), *of_kind(evaluation, result, kind)]
+        for result in evaluation.results
+        if result.score == "late"
+        for kind, query_ids in evaluation.kinds.items()
+    ]
+    return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
 
 
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:

@@ -6,13 +6,14 @@ import functools
 import json
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
 
-from pipeline.config import SpecError, absolute
+from pipeline.config import SpecError, absolute, digest
+from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
 from pipeline.eval.metrics import means
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.registry import COMPRESSORS
@@ -24,6 +25,26 @@ RESULTS = "results.json"
 ALPHA = 0.05
 #: The share of the full tokens' quality that counts as keeping it.
 KEPT = 0.95
+#: What a seed's numbers call its score retention, beside the measures.
+OSR = "OSR"
+#: Settings of a compressor that its method's name leaves out: axes of tables and plots, each.
+AXES = ("num_vectors", "ratio", "seed")
+
+
+class Budget(NamedTuple):
+    """What a method may keep of an item: so many vectors, a share of them, or as it likes."""
+
+    num_vectors: int | None
+    ratio: float | None
+
+    def __str__(self) -> str:
+        """
+        >>> str(Budget(32, None)), str(Budget(None, 0.125)), str(Budget(None, None))
+        ('K=32', '12.5 %', 'adaptive')
+        """
+        if self.num_vectors is not None:
+            return f"K={self.num_vectors}"
+        return "adaptive" if self.ratio is None else f"{100 * self.ratio:g} %"
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Result:
     Attributes:
         representation: the searched column.
         method: the compressor with its settings other than the budget; or full, single, bm25.
-        num_vectors: the budget K; None for the full tokens and BM25.
+        num_vectors: the budget K; None for the full tokens, BM25, and budgets that are a ratio.
         score: late, single, hybrid, bm25.
         encoder: the fingerprint of the query encoder; empty for BM25.
         values: each measure for each query.
@@ -44,6 +65,11 @@ class Result:
             the texts for BM25.
         median_ms: milliseconds that such a query takes when it comes alone, in the median.
         p95_ms: and at the 95th percentile.
+        compressor: its resolved spec; empty for BM25 and single vectors.
+        diagnosis: what the diagnostics say; None for other than late rows, and without them.
+        grounding: the grounding measures by name; empty where they were not asked for.
+        seeds: of a row that is the mean over seeds, by representation, the means of the measures
+            and the score retention; empty for methods without a seed.
     """
 
     representation: str
@@ -58,6 +84,10 @@ class Result:
     queries_per_second: float
     median_ms: float
     p95_ms: float
+    compressor: dict[str, Any] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None
+    grounding: dict[str, float] = field(default_factory=dict)
+    seeds: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -75,23 +105,114 @@ class Result:
         """Whether the row has a budget, and is no reference for those that have."""
         return self.method not in (BM25, SINGLE, FULL)
 
+    @property
+    def budget(self) -> Budget:
+        """What the method may keep; all of it where only the codec is another than full tokens'."""
+        if self.is_compressed and self.compressor.get("name") == "none":
+            return Budget(None, 1.0)
+        return Budget(self.num_vectors, self.compressor.get("ratio"))
 
-def method_name(compressor: Mapping[str, Any]) -> str:
-    """A compressor's name, with the settings that are not its defaults; the budget left out.
+    @property
+    def is_random(self) -> bool:
+        """Whether it is the baseline that keeps vectors by chance."""
+        return self.compressor.get("name") == "random"
+
+    @functools.cached_property
+    def retention(self) -> Retention | None:
+        """The score retention (OSR), if it was diagnosed and there are full tokens."""
+        return self.diagnosis and self.diagnosis.retention()
+
+    def spread(self, name: str) -> float | None:
+        """The standard deviation over seeds of a measure or of the OSR; None of fewer than two."""
+        values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
+        return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def method_name(compressor: Mapping[str, Any], codec: str = "float16", of: str = "content") -> str:
+    """A compressor's name, with all that tells it from others: settings, codec, what it is of.
+
+    Settings that are the defaults are left out, and those that are axes: the budget and the seed.
 
     >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
     ('full', 'hpool')
+    >>> method_name({"name": "hpool", "ratio": 0.1, "linkage": "rows"}, codec="int8")
+    'hpool linkage=rows int8'
     """
+    apart = [codec] * (codec != "float16")
     if compressor["name"] == "none":
-        return FULL
+        return " ".join([FULL, *apart])
+    apart += [f"of {of}"] * (of != "content")
     defaults = COMPRESSORS.load(compressor["name"]).Spec.model_fields
     changed = [
-        f"{key}={value}"
+        f"{key}={_setting(value)}"
         for key, value in compressor.items()
-        if key not in ("name", "num_vectors")
+        if key not in ("name", *AXES)
         and not (key in defaults and value == defaults[key].get_default(call_default_factory=True))
     ]
-    return " ".join([compressor["name"], *changed])
+    return " ".join([compressor["name"], *changed, *apart])
+
+
+def _setting(value: Any) -> str:
+    """A setting as a name shows it; one that is a compressor, by its name."""
+    return f"({method_name(value)})" if isinstance(value, Mapping) else str(value)
+
+
+def merge_seeds(results: Sequence[Result]) -> list[Result]:
+    """One row for all that differ in their seed alone: the mean over seeds, query by query.
+
+    It is called as the one with the lowest seed. Its costs are means too. A second column of the
+    same seed is a row of its own.
+    """
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        spec = result.compressor
+        if "seed" not in spec:
+            groups[f"alone {len(groups)}"] = [result]
+            continue
+        same = {key: value for key, value in spec.items() if key != "seed"}
+        key = digest([same, result.method, result.score, result.encoder])
+        copies = 0
+        while any(r.compressor["seed"] == spec["seed"] for r in groups.get(f"{key} {copies}", ())):
+            copies += 1
+        groups.setdefault(f"{key} {copies}", []).append(result)
+    return [
+        _mean_of_seeds(group) if "seed" in group[0].compressor else group[0]
+        for group in groups.values()
+    ]
+
+
+def _mean_of_seeds(group: Sequence[Result]) -> Result:
+    group = sorted(group, key=lambda result: result.compressor["seed"])
+    first = group[0]
+    values = {
+        query_id: {
+            measure: float(np.mean([result.values[query_id][measure] for result in group]))
+            for measure in of_query
+        }
+        for query_id, of_query in first.values.items()
+    }
+    costs = ("vectors_per_item", "vector_bytes", "all_bytes")
+    costs += ("queries_per_second", "median_ms", "p95_ms")
+    diagnoses = [result.diagnosis for result in group if result.diagnosis]
+    seeds = {
+        result.representation: {
+            **result.means,
+            **({OSR: result.retention.mean} if result.retention else {}),
+        }
+        for result in group
+    }
+    grounded = [result.grounding for result in group if result.grounding]
+    return replace(
+        first,
+        values=values,
+        **{name: float(np.mean([getattr(result, name) for result in group])) for name in costs},
+        diagnosis=mean_diagnosis(diagnoses) if diagnoses else None,
+        grounding={
+            name: float(np.mean([numbers[name] for numbers in grounded]))
+            for name in (grounded[0] if grounded else ())
+        },
+        seeds=seeds,
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +225,8 @@ class Standing:
         retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
         p_reference: of the difference to the reference, corrected; None for the reference itself.
         p_bm25: of the difference to BM25, corrected; None without BM25.
+        p_random: of the difference to the mean over the seeds of random at the same budget, under
+            the same score, corrected; None where there is none.
         below_bm25: whether its mean is lower than BM25's.
         pareto: whether no row has better quality for at most its bytes; BM25, whose postings are
             not counted, takes no part.
@@ -113,6 +236,7 @@ class Standing:
     retention: float | None
     p_reference: float | None
     p_bm25: float | None
+    p_random: float | None
     below_bm25: bool
     pareto: bool
 
@@ -135,6 +259,7 @@ class Evaluation:
         made: when, in UTC.
         versions: of this software, what it stands on, and the platform.
         results: the rows, in the order of the table.
+        kinds: the queries by kind of their relevant documents, if the spec asks for kinds.
     """
 
     spec: dict[str, Any]
@@ -145,6 +270,7 @@ class Evaluation:
     made: str
     versions: dict[str, str]
     results: list[Result]
+    kinds: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def benchmark(self) -> str:
@@ -216,12 +342,17 @@ def read_results(output: str, field: str) -> Evaluation:
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = json.load(file)
-        results = [Result(**row) for row in data.pop("results")]
+        results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
         raise SpecError(field, output, legal, f"holds no {RESULTS}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise SpecError(field, output, legal, f"holds a damaged {RESULTS}") from None
+
+
+def _result(row: dict[str, Any]) -> Result:
+    diagnosis = row.pop("diagnosis", None)
+    return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
@@ -233,6 +364,7 @@ def in_order(results: Sequence[Result]) -> list[Result]:
             kinds.get(r.method, 3),
             r.method,
             -(r.num_vectors or float("inf")),
+            -(r.budget.ratio or float("inf")),
             r.representation,
             r.score != "late",
         ),
@@ -240,10 +372,13 @@ def in_order(results: Sequence[Result]) -> list[Result]:
 
 
 def standings(results: Sequence[Result], measure: str) -> list[Standing]:
-    """How each row stands to the others; both families of tests are corrected over the rows."""
+    """How each row stands to the others; each family of tests is corrected over the rows."""
     references = [_reference(result, results) for result in results]
     bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
-    of_reference, of_bm25 = (_p_values(results, others, measure) for others in (references, bm25s))
+    randoms = [_random(result, results) for result in results]
+    of_reference, of_bm25, of_random = (
+        _p_values(results, others, measure) for others in (references, bm25s, randoms)
+    )
     front = pareto_front(results, measure)
     rows = []
     for i, (result, reference, bm25) in enumerate(zip(results, references, bm25s, strict=True)):
@@ -255,6 +390,7 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
                 retention=quality / full if full else None,
                 p_reference=of_reference.get(i),
                 p_bm25=of_bm25.get(i),
+                p_random=of_random.get(i),
                 below_bm25=bm25 is not None and quality < bm25.means[measure],
                 pareto=any(result is other for other in front),
             )
@@ -283,6 +419,19 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
         peers,
     ]
     return max(next(filter(None, wanted)), key=lambda r: r.vector_bytes)
+
+
+def _random(result: Result, results: Sequence[Result]) -> Result | None:
+    """Random at a row's budget; the plain one, if there are several."""
+    same = [
+        r
+        for r in results
+        if r.is_random
+        and result.is_compressed
+        and any(result.budget)
+        and (r.budget, r.score, r.encoder) == (result.budget, result.score, result.encoder)
+    ]
+    return min(same, key=lambda r: (len(r.method), r.representation), default=None)
 
 
 def _p_values(

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from pipeline.schema import Match, Place
 
 DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
@@ -27,6 +29,25 @@ def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
     if form == "indices":
         return [support[token]]
     return [i for i, output in enumerate(support) if output == token]
+
+
+def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
+    """For each input token the compressor's output token that stands for it, or -1: (T,) int64.
+
+    Args:
+        support, form: as in `input_tokens`.
+
+    >>> outputs_of([0, 1, 65535, 1], "assignment", 4).tolist()
+    [0, 1, -1, 1]
+    >>> outputs_of([2], "indices", 3).tolist()
+    [-1, -1, 0]
+    """
+    support = np.array(support, np.int64)
+    if form == "assignment":
+        return np.where(support == DROPPED, -1, support)
+    outputs = np.full(num_inputs, -1)
+    outputs[support] = np.arange(len(support))
+    return outputs
 
 
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,7 @@ from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
 from pipeline.schema import Hit
-from pipeline.search.explain import DROPPED, place_of
+from pipeline.search.explain import outputs_of, place_of
 from pipeline.search.searcher import Searcher
 from pipeline.sources import NO_PREVIEW, Source
 from pipeline.sources.files import existing_root
@@ -390,13 +390,8 @@ def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> 
     if about.get("support") not in row.column_names:
         legal = "a representation with its support (keep_support)"
         raise SpecError("representation", name, legal, "has no support")
-    support = np.array(row[about["support"]][0].as_py(), np.int64)
     form = by_role(searcher.index.dataset.schema, "support")[about["support"]]["form"]
-    if form == "assignment":
-        return np.where(support == DROPPED, -1, support)
-    outputs = np.full(num_tokens, -1)
-    outputs[support] = np.arange(len(support))
-    return outputs
+    return outputs_of(row[about["support"]][0].as_py(), form, num_tokens)
 
 
 def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.ndarray) -> list[Word]:

@@ -11,8 +11,9 @@ Shapes: Q queries, M query tokens, B documents, T document tokens in all, N of o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 #: Bytes of float32 working memory of one block. About a last-level cache: on 2 cores, 260,000
@@ -93,36 +94,116 @@ def maxsim(
     >>> maxsim([query, query[:1]], tokens, torch.tensor([2, 0, 1])).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
-    device = tokens_TD.device
-    lengths_B = lengths_B.to(device)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    if documents is not None:
-        starts_B, lengths_B = starts_B[documents], lengths_B[documents]
+    starts_B, lengths_B = _places(tokens_TD, lengths_B, documents)
     num_queries, num_docs = len(queries), len(lengths_B)
+    device = tokens_TD.device
     if not num_queries or not num_docs:
         return torch.empty(num_queries, num_docs, device=device)
 
     query_MD = torch.cat(list(queries)).to(device, torch.float32)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
     query_of_M = torch.repeat_interleave(query_lengths).unsqueeze(1)
-    num_tokens, dim = query_MD.shape
+    scores_QB = torch.zeros(num_queries, num_docs, device=device)
+    for block in _similarities(query_MD, tokens_TD, starts_B, lengths_B, block_bytes):
+        block_Qb = torch.zeros(num_queries, block.last - block.first, device=device)
+        best_Mb = block.best_bM.T.contiguous()
+        block_Qb.scatter_add_(0, query_of_M.expand(-1, best_Mb.shape[1]), best_Mb)
+        scores_QB[:, block.first : block.last] = block_Qb
+    return scores_QB.masked_fill_(lengths_B == 0, -torch.inf)
 
+
+def best_tokens(
+    query_MD: torch.Tensor,
+    tokens_TD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    documents: torch.Tensor | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Which token of each document is the best for each query token: `maxsim` before its sums.
+
+    Args:
+        query_MD: the real tokens of any number of queries, one after the other.
+        documents: as in `maxsim`.
+
+    Yields:
+        Block after block of documents: the place of its first one among those asked for, the
+        similarities (b, M) float32, and the tokens (b, M) int64, counted from the beginning of each
+        document, the first of equals; -inf and -1 for a document without tokens.
+
+    >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, 2.0], [3.0, 4.0]])
+    >>> [(first, sim.tolist(), token.tolist()) for first, sim, token
+    ...     in best_tokens(query, tokens, torch.tensor([2, 1]))]
+    [(0, [[0.5, 2.0], [3.0, 4.0]], [[0, 1], [0, 0]])]
+    """
+    starts_B, lengths_B = _places(tokens_TD, lengths_B, documents)
+    if not len(query_MD) or not len(lengths_B):
+        return
+    query_MD = query_MD.to(tokens_TD.device, torch.float32)
+    num_tokens = len(query_MD)
+    for block in _similarities(query_MD, tokens_TD, starts_B, lengths_B, block_bytes):
+        # The few places where a similarity is its document's best; as they come in the order of
+        # the tokens, a minimum over equals is all that is left.
+        is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
+        if is_best_nM.is_cpu:  # numpy takes a tenth of the time of torch here
+            found = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
+        else:
+            found = is_best_nM.view(-1).nonzero().squeeze(1)
+        at_n = found // num_tokens
+        doc = block.doc_of_n[at_n]
+        position = at_n - (block.lengths_b.cumsum(0) - block.lengths_b)[doc]
+        none = torch.iinfo(torch.int64).max
+        token_bM = torch.full_like(block.best_bM, none, dtype=torch.int64).view(-1)
+        token_bM.scatter_reduce_(0, doc * num_tokens + found % num_tokens, position, "amin")
+        token_bM = token_bM.view_as(block.best_bM).masked_fill_(block.lengths_b[:, None] == 0, -1)
+        yield block.first, block.best_bM, token_bM
+
+
+def _places(
+    tokens_TD: torch.Tensor, lengths_B: torch.Tensor, documents: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the documents begin that are asked for, and their lengths, beside the tokens."""
+    lengths_B = lengths_B.to(tokens_TD.device)
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    return (
+        (starts_B, lengths_B) if documents is None else (starts_B[documents], lengths_B[documents])
+    )
+
+
+class _Block(NamedTuple):
+    """The similarities of some documents with all query tokens, and the best of each document."""
+
+    first: int
+    last: int
+    lengths_b: torch.Tensor
+    doc_of_n: torch.Tensor
+    sim_nM: torch.Tensor
+    best_bM: torch.Tensor
+
+
+def _similarities(
+    query_MD: torch.Tensor,
+    tokens_TD: torch.Tensor,
+    starts_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    block_bytes: int,
+) -> Iterator[_Block]:
+    """Multiplies block after block of documents; a document without tokens has a best of -inf."""
+    num_tokens, dim = query_MD.shape
+    device = tokens_TD.device
     blocks = list(_blocks(lengths_B, max_tokens=block_bytes // (4 * (dim + num_tokens))))
     size = max(block_tokens for _, _, block_tokens in blocks)
     buffer_nD = torch.empty(size, dim, device=device)  # reused: fresh pages cost more than the copy
-    scores_QB = torch.zeros(num_queries, num_docs, device=device)
     for first, last, block_tokens in blocks:
         lengths_b = lengths_B[first:last]
         docs_nD = buffer_nD[:block_tokens]
         docs_nD.copy_(_rows(tokens_TD, starts_B[first:last], lengths_b, block_tokens))
         sim_nM = docs_nD @ query_MD.T
-        doc_of_n = torch.repeat_interleave(lengths_b, output_size=block_tokens).unsqueeze(1)
+        doc_of_n = torch.repeat_interleave(lengths_b, output_size=block_tokens)
         best_bM = torch.full((last - first, num_tokens), -torch.inf, device=device)
-        best_bM.scatter_reduce_(0, doc_of_n.expand(-1, num_tokens), sim_nM, "amax")
-        block_Qb = torch.zeros(num_queries, last - first, device=device)
-        block_Qb.scatter_add_(0, query_of_M.expand(-1, last - first), best_bM.T.contiguous())
-        scores_QB[:, first:last] = block_Qb
-    return scores_QB.masked_fill_(lengths_B == 0, -torch.inf)
+        best_bM.scatter_reduce_(0, doc_of_n.unsqueeze(1).expand(-1, num_tokens), sim_nM, "amax")
+        yield _Block(first, last, lengths_b, doc_of_n, sim_nM, best_bM)
 
 
 def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int, int]]:

@@ -218,6 +218,10 @@ class Searcher:
         for column in _columns(name, about, score):
             self._vectors(column)
 
+    def packed(self, representation: str | None = None) -> PackedVectors:
+        """The vectors of a representation, for what looks at them otherwise than by a score."""
+        return self._vectors(self.representation(representation)[0])
+
     def _rank(
         self,
         queries: Queries,

@@ -2,7 +2,24 @@
 
 import pytest
 
+from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.results import Evaluation, Result
+
+#: Two pairs of one query and one of another; the OSR is (0.5 + 1 + 0.75) / 3.
+DIAGNOSIS = Diagnosis(
+    full="full",
+    pairs={"q0": [[1.0, 2.0], [2.0, 2.0]], "q1": [[3.0, 4.0]]},
+    num_missing=0,
+    used=0.5,
+    used_relevant=0.25,
+    cv=120.0,
+    gini=0.4,
+    num_positions=3,
+    strengths=[0.5, 0.1, 0.3],
+    similarity=[[1.0, 0.2, 0.1], [0.2, 1.0, 0.4], [0.1, 0.4, 1.0]],
+    similarity_mean=0.23,
+    num_sampled=1000,
+)
 
 
 def result(representation="hpool_32", method="hpool", num_vectors=32, score="late", **fields):

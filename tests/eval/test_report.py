@@ -16,7 +16,7 @@ from pipeline.eval.report import (
     summary,
     table,
 )
-from tests.eval.conftest import evaluation_of, result
+from tests.eval.conftest import DIAGNOSIS, evaluation_of, result
 
 
 def test_cells(evaluation):
@@ -33,6 +33,10 @@ def test_cells(evaluation):
         "AP": "0.2050",
         "retention": "82.0 %",
         "against": "full.late",
+        "p random": "-",
+        "OSR": "-",
+        "used": "-",
+        "Gini": "-",
         "pareto": "*",
         "vectors/item": "31.5",
         "B/item": "24,192",
@@ -43,6 +47,33 @@ def test_cells(evaluation):
     }
     assert [row[2] for row in rows[:3]] == ["-", "1", "all"]
     assert dict(zip(header, rows[0], strict=True))["B/item"] == "-"
+
+
+def test_diagnostics_and_seeds_in_tables(results):
+    seeds = {name: {"nDCG@10": 0.4, "OSR": osr} for name, osr in (("a", 0.7), ("b", 0.8))}
+    random = {"name": "random", "num_vectors": 32, "seed": 0}
+    row = result("a", "random", compressor=random, diagnosis=DIAGNOSIS, seeds=seeds)
+    header, *cells = table(evaluation_of([row, results[3]]))
+    shown = dict(zip(header, cells[0], strict=True))
+    assert (shown["method"], shown["OSR"]) == ("random (2 seeds)", "0.750")
+    assert (shown["used"], shown["Gini"]) == ("50.0 %", "0.400")
+    first, second = csv.DictReader(io.StringIO(metrics_csv(evaluation_of([row, results[3]]))))
+    numbers = {
+        "OSR": (0.5 + 1 + 0.75) / 3,
+        "OSR ratio of means": 6 / 8,
+        "OSR pairs": 3,
+        "OSR left out": 0,
+        "used": 0.5,
+        "used_relevant": 0.25,
+        "gini": 0.4,
+        "cv": 120,
+        "similarity_mean": 0.23,
+        "num_seeds": 2,
+        "nDCG@10 sd": 0,
+        "OSR sd": 0.005**0.5,
+    }
+    assert {name: float(first[name]) for name in numbers} == pytest.approx(numbers)
+    assert {second[name] for name in numbers} == {""}
 
 
 def test_plain_and_markdown_hold_every_cell(evaluation):

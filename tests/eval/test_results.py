@@ -1,10 +1,20 @@
 """How rows stand to each other, and the file of an evaluation."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.results import in_order, method_name, pareto_front, read_results, standings
-from tests.eval.conftest import result
+from pipeline.eval.report import budget
+from pipeline.eval.results import (
+    in_order,
+    merge_seeds,
+    method_name,
+    pareto_front,
+    read_results,
+    standings,
+)
+from tests.eval.conftest import DIAGNOSIS, evaluation_of, result
 
 
 def named(results, measure="nDCG@10"):
@@ -74,12 +84,84 @@ def test_order(results):
 
 
 def test_settings_that_are_not_defaults_name_another_method():
-    plain = {"name": "random", "num_vectors": 8, "seed": 0}
-    assert method_name(plain) == "random"
-    assert method_name({**plain, "seed": 3}) == "random seed=3"
+    plain = {"name": "random", "num_vectors": 8, "ratio": None, "seed": 0}
+    assert method_name(plain) == method_name({**plain, "seed": 3}) == "random"
+    assert method_name({**plain, "rounding": "half_even"}) == "random rounding=half_even"
+    assert method_name(plain, "int8", "caption") == "random int8 of caption"
+    assert method_name({"name": "none"}, "int8") == "full int8"
+    assert method_name({"name": "hpool", "num_vectors": 4, "layers": [3]}) == "hpool layers=[3]"
+
+
+def test_budgets():
+    none = {"name": "none"}
+    shown = [
+        result(),
+        result(num_vectors=None, compressor={"name": "hpool", "ratio": 0.125}),
+        result("full8", "full int8", None, compressor=none),
+        result("full", "full", None, compressor=none),
+        result("any", "adaptive_eos", None, compressor={"name": "adaptive_eos", "ratio": None}),
+    ]
+    assert [budget(r) for r in shown] == ["32", "12.5 %", "100 %", "all", "adaptive"]
+
+
+def seeds(*qualities, **fields):
+    return [
+        result(
+            f"random_seed{seed}_32" if seed else "random_32",
+            "random",
+            quality=quality,
+            median_ms=1.0 + seed,
+            compressor={"name": "random", "num_vectors": 32, "seed": seed},
+            **fields,
+        )
+        for seed, quality in enumerate(qualities)
+    ]
+
+
+def test_seeds_become_one_row_with_their_mean_query_by_query():
+    hpool = result(compressor={"name": "hpool", "num_vectors": 32})
+    rows = [*seeds([0.1, 0.5], [0.3, 0.5], [0.2, 0.2])[::-1], hpool]
+    merged = merge_seeds([*rows, *seeds([0.7, 0.7], score="hybrid")])
+    assert [r.name for r in merged] == ["random_32.late", "hpool_32.late", "random_32.hybrid"]
+    row = merged[0]
+    assert row.values["q0"] == pytest.approx({"nDCG@10": 0.2, "AP": 0.1})
+    assert row.means["nDCG@10"] == pytest.approx(0.3)
+    assert {name: means["nDCG@10"] for name, means in row.seeds.items()} == pytest.approx(
+        {"random_32": 0.3, "random_seed1_32": 0.4, "random_seed2_32": 0.2}
+    )
+    assert row.spread("nDCG@10") == pytest.approx(0.1)
+    assert row.median_ms == 2.0
+    assert merged[1] is hpool and hpool.spread("nDCG@10") is None
+    assert merged[2].spread("nDCG@10") is None and len(merged[2].seeds) == 1
+
+
+def test_a_second_column_of_the_same_seed_is_no_seed():
+    first, copy = seeds([0.1, 0.1])[0], seeds([0.3, 0.3])[0]
+    assert [len(row.seeds) for row in merge_seeds([first, copy])] == [1, 1]
+    other_budget = replace(copy, compressor={**copy.compressor, "num_vectors": 16}, num_vectors=16)
+    assert len(merge_seeds([first, other_budget])) == 2
+
+
+def test_against_random_at_the_same_budget():
+    hpool = {"name": "hpool", "num_vectors": 32}
+    (random,) = merge_seeds(seeds([0.1] * 12, [0.3] * 12))
+    rows = [
+        random,
+        result(quality=[0.2] * 12, compressor=hpool),
+        result("b", quality=[0.9] * 12, compressor=hpool),
+        result("c", quality=[0.9] * 12, compressor=hpool, score="hybrid"),
+        result("d", quality=[0.9] * 12, num_vectors=16, compressor={**hpool, "num_vectors": 16}),
+        result("e", quality=[0.9] * 12, num_vectors=None, compressor={"name": "hpool", "ratio": 1}),
+        result("full", "full", None, quality=[0.9] * 12, compressor={"name": "none"}),
+    ]
+    p_values = [row.p_random for row in standings(rows, "nDCG@10")]
+    assert p_values[1] == 1 and p_values[2] < 0.01  # as good as the mean of the seeds, and better
+    assert [p_values[i] for i in (0, 3, 4, 5, 6)] == [None] * 5
 
 
 def test_an_evaluation_survives_its_file(evaluation, tmp_path):
+    seen = replace(evaluation.results[3], diagnosis=DIAGNOSIS, seeds={"a": {"OSR": 0.5}})
+    evaluation = evaluation_of([*evaluation.results, seen], kinds={"pages": ["q0"]})
     (tmp_path / "results.json").write_text(evaluation.to_json(), encoding="utf-8")
     assert read_results(str(tmp_path), "OUT") == evaluation
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -263,3 +264,99 @@ def test_a_filter_that_is_none(spec_file, where, sentence):
     spec = config.load(EvaluateSpec, spec_file, [f"where={where}"])
     with pytest.raises(SpecError, match=sentence):
         run(spec, lambda line: None)
+
+
+def stored_vectors(uri: str, name: str) -> dict[str, np.ndarray]:
+    """The vectors of each item that has any, in float64."""
+    table = lance.dataset(f"{uri}/{ITEMS}").to_table(columns=["item_id", name])
+    rows = zip(table["item_id"].to_pylist(), table[name].to_pylist(), strict=True)
+    return {item_id: np.array(vectors, float) for item_id, vectors in rows if vectors is not None}
+
+
+def best_of(query: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    similarity = query @ vectors.T
+    return similarity.max(axis=1), similarity.argmax(axis=1)
+
+
+def test_diagnoses_follow_from_what_is_stored(spec_file, index_uri, tmp_path, capsys):
+    evaluate.main([spec_file, "scores=[late]"])
+    assert "random stands for fewer than 5 seeds (random_4: 1)" in capsys.readouterr().out
+    with (tmp_path / "out/metrics.csv").open() as file:
+        rows = {row["representation"]: row for row in csv.DictReader(file)}
+    encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
+    tokens = encoder.encode_queries(["the lift of a wing", "how to bake bread"]).tokens
+    queries = [v[m].double().numpy() for v, m in zip(tokens.vectors, tokens.mask, strict=True)]
+
+    # A relevant parent stands for its best item under the full tokens.
+    full = stored_vectors(index_uri, "full")
+    pairs = []
+    for query, parent in zip(queries, ("wing", "bread"), strict=True):
+        scores = {i: best_of(query, v)[0].sum() for i, v in full.items() if i.startswith(parent)}
+        pairs.append((query, max(scores, key=scores.get), max(scores.values())))
+
+    for name in ("full", "hpool_4", "random_4"):
+        vectors = stored_vectors(index_uri, name)
+        scores = [best_of(query, vectors[item])[0].sum() for query, item, _ in pairs]
+        ratios = [score / whole for score, (_, _, whole) in zip(scores, pairs, strict=True)]
+        assert float(rows[name]["OSR"]) == pytest.approx(np.mean(ratios), abs=1e-4)
+        whole = sum(whole for _, _, whole in pairs)
+        assert float(rows[name]["OSR ratio of means"]) == pytest.approx(sum(scores) / whole, 1e-4)
+        used = {
+            (item, int(place))
+            for query in queries
+            for item, own in vectors.items()
+            for place in best_of(query, own)[1]
+        }
+        num_vectors = sum(map(len, vectors.values()))
+        assert float(rows[name]["used"]) == pytest.approx(len(used) / num_vectors)
+        cosines = [own @ own.T for own in vectors.values()]
+        off = [(c.sum() - np.trace(c)) / (len(c) * (len(c) - 1)) for c in cosines]
+        assert float(rows[name]["similarity_mean"]) == pytest.approx(np.mean(off), abs=1e-3)
+    assert float(rows["full"]["OSR"]) == 1
+    assert float(rows["full"]["OSR pairs"]) == 2
+    assert float(rows["hpool_4"]["p_random"]) == 1 and rows["random_4"]["p_random"] == ""
+    for name in ("index_utilisation", "diagnostics_quality"):
+        assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_full_tokens_there_is_no_osr(spec_file, own_index, tmp_path, capsys):
+    lance.dataset(f"{own_index}/{ITEMS}").drop_columns(["full"])
+    evaluate.main([spec_file, f"index={own_index}", "scores=[late]", "bm25=false"])
+    assert "no OSR for hpool_4, hpool_2, random_4: the index has" in capsys.readouterr().out
+    with (tmp_path / "out/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["OSR"] for row in rows} == {""}
+    assert all(0 < float(row["gini"]) < 1 and float(row["used_relevant"]) > 0 for row in rows)
+
+
+def test_diagnostics_can_be_left_out(spec_file, tmp_path):
+    evaluate.main([spec_file, "scores=[late]", "diagnostics=false"])
+    with (tmp_path / "out/metrics.csv").open() as file:
+        assert {row["used"] for row in csv.DictReader(file)} == {""}
+    assert "<h3>Diagnostics</h3>" not in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_table_by_kind_of_document(spec_file, own_index, tmp_path):
+    metadata = """'{"topic": "' || parent_id || '"}'"""
+    lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
+    spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[late]"])
+    evaluation = run(spec.model_copy(update={"kinds": "metadata.topic"}), lambda line: None)
+    assert evaluation.kinds == {"bread": ["b"], "wing": ["1"]}
+    with (tmp_path / "out/kinds.csv").open() as file:
+        rows = {(row["row"], row["kind"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 4 * 2
+    for (name, kind), row in rows.items():
+        query_id = {"bread": "b", "wing": "1"}[kind]
+        assert float(row["nDCG@10"]) == evaluation.value(name, query_id)
+        ((score, full),) = evaluation.of(name).diagnosis.pairs[query_id]
+        assert float(row["OSR"]) == pytest.approx(score / full)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "By kind of document" in page and "nDCG@10, 1 query" in page
+
+    given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
+    with pytest.raises(SpecError, match="kinds: 'metadata.colour' .* legal: metadata.topic"):
+        evaluate.main(given)
+    with pytest.raises(SpecError, match="kinds: 'span' is no column of text; legal: item_id, "):
+        evaluate.main([spec_file, "kinds=span"])
+    spec = config.load(EvaluateSpec, spec_file, ["scores=[late]", "kinds=modality"])
+    assert run(spec, lambda line: None).kinds == {"text": ["1", "b"]}

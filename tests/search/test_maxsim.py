@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.search.maxsim import best_matches, maxsim, maxsim_oracle
+from pipeline.search.maxsim import best_matches, best_tokens, maxsim, maxsim_oracle
 from pipeline.tokens import pad
 
 LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0]
@@ -135,3 +135,23 @@ def test_best_matches_equal_oracle():
         similarities, tokens = best_matches(query_MD, doc_ND.half())
         assert tokens.tolist() == best[i].tolist()
         torch.testing.assert_close(similarities.sum(), scores[i], atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 6000, 8 << 20])
+@pytest.mark.parametrize("chosen", [None, [0, 1, 6, 8], [1], []])
+def test_best_tokens_are_those_of_the_oracle(block_bytes, chosen):
+    tokens_TD, lengths_B = documents(48)
+    tokens_TD[5] = tokens_TD[9] = tokens_TD[6]  # equals within a document: the first one counts
+    query_MD = torch.cat(queries(48))
+    padded, mask = pad(tokens_TD.numpy(), lengths_B.numpy(), fill=99.0)
+    _, expected = maxsim_oracle(query_MD, padded, mask)
+    rows = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
+    expected = expected if rows is None else expected[rows]
+    how = {"documents": rows, "block_bytes": block_bytes}
+    place = 0
+    for first, sim_bM, token_bM in best_tokens(query_MD, tokens_TD, lengths_B, **how):
+        assert first == place
+        place += len(token_bM)
+        assert token_bM.tolist() == expected[first:place].tolist()
+        assert torch.isneginf(sim_bM).equal(token_bM < 0)
+    assert place == len(expected)

@@ -1,0 +1,305 @@
+"""Whether compressed vectors still tell where something stands (SaMer, appendix C).
+
+A phrase is compared with every input token of its item, through the vector that stands for the
+token, and the similarities are laid on a grid over the page or photo. Three measures say how well
+that relevance map fits the boxes in which the phrase stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
+
+from pipeline.config import Spec, SpecError
+from pipeline.eval.topics import lines_of
+from pipeline.index.columns import by_role
+from pipeline.index.reader import Index, both
+from pipeline.registry import CODECS
+from pipeline.search.explain import outputs_of
+from pipeline.search.searcher import Searcher
+
+#: Cells along either side of the map.
+SIDE = 48
+THRESHOLDS = np.arange(1, 10) / 10
+#: The overlap that counts as having found the region.
+HIT = 0.05
+EPSILON = 1e-6
+#: Places in an item's text that are tried for a phrase.
+TRIES = 20
+
+Box = Sequence[float]
+
+
+class Generated(Spec):
+    """Phrases from the items' own texts: of consecutive words that occur once in their item.
+
+    Attributes:
+        num_phrases: at most so many.
+        num_words: words of each.
+    """
+
+    num_phrases: PositiveInt = 200
+    num_words: PositiveInt = 3
+    seed: NonNegativeInt = 0
+
+
+class Phrase(NamedTuple):
+    """What is to be found in an item, and the boxes x0 y0 x1 y1 in [0, 1] in which it stands."""
+
+    item_id: str
+    text: str
+    boxes: list[Box]
+
+
+class Grounding(NamedTuple):
+    """The measures of one map, or their means (SaMer, equations 8 to 10)."""
+
+    box_mass: float
+    region_hit: float
+    coverage_iou: float
+
+
+def measure(map_YX: np.ndarray, region_YX: np.ndarray) -> Grounding:
+    """How well a relevance map fits a region, S the map, G the region, T = 0.1, 0.2, ..., 0.9.
+
+        BoxMass     = sum_x S(x) G(x) / (sum_x S(x) + eps)
+        RegionHit   = mean over t in T of [IoU(S >= t, G) >= 0.05]
+        CoverageIoU = mean over t in T of  IoU(S >= t, G)
+
+    Args:
+        map_YX: in [0, 1].
+        region_YX: bool.
+
+    >>> map, region = np.array([[1.0, 0.5], [0.0, 0.5]]), np.array([[True, False], [False, False]])
+    >>> [round(value, 3) for value in measure(map, region)]  # five of nine t light three cells
+    [0.5, 1.0, 0.63]
+    """
+    mass = float((map_YX * region_YX).sum() / (map_YX.sum() + EPSILON))
+    lit_TYX = map_YX >= THRESHOLDS[:, None, None] - 1e-9  # 0.3 is 0.30000000000000004 of ten
+    shared_T = (lit_TYX & region_YX).sum(axis=(1, 2))
+    either_T = (lit_TYX | region_YX).sum(axis=(1, 2))
+    iou_T = shared_T / np.maximum(either_T, 1)
+    return Grounding(mass, float((iou_T >= HIT).mean()), float(iou_T.mean()))
+
+
+def region(boxes: Sequence[Box], side: int = SIDE) -> np.ndarray:
+    """(Y, X) bool: the union of boxes on the grid.
+
+    A cell belongs to a box that it overlaps: lines of text are lower than a cell, and would fall
+    between the centres.
+
+    >>> region([(0.0, 0.0, 0.5, 0.1)], side=2).astype(int).tolist()
+    [[1, 0], [0, 0]]
+    """
+    return _cells(np.array(boxes, float).reshape(-1, 4), side).any(axis=0)
+
+
+def relevance_map(similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = SIDE) -> np.ndarray:
+    """(Y, X) the relevance of each cell: the maximum over the tokens that overlap it, else 0.
+
+    Args:
+        similarity_T: of each input token with the phrase, NaN where no vector stands for it; the
+            map has them brought to [0, 1] by their minimum and maximum, to 1 if all are equal.
+        boxes_T4: NaN for a token without a place.
+    """
+    there = ~np.isnan(similarity_T)
+    if not there.any():
+        return np.zeros((side, side))
+    low, high = similarity_T[there].min(), similarity_T[there].max()
+    scaled_T = (similarity_T - low) / (high - low) if high > low else np.ones(len(similarity_T))
+    there &= ~np.isnan(boxes_T4).any(axis=1)
+    cells_TYX = _cells(boxes_T4[there], side)
+    return np.where(cells_TYX, scaled_T[there, None, None], 0.0).max(axis=0, initial=0.0)
+
+
+def _cells(boxes_T4: np.ndarray, side: int) -> np.ndarray:
+    """(T, Y, X) bool: which cells each box overlaps, at least one."""
+    scaled = np.clip(boxes_T4, 0, 1) * side
+    first = np.minimum(np.floor(scaled[:, :2] + 1e-6), side - 1)
+    last = np.maximum(np.ceil(scaled[:, 2:] - 1e-6) - 1, first)
+    cell = np.arange(side)
+    inside = (cell >= first[..., None]) & (cell <= last[..., None])  # (T, 2, side): x, then y
+    return inside[:, 1, :, None] & inside[:, 0, None, :]
+
+
+def read_phrases(path: str) -> list[Phrase]:
+    """Phrases of a file of lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0, x1, y1], ...]}.
+
+    Raises:
+        SpecError: no such file, no phrase in it, or a line of another form.
+    """
+    phrases = []
+    for number, line in lines_of(path, "grounding"):
+        try:
+            row = json.loads(line)
+            boxes = np.array(row["boxes"], float)
+            item_id, text = row["item_id"], row["phrase"]
+            whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
+            legal = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
+        except (ValueError, KeyError, TypeError):
+            legal = False
+        if not legal:
+            form = '{"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
+            raise SpecError("grounding", line[:80], form, f"stands in line {number} of {path}")
+        inside = bool(((boxes >= 0) & (boxes <= 1)).all())
+        if not inside or not (boxes[:, :2] < boxes[:, 2:]).all():
+            limits = "boxes with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
+            raise SpecError("grounding", row["boxes"], limits, f"stands in line {number} of {path}")
+        phrases.append(Phrase(item_id, text, boxes.tolist()))
+    if not phrases:
+        raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
+    return phrases
+
+
+def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:
+    """Raises `SpecError` if an item is not in the index, or nothing says where its tokens stand."""
+    columns = list(dict.fromkeys(filter(None, (_extents(index, name) for name in names))))
+    wanted = list(dict.fromkeys(phrase.item_id for phrase in phrases))
+    there = {row["item_id"]: row for row in index.items(wanted, ["item_id", *columns]).to_pylist()}
+    for item_id in wanted:
+        if item_id not in there:
+            raise SpecError("grounding", item_id, "items of the index", "is not in the index")
+        if not any(_has_boxes(there[item_id][column]) for column in columns):
+            legal = "items with stored places of their tokens (keep_positions), such as pages"
+            raise SpecError("grounding", item_id, legal, "has no places of tokens")
+
+
+def generate_phrases(
+    spec: Generated, index: Index, names: Sequence[str], where: str | None
+) -> list[Phrase]:
+    """Phrases of the items' own words, and the boxes of their tokens.
+
+    Items are drawn at random, each once before any is drawn again.
+
+    Raises:
+        SpecError: no item has words with places.
+    """
+    abouts = [index.representation(name) for name in names if _extents(index, name)]
+    rng = np.random.default_rng(spec.seed)
+    found: list[Phrase] = []
+    for about in abouts[:1]:
+        spans, extents = (about["positions"][kind] for kind in ("spans", "extents"))
+        has = both(where, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
+        ids = [i for batch in index.batches(["item_id"], where=has) for i in batch[0].to_pylist()]
+        order = rng.permutation(len(ids)).tolist()
+        for start in range(0, len(order), spec.num_phrases):
+            if len(found) >= spec.num_phrases:
+                break
+            some = [ids[place] for place in order[start : start + spec.num_phrases]]
+            rows = index.items(some, ["item_id", "text", spans, extents]).to_pylist()
+            per_item = -(-spec.num_phrases // len(ids))
+            for row in rows:
+                words = _Words(row["text"], row[spans], row[extents])
+                drawn = words.phrases(spec.num_words, per_item, rng)
+                found += [Phrase(row["item_id"], text, boxes) for text, boxes in drawn]
+    if not found:
+        legal = "a file of phrases, or an index of pages or photos with places of their words"
+        raise SpecError("grounding", spec.num_phrases, legal, "finds no item with such words")
+    return found[: spec.num_phrases]
+
+
+class _Words:
+    """The words of an item, and where their tokens stand."""
+
+    def __init__(self, text: str, spans: list, extents: list):
+        self._text = text
+        self._words = [match.span() for match in re.finditer(r"\w+", text)]
+        self._spans_T2 = np.array(spans).reshape(-1, 2)
+        self._extents_T6 = np.array(extents, float).reshape(-1, 6)
+
+    def phrases(
+        self, num_words: int, number: int, rng: np.random.Generator
+    ) -> Iterator[tuple[str, list[Box]]]:
+        """Some phrases that occur once, with the boxes of their tokens."""
+        starts = rng.permutation(max(0, len(self._words) - num_words + 1))[: TRIES * number]
+        for start in starts.tolist():
+            if number == 0:
+                return
+            begin, end = self._words[start][0], self._words[start + num_words - 1][1]
+            phrase = self._text[begin:end]
+            occurs = re.findall(rf"(?<!\w)(?={re.escape(phrase)}(?!\w))", self._text, re.IGNORECASE)
+            inside = (self._spans_T2[:, 0] >= begin) & (self._spans_T2[:, 1] <= end)
+            extents = self._extents_T6[inside]
+            # A frame of a video is one of many planes: boxes without a time lie on one.
+            flat = len(extents) and not np.isnan(extents[:, :4]).any()
+            if len(occurs) == 1 and flat and np.isnan(extents[:, 4:]).all():
+                number -= 1
+                yield phrase, extents[:, :4].tolist()
+
+
+class Grounder:
+    """Measures how representations ground phrases, each phrase encoded once for an encoder."""
+
+    def __init__(self, searcher: Searcher, phrases: Sequence[Phrase]):
+        self._searcher, self._phrases = searcher, phrases
+
+    def columns(self, name: str) -> list[str] | None:
+        """The columns that decide the measures; None if the representation keeps no places.
+
+        Those are the extents of the input tokens, and of compressed ones the support.
+        """
+        index = self._searcher.index
+        about, extents = index.representation(name), _extents(index, name)
+        if extents is None:
+            return None
+        if about["compressor"]["name"] == "none":
+            return [name, extents]
+        support = about.get("support")
+        return [name, extents, support] if support in index.dataset.schema.names else None
+
+    def measure(self, name: str) -> dict[str, float]:
+        """The means of the measures over the phrases whose items have vectors, and their number."""
+        index = self._searcher.index
+        about = index.representation(name)
+        columns = self.columns(name)
+        ids = list(dict.fromkeys(phrase.item_id for phrase in self._phrases))
+        table = index.items(ids, ["item_id", *columns]).combine_chunks()
+        place = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
+        codec = CODECS.build(CODECS.resolve(about["codec"]))
+        vectors_TD, lengths = codec.decode(table[name])
+        ends = np.cumsum(lengths)
+        queries = self._searcher.queries([phrase.text for phrase in self._phrases], name).tokens
+        found = []
+        for phrase, query_MD in zip(self._phrases, queries, strict=True):
+            row = place[phrase.item_id]
+            boxes_T4 = _boxes(table[columns[1]][row].as_py())
+            if not lengths[row] or boxes_T4 is None:
+                continue
+            own_ND = vectors_TD[ends[row] - lengths[row] : ends[row]].astype(np.float32)
+            similarity_N = (query_MD.numpy() @ own_ND.T).mean(axis=0).astype(np.float64)
+            output_T = self._outputs(table, columns, row, len(boxes_T4))
+            similarity_T = np.where(output_T < 0, np.nan, similarity_N[output_T])
+            map_YX = relevance_map(similarity_T, boxes_T4)
+            found.append(measure(map_YX, region(phrase.boxes)))
+        if not found:
+            return {}
+        means = Grounding(*np.mean(found, axis=0).tolist())
+        return {**means._asdict(), "phrases": float(len(found))}
+
+    def _outputs(self, table: Any, columns: list[str], row: int, num_tokens: int) -> np.ndarray:
+        """(T,) the vector that stands for each input token, or -1."""
+        if len(columns) == 2:
+            return np.arange(num_tokens)
+        schema = self._searcher.index.dataset.schema
+        form = by_role(schema, "support")[columns[2]]["form"]
+        return outputs_of(table[columns[2]][row].as_py(), form, num_tokens)
+
+
+def _extents(index: Index, name: str) -> str | None:
+    """The column of the places of a representation's input tokens, if it is stored."""
+    column = index.representation(name)["positions"].get("extents")
+    return column if column in index.dataset.schema.names else None
+
+
+def _boxes(extents: list | None) -> np.ndarray | None:
+    """(T, 4) the boxes of an item's tokens; None if it has none."""
+    return np.array(extents, float)[:, :4] if _has_boxes(extents) else None
+
+
+def _has_boxes(extents: list | None) -> bool:
+    return bool(extents) and not np.isnan(np.array(extents, float)[:, :4]).any(axis=1).all()

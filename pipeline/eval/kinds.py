@@ -1,0 +1,69 @@
+"""Queries grouped by the kind of document that answers them, as SAP decomposes its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.config import SpecError
+from pipeline.eval import JudgedQueries
+from pipeline.index.reader import Index
+from pipeline.schema import ITEM
+
+METADATA = "metadata."
+#: The kind of an item that has no value.
+NONE = "(none)"
+
+
+def queries_by_kind(
+    index: Index, judged: JudgedQueries, kinds: str, by: str, where: str | None
+) -> dict[str, list[str]]:
+    """The ids of the queries whose relevant documents are of each kind, kinds in order.
+
+    A query with relevant documents of several kinds is in each of their groups.
+
+    Args:
+        kinds: an item column of text such as "modality", or "metadata.KEY".
+        by: what the judgments name, "item" or "parent"; a parent is of the kinds of its items.
+
+    Raises:
+        SpecError: there is no such column, or no item has the key.
+    """
+    columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
+    is_key = kinds.startswith(METADATA)
+    column = "metadata" if is_key else kinds
+    if not is_key and kinds not in columns:
+        legal = f"{', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("kinds", kinds, legal, "is no column of text")
+    key, keys = kinds.removeprefix(METADATA), set()
+    kinds_of: dict[str, set[str]] = {}
+    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), where=where):
+        values = batch[column].to_pylist()
+        for document, value in zip(batch[f"{by}_id"].to_pylist(), values, strict=True):
+            if is_key:
+                fields = json.loads(value or "{}")
+                keys |= set(fields)
+                value = fields.get(key)
+            kinds_of.setdefault(document, set()).update(_names(value))
+    if is_key and key not in keys:
+        legal = ", ".join(f"{METADATA}{name}" for name in sorted(keys)) or "a column: no metadata"
+        raise SpecError("kinds", kinds, legal, "is in no item's metadata")
+    groups: dict[str, list[str]] = {}
+    for query_id in judged.queries:
+        relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]
+        for kind in sorted({kind for document in relevant for kind in kinds_of.get(document, ())}):
+            groups.setdefault(kind, []).append(query_id)
+    return dict(sorted(groups.items()))
+
+
+def _names(value: Any) -> Iterator[str]:
+    """A value as the names of kinds; a list is of several.
+
+    >>> list(_names(["table", 3])), list(_names(None)), list(_names(""))
+    (['table', '3'], ['(none)'], ['(none)'])
+    """
+    for one in value if isinstance(value, list) else [value]:
+        yield NONE if one is None or one == "" else str(one)

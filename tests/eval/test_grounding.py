@@ -1,0 +1,219 @@
+"""Grounding: the measures against loops, maps by hand, and what is said of illegal phrases."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.eval.evaluation import EvaluateSpec, run
+from pipeline.eval.grounding import (
+    SIDE,
+    Generated,
+    Grounder,
+    Phrase,
+    check_phrases,
+    generate_phrases,
+    measure,
+    read_phrases,
+    region,
+    relevance_map,
+)
+from pipeline.index import job
+from tests.pdfs import Page, pdf
+
+NAN = np.nan
+
+
+def measured_by_hand(map_YX, region_YX):
+    cells = [(float(s), bool(g)) for s, g in zip(map_YX.flat, region_YX.flat, strict=True)]
+    mass = sum(s for s, g in cells if g) / (sum(s for s, _ in cells) + 1e-6)
+    hits, ious = [], []
+    for tenth in range(1, 10):
+        lit = [s >= tenth / 10 for s, _ in cells]
+        both = sum(on and g for on, (_, g) in zip(lit, cells, strict=True))
+        either = sum(on or g for on, (_, g) in zip(lit, cells, strict=True))
+        ious.append(both / either if either else 0.0)
+        hits.append(ious[-1] >= 0.05)
+    return mass, sum(hits) / 9, sum(ious) / 9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_measures_against_loops(seed):
+    generator = np.random.default_rng(seed)
+    map_YX = generator.random((12, 12)) ** 3
+    region_YX = generator.random((12, 12)) < 0.02 * (seed + 1)
+    assert measure(map_YX, region_YX) == pytest.approx(measured_by_hand(map_YX, region_YX))
+
+
+def test_a_perfect_map_and_an_empty_one():
+    region_YX = region([(0.25, 0.25, 0.5, 0.75)])
+    assert region_YX.sum() == (SIDE / 4) * (SIDE / 2)
+    assert measure(region_YX.astype(float), region_YX) == pytest.approx((1, 1, 1), abs=1e-6)
+    assert measure(np.zeros((SIDE, SIDE)), region_YX) == (0, 0, 0)
+
+
+def test_regions_are_unions_of_the_cells_that_boxes_overlap():
+    rows = region([(0.0, 0.0, 0.25, 0.25), (0.5, 0.26, 1.0, 0.27)], side=4)
+    assert rows.astype(int).tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_map_by_hand():
+    boxes = np.array(
+        [[0, 0, 0.5, 0.5], [0, 0, 1, 0.5], [0.5, 0.5, 1, 1], [NAN] * 4, [0, 0.5, 0.5, 1]]
+    )
+    similarity = np.array([0.2, 0.6, 0.4, -0.2, NAN])
+    # From -0.2 (a token without a place counts in the range) to 0.6; nobody stands for the last.
+    assert relevance_map(similarity, boxes, side=2) == pytest.approx(
+        np.array([[1.0, 1.0], [0.0, 0.75]])
+    )
+    assert relevance_map(np.full(5, 0.3), boxes, side=2).tolist() == [[1, 1], [1, 1]]
+    assert relevance_map(np.full(5, NAN), boxes, side=2).tolist() == [[0, 0], [0, 0]]
+
+
+def write(path, *rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_phrases_of_a_file(tmp_path):
+    row = {"item_id": "a", "phrase": "two words", "boxes": [[0, 0.1, 0.5, 0.2], [0, 0.5, 1, 1]]}
+    (phrase,) = read_phrases(write(tmp_path / "phrases.jsonl", row))
+    assert tuple(phrase) == ("a", "two words", row["boxes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"boxes": [[0, 0, 1, 1.5]]}, "stands in line 1"),
+        ({"boxes": [[0.5, 0, 0.5, 1]]}, "stands in line 1"),
+        ({"boxes": []}, "stands in line 1"),
+        ({"boxes": [[0, 0, 1]]}, "stands in line 1"),
+        ({"phrase": " "}, "stands in line 1"),
+        ({"item_id": 7}, "stands in line 1"),
+    ],
+)
+def test_phrases_that_are_none(tmp_path, change, problem):
+    row = {"item_id": "a", "phrase": "two words", "boxes": [[0, 0, 1, 1]], **change}
+    with pytest.raises(SpecError, match=f"^grounding: .*{problem}") as caught:
+        read_phrases(write(tmp_path / "phrases.jsonl", row))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_phrases(tmp_path):
+    with pytest.raises(SpecError, match="grounding: .* is empty"):
+        read_phrases(write(tmp_path / "phrases.jsonl"))
+    with pytest.raises(SpecError, match="grounding: .* does not exist"):
+        read_phrases(str(tmp_path / "nowhere"))
+
+
+@pytest.fixture(scope="module")
+def uri(cluster, tmp_path_factory) -> str:
+    """Two pages whose letters are 6 of 200 points wide, and a letter without places."""
+    folder = tmp_path_factory.mktemp("grounding")
+    (folder / "pages").mkdir()
+    lines = [(20, 80, "the harbour of Lisbon"), (20, 50, "sells fresh fish"), (20, 20, "and bread")]
+    (folder / "pages/a.pdf").write_bytes(pdf(Page(lines), Page([(20, 50, "a crust of bread")])))
+    (folder / "texts").mkdir()
+    (folder / "texts/letter.txt").write_text("Dear Ada, fish is cheap in Lisbon.")
+    for name, path in (("pages", "pages"), ("text", "texts")):
+        given = {
+            "index": str(folder / "index"),
+            "source": {"name": name, "path": str(folder / path)},
+            "representations": [
+                {"compressor": "none"},
+                {"compressor": {"name": "hpool", "num_vectors": 4}},
+                {"compressor": {"name": "random", "num_vectors": 4}},
+                {"compressor": {"name": "samer", "num_vectors": 4}, "keep_support": False},
+            ],
+        }
+        spec = config.parse(job.IndexSpec, given)
+        job.run(spec, job.IndexResources(), job=name, report=lambda line: None)
+    return str(folder / "index")
+
+
+def test_phrases_of_the_items_own_words(uri):
+    spec = Generated(num_phrases=30, num_words=2)
+    phrases = generate_phrases(spec, open_index(uri).index, ["full"], None)
+    texts = [(phrase.item_id, phrase.text) for phrase in phrases]
+    assert len(set(texts)) == len(texts) == 8 + 3  # every pair of neighbours, across lines too
+    assert {item_id for item_id, _ in texts} == {"a.pdf#page=1", "a.pdf#page=2"}
+    boxes = np.array(phrases[texts.index(("a.pdf#page=1", "fresh fish"))].boxes)
+    assert boxes[:, 0].min() == pytest.approx((20 + 6 * 6) / 200, abs=1e-3)
+    assert boxes[:, 2].max() == pytest.approx((20 + 16 * 6) / 200, abs=1e-3)
+    some = generate_phrases(Generated(num_phrases=2), open_index(uri).index, ["full"], None)
+    assert [p.text for p in some] == [
+        p.text
+        for p in generate_phrases(Generated(num_phrases=2), open_index(uri).index, ["full"], None)
+    ]
+    with pytest.raises(SpecError, match="grounding: .* finds no item with such words"):
+        generate_phrases(spec, open_index(uri).index, ["full"], "modality = 'text'")
+
+
+@pytest.mark.parametrize("name", ["full", "hpool_4", "random_4"])
+def test_measures_follow_from_what_is_stored(uri, name):
+    searcher = open_index(uri)
+    phrase = Phrase("a.pdf#page=1", "fresh fish", [[0.25, 0.4, 0.6, 0.6]])
+    numbers = Grounder(searcher, [phrase]).measure(name)
+    about = searcher.index.representation(name)
+    extents, support = about["positions"]["extents"], about.get("support")
+    columns = [name, extents, *([support] if support else [])]
+    (row,) = searcher.index.items([phrase.item_id], columns).to_pylist()
+    (query,) = searcher.queries([phrase.text], name).tokens
+    values = []
+    for token in range(len(row[extents])):
+        if name == "full":
+            output = token
+        elif name == "hpool_4":
+            output = row[support][token]
+        else:  # the input token that each output is
+            output = row[support].index(token) if token in row[support] else None
+        vector = None if output is None else np.array(row[name][output], float)
+        values.append(None if vector is None else np.mean([q.numpy() @ vector for q in query]))
+    known = [value for value in values if value is not None]
+    cells = np.zeros((SIDE, SIDE))
+    for value, (x0, y0, x1, y1, *_) in zip(values, row[extents], strict=True):
+        if value is not None:
+            scaled = (value - min(known)) / (max(known) - min(known))
+            for y in range(int(y0 * SIDE), int(np.ceil(y1 * SIDE))):
+                for x in range(int(x0 * SIDE), int(np.ceil(x1 * SIDE))):
+                    cells[y, x] = max(cells[y, x], scaled)
+    expected = measured_by_hand(cells, region(phrase.boxes))
+    assert list(numbers.values()) == pytest.approx([*expected, 1], abs=1e-5)
+
+
+def test_what_keeps_no_support_is_not_measured(uri):
+    assert Grounder(open_index(uri), []).columns("samer_4") is None
+
+
+@pytest.mark.parametrize(
+    ("item_id", "problem"),
+    [("b.pdf", "is not in the index"), ("letter.txt", "has no places of tokens")],
+)
+def test_items_that_cannot_be_grounded(uri, item_id, problem):
+    phrases = [Phrase(item_id, "fish", [[0, 0, 1, 1]])]
+    with pytest.raises(SpecError, match=f"grounding: '{item_id}' {problem}"):
+        check_phrases(phrases, open_index(uri).index, ["full"])
+
+
+def test_grounding_in_an_evaluation(uri, tmp_path):
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n1\ta.pdf#page=1\t1\n")
+    (tmp_path / "queries.jsonl").write_text('{"_id": "1", "text": "fish in Lisbon"}\n')
+    given = {
+        "index": uri,
+        "benchmark": {"name": "beir", "path": str(tmp_path)},
+        "output": str(tmp_path / "out"),
+        "judged": "item",
+        "scores": ["late"],
+        "grounding": {"num_phrases": 50, "num_words": 2},
+    }
+    lines = []
+    evaluation = run(config.parse(EvaluateSpec, given), lines.append)
+    assert evaluation.of("full.late").grounding["phrases"] == 11
+    assert 0 < evaluation.of("hpool_4.late").grounding["box_mass"] < 1
+    assert "grounding: 11 phrases found in the items' texts" in lines
+    assert "no grounding for samer_4: they store no support, or no places" in lines
+    page = (tmp_path / "out/report.html").read_text()
+    assert "CoverageIoU" in page and "Grounding is of 11 phrases" in page

@@ -137,24 +137,24 @@ def method_name(compressor: Mapping[str, Any], codec: str = "float16", of: str =
     ('full', 'hpool')
     >>> method_name({"name": "hpool", "ratio": 0.1, "linkage": "rows"}, codec="int8")
     'hpool linkage=rows int8'
+    >>> hpool = {"name": "hpool", "num_vectors": 8, "num_protected": 1}
+    >>> method_name({"name": "adaptive", "num_vectors": 8, "method": hpool, "criterion": "entropy"})
+    'adaptive (hpool) criterion=entropy'
     """
     apart = [codec] * (codec != "float16")
     if compressor["name"] == "none":
         return " ".join([FULL, *apart])
     apart += [f"of {of}"] * (of != "content")
     defaults = COMPRESSORS.load(compressor["name"]).Spec.model_fields
-    changed = [
-        f"{key}={_setting(value)}"
-        for key, value in compressor.items()
-        if key not in ("name", *AXES)
-        and not (key in defaults and value == defaults[key].get_default(call_default_factory=True))
-    ]
+    changed = []
+    for key, value in compressor.items():
+        default = defaults[key].get_default(call_default_factory=True) if key in defaults else None
+        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
+        if isinstance(value, Mapping):  # another compressor, by its name
+            changed.append(f"({method_name(value)})")
+        elif key not in ("name", *AXES) and not (key in defaults and value == default):
+            changed.append(f"{key}={value}")
     return " ".join([compressor["name"], *changed, *apart])
-
-
-def _setting(value: Any) -> str:
-    """A setting as a name shows it; one that is a compressor, by its name."""
-    return f"({method_name(value)})" if isinstance(value, Mapping) else str(value)
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:

@@ -44,7 +44,9 @@ def table(evaluation: Evaluation) -> list[list[str]]:
 
 def method(result: Result) -> str:
     """The method, with the number of seeds that it stands for, if more than one."""
-    return f"{result.method} ({len(result.seeds)} seeds)" if len(result.seeds) > 1 else result.method
+    return (
+        f"{result.method} ({len(result.seeds)} seeds)" if len(result.seeds) > 1 else result.method
+    )
 
 
 def budget(result: Result) -> str:

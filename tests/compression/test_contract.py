@@ -132,6 +132,21 @@ def test_empty_batches_and_tiny_items(compressor, ragged, lengths, num_padding):
     assert result.support is None or result.support.shape == batch.mask.shape
 
 
+def test_equal_tokens(compressor, ragged):
+    """A blank page: every token is the same, and so is its attention."""
+    batch = make(compressor, ragged, boxes=True)
+    batch.vectors[:] = torch.arange(1.0, 9)
+    for values in batch.taps.values():
+        values[:] = 0.1
+    result = compressor.compress(batch)
+    assert result.vectors[result.mask].isfinite().all()
+    assert torch.equal(result.lengths > 0, batch.lengths > 0)
+    if compressor.keeps_tokens:
+        kept = result.vectors[result.mask]
+        token = torch.arange(1.0, 9) / torch.arange(1.0, 9).norm()
+        torch.testing.assert_close(kept, token.expand_as(kept), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", COMPRESSORS.names())
 @pytest.mark.parametrize("num_vectors", [1, 2, 39, 40, 1000])
 def test_any_budget(name, ragged, num_vectors):

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from pipeline.compression import Budget, Budgeted, blocks, group_sums, largest
+from pipeline.compression import Budget, Budgeted, blocks, first_minimum, group_sums, largest
 from pipeline.taps import Tap, TapName
-from pipeline.tokens import TokenBatch, normalise
+from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 
 class Agc(Budgeted):
@@ -59,13 +59,11 @@ class Agc(Budgeted):
         groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
         vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
         for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
-            # Lengths count in the means (not those of the cosines), as far as the encoder left any.
-            states_BND = batch.vectors[block].float().masked_fill(~batch.mask[block, :, None], 0.0)
-            tokens_BND = states_BND if batch.normalised else normalise(states_BND)
-            groups_BN[block] = nearest_centroids(
-                tokens_BND, centroids_BK[block], slot_mask_BK[block], batch.mask[block]
-            )
-            weighted_BND = states_BND.mul_(alpha_BN[block].unsqueeze(2))
+            items = batch.take(block)
+            groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
+            # Lengths count here, as far as the encoder left any.
+            states_BND = unit_vectors(items) if batch.normalised else raw_vectors(items)
+            weighted_BND = states_BND * alpha_BN[block].unsqueeze(2)
             sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
             vectors_BKD[block] = normalise(sums_BKD)  # the weights' sum cancels
         mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
@@ -73,22 +71,27 @@ class Agc(Budgeted):
 
 
 def nearest_centroids(
-    tokens_BND: torch.Tensor,
-    centroids_BK: torch.Tensor,
-    slot_mask_BK: torch.Tensor,
-    mask_BN: torch.Tensor,
+    batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
 ) -> torch.Tensor:
-    """(B, N) int64: the centroid of the highest cosine for each unit token; -1 at padding.
+    """(B, N) int64: the centroid of the highest cosine for each token; -1 at padding.
 
     Args:
         centroids_BK: which tokens are centroids, where `slot_mask_BK` is True.
     """
     if not centroids_BK.shape[1]:
-        return torch.full_like(mask_BN, -1, dtype=torch.int64)
+        return torch.full_like(batch.mask, -1, dtype=torch.int64)
+    tokens_BND = unit_vectors(batch)
     index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
-    cosines_BNK = tokens_BND @ tokens_BND.gather(1, index).mT
-    cosines_BNK.masked_fill_(~slot_mask_BK.unsqueeze(1), -torch.inf)
-    return cosines_BNK.argmax(dim=2).masked_fill(~mask_BN, -1)
+    # Tokens last: reductions over k run over whole vectors of tokens at once.
+    apart_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
+    if not bool(slot_mask_BK.all()):
+        apart_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)
+    return first_minimum(apart_BKN, dim=1).masked_fill(~batch.mask, -1)
+
+
+def raw_vectors(batch: TokenBatch) -> torch.Tensor:
+    """(B, N, D) float32 vectors as the encoder gave them under the mask and zero elsewhere."""
+    return batch.vectors.float().masked_fill(~batch.mask.unsqueeze(2), 0.0)
 
 
 def close_ranks(

@@ -9,6 +9,7 @@ and layers ever exists, as `output_attentions` would make it.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 #: Numbers of the largest block of probabilities: on a CPU one that stays in its caches.
 BLOCK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
+#: The logit of what is not attended to: its probability is 0.
+NOWHERE = -1e30
 #: What some models add to the logits, and `weighted_rows` does not.
 UNKNOWN = ("position_bias", "softcap", "s_aux")
 
@@ -137,34 +140,36 @@ def weighted_rows(
         is_causal: without a mask, each row sees the columns up to its own.
     """
     num_items, num_heads, _, dim = query_BHND.shape
-    scaling = dim**-0.5 if scaling is None else scaling
+    query_BHND = query_BHND.float() * (dim**-0.5 if scaling is None else scaling)
     key_BHDN = key_BGND.float().repeat_interleave(num_heads // key_BGND.shape[1], dim=1).mT
     num_columns = key_BHDN.shape[3]
     weights_BSN = weights_SBN.float().transpose(0, 1)
-    sums = query_BHND.new_zeros(
-        (num_items, num_heads, len(weights_SBN), num_columns), dtype=torch.float32
-    )
+    num_sums = len(weights_SBN)
+    sums = query_BHND.new_zeros(num_items, num_heads, num_sums, num_columns)
     rows_N = weights_SBN.any(dim=1).any(dim=0).nonzero().squeeze(1)
-    limit = BLOCK_NUMBERS.get(query_BHND.device.type, BLOCK_NUMBERS["cpu"])
+    if mask is None and is_causal:
+        columns_N = torch.arange(num_columns, device=sums.device)
+        mask = (columns_N <= columns_N.unsqueeze(1)).expand(num_items, 1, -1, -1)
+    limit = BLOCK_NUMBERS.get(sums.device.type, BLOCK_NUMBERS["cpu"])
     rows_a_block = max(1, min(len(rows_N), limit // (num_heads * num_columns)))
     items_a_block = max(1, limit // (num_heads * num_columns * rows_a_block))
+    # Two blocks for all: fresh memory for each would cost as much as the arithmetic.
+    room = sums.new_empty(2, min(items_a_block, num_items) * num_heads * rows_a_block * num_columns)
     for first in range(0, num_items, items_a_block):
         items = slice(first, first + items_a_block)
         for rows_R in rows_N.split(rows_a_block):
-            logits = query_BHND[items, :, rows_R].float() * scaling @ key_BHDN[items]
+            query_bHRD = query_BHND[items, :, rows_R]
+            shape = (*query_bHRD.shape[:3], num_columns)
+            logits, probabilities = (part[: math.prod(shape)].view(shape) for part in room)
+            torch.matmul(query_bHRD, key_BHDN[items], out=logits)
             if mask is not None:
                 own = mask[items]
                 own = own if own.shape[2] == 1 else own[:, :, rows_R]
-                logits = (
-                    logits.masked_fill(~own, -torch.inf)
-                    if own.dtype == torch.bool
-                    else (logits + own.float())
-                )
-            elif is_causal:
-                columns_N = torch.arange(num_columns, device=rows_R.device)
-                logits = logits.masked_fill(columns_N > rows_R.unsqueeze(1), -torch.inf)
-            # A row that may attend to nothing, of padding, is NaN: it counts nothing.
-            probabilities = logits.softmax(dim=3).nan_to_num(nan=0.0)
-            weights = weights_BSN[items][:, :, rows_R].unsqueeze(1)
-            sums[items] += weights @ probabilities
+                # Not -inf: a row of padding may attend to nothing, and NaN times no weight is NaN.
+                if own.dtype == torch.bool:
+                    logits.masked_fill_(~own, NOWHERE)
+                else:
+                    logits.add_(own.float().clamp_min(NOWHERE))
+            torch.softmax(logits, dim=3, out=probabilities)
+            sums[items] += weights_BSN[items][:, :, rows_R].unsqueeze(1) @ probabilities
     return sums.permute(2, 0, 1, 3)

@@ -337,8 +337,8 @@ class MiniLM(Encoder):
             sums_WP = last_WLD.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
         states_WLD = last_WLD if is_last_layer else output.hidden_states[self.spec.layer].float()
         of_pass = {}
-        statistics = list(dict.fromkeys(tap.statistic for tap in taps))
         for tap in taps:
+            statistics = _statistics(taps, int(tap.layers))
             per_head = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
             of_heads = per_head.mean(dim=1) if tap.heads == "mean" else per_head.amax(dim=1)
             of_pass[tap.name] = of_heads[keep]
@@ -359,9 +359,12 @@ class MiniLM(Encoder):
             "eos_row": position == lengths - 1,
             "pooled_row": pooled,
         }
-        statistics = dict.fromkeys(tap.statistic for tap in taps)
-        stacked = torch.stack([weights[name].float().expand_as(mask) for name in statistics])
-        return {int(tap.layers): stacked for tap in taps}
+        return {
+            layer: torch.stack(
+                [weights[name].float().expand_as(mask) for name in _statistics(taps, layer)]
+            )
+            for layer in {int(tap.layers) for tap in taps}
+        }
 
 
 @dataclass(frozen=True)
@@ -377,6 +380,11 @@ class _Pass:
     states_TD: torch.Tensor
     sums_WP: torch.Tensor
     taps: dict[str, torch.Tensor]
+
+
+def _statistics(taps: Sequence[Tap], layer: int) -> list[str]:
+    """Which statistics of a layer taps ask for: each once, in a fixed order."""
+    return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
 
 
 def _shares(windows: list[_Window]) -> np.ndarray:

@@ -150,6 +150,13 @@ def weighted_rows(
     if mask is None and is_causal:
         columns_N = torch.arange(num_columns, device=sums.device)
         mask = (columns_N <= columns_N.unsqueeze(1)).expand(num_items, 1, -1, -1)
+    if mask is not None and mask.dtype == torch.bool and (mask == mask[:, :, :1]).all():
+        # Equal for all rows, as that of padding is: a number more in each key adds it to the
+        # logits, where a mask would be a pass over all of them.
+        query_BHND = torch.nn.functional.pad(query_BHND, (0, 1), value=1.0)
+        closed_B11N = torch.where(mask[:, :, :1], 0.0, NOWHERE)
+        key_BHDN = torch.cat([key_BHDN, closed_B11N.expand(-1, num_heads, -1, -1)], dim=2)
+        mask = None
     limit = BLOCK_NUMBERS.get(sums.device.type, BLOCK_NUMBERS["cpu"])
     rows_a_block = max(1, min(len(rows_N), limit // (num_heads * num_columns)))
     items_a_block = max(1, limit // (num_heads * num_columns * rows_a_block))

@@ -7,13 +7,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest, pack_left
 from pipeline.compression.cluster import by_first
 from pipeline.compression.random import random_draws
 from pipeline.config import SpecError
-from pipeline.taps import Tap
+from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Tokens that a codebook is learned from, for each of its centroids.
@@ -43,16 +43,11 @@ class HPC(Budgeted):
 
     class Spec(Budget):
         name: Literal["hpc"] = "hpc"
-        saliency: str = "eos_row/mean/last"
+        saliency: TapName = "eos_row/mean/last"
         num_centroids: int = Field(256, ge=1, le=65536)
         seed: int = Field(0, ge=0, lt=2**31)
         num_iterations: int = Field(20, ge=1)
         binary: bool = False
-
-        @field_validator("saliency")
-        @classmethod
-        def _name_in_full(cls, saliency: str) -> str:
-            return Tap.parse(saliency).name
 
     needs_fit = True
     keeps_tokens = False

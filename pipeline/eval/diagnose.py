@@ -64,6 +64,7 @@ class Diagnoser:
         self._searcher, self._judged, self._by, self._where = searcher, judged, by, where
         self._queries_of = queries_of
         self._chosen: dict[str, list[np.ndarray]] = {}
+        self._whole: dict[str, list[np.ndarray]] = {}
         self._rows, self._relevant = self._items()
 
     def diagnose(self, name: str) -> Diagnosis:
@@ -98,8 +99,16 @@ class Diagnoser:
         self, matches: Matches, there: list[np.ndarray], full: str
     ) -> dict[str, list[list[float]]]:
         """The scores of each query's pairs with the representation, and with the full tokens."""
-        whole = match_pairs(self._queries(full), self._searcher.packed(full), there)
-        pairs = np.stack([matches.scores, whole.scores], axis=1)
+        chosen = self._pairs(full)
+        ends = np.cumsum([len(rows) for rows in chosen])[:-1]
+        if full not in self._whole:
+            whole = match_pairs(self._queries(full), self._searcher.packed(full), chosen)
+            self._whole[full] = np.split(whole.scores, ends)
+        whole_scores = [
+            scores[np.isin(rows, own)]
+            for scores, rows, own in zip(self._whole[full], chosen, there, strict=True)
+        ]
+        pairs = np.stack([matches.scores, np.concatenate([np.empty(0), *whole_scores])], axis=1)
         ends = np.cumsum([len(rows) for rows in there])[:-1]
         by_query = zip(self._judged.queries, np.split(pairs, ends), strict=True)
         return {query_id: own.tolist() for query_id, own in by_query if len(own)}

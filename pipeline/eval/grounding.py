@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.config import Spec, SpecError
+from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import lines_of
 from pipeline.index.columns import by_role
 from pipeline.index.reader import Index, both
@@ -96,7 +98,9 @@ def region(boxes: Sequence[Box], side: int = SIDE) -> np.ndarray:
     >>> region([(0.0, 0.0, 0.5, 0.1)], side=2).astype(int).tolist()
     [[1, 0], [0, 0]]
     """
-    return _cells(np.array(boxes, float).reshape(-1, 4), side).any(axis=0)
+    lit = np.zeros(side * side, bool)
+    lit[_cells(np.array(boxes, float).reshape(-1, 4), side)[1]] = True
+    return lit.reshape(side, side)
 
 
 def relevance_map(similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = SIDE) -> np.ndarray:
@@ -113,18 +117,29 @@ def relevance_map(similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = SI
     low, high = similarity_T[there].min(), similarity_T[there].max()
     scaled_T = (similarity_T - low) / (high - low) if high > low else np.ones(len(similarity_T))
     there &= ~np.isnan(boxes_T4).any(axis=1)
-    cells_TYX = _cells(boxes_T4[there], side)
-    return np.where(cells_TYX, scaled_T[there, None, None], 0.0).max(axis=0, initial=0.0)
+    token_C, cell_C = _cells(boxes_T4[there], side)
+    relevance = np.zeros(side * side)
+    np.maximum.at(relevance, cell_C, scaled_T[there][token_C])
+    return relevance.reshape(side, side)
 
 
-def _cells(boxes_T4: np.ndarray, side: int) -> np.ndarray:
-    """(T, Y, X) bool: which cells each box overlaps, at least one."""
+def _cells(boxes_T4: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of a box and a cell that it overlaps, at least one of each box; cells by their row.
+
+    >>> _cells(np.array([[0.0, 0.0, 0.4, 0.4], [0.6, 0.0, 0.7, 1.0]]), side=2)
+    (array([0, 1, 1]), array([0, 1, 3]))
+    """
     scaled = np.clip(boxes_T4, 0, 1) * side
-    first = np.minimum(np.floor(scaled[:, :2] + 1e-6), side - 1)
-    last = np.maximum(np.ceil(scaled[:, 2:] - 1e-6) - 1, first)
-    cell = np.arange(side)
-    inside = (cell >= first[..., None]) & (cell <= last[..., None])  # (T, 2, side): x, then y
-    return inside[:, 1, :, None] & inside[:, 0, None, :]
+    first = np.minimum(np.floor(scaled[:, :2] + 1e-6), side - 1).astype(int)
+    last = np.maximum(np.ceil(scaled[:, 2:] - 1e-6).astype(int) - 1, first)
+    width, height = (last - first + 1).T
+    box_C = np.repeat(np.arange(len(first)), width * height)
+    number_C = np.arange(len(box_C)) - np.repeat(
+        np.cumsum(width * height) - width * height, width * height
+    )
+    x_C = first[box_C, 0] + number_C % width[box_C]
+    y_C = first[box_C, 1] + number_C // width[box_C]
+    return box_C, y_C * side + x_C
 
 
 def read_phrases(path: str) -> list[Phrase]:
@@ -237,6 +252,8 @@ class Grounder:
 
     def __init__(self, searcher: Searcher, phrases: Sequence[Phrase]):
         self._searcher, self._phrases = searcher, phrases
+        self._encoded: dict[str, EncodedQueries] = {}
+        self._places: dict[tuple[str, str], np.ndarray | None] = {}
 
     def columns(self, name: str) -> list[str] | None:
         """The columns that decide the measures; None if the representation keeps no places.
@@ -263,11 +280,11 @@ class Grounder:
         codec = CODECS.build(CODECS.resolve(about["codec"]))
         vectors_TD, lengths = codec.decode(table[name])
         ends = np.cumsum(lengths)
-        queries = self._searcher.queries([phrase.text for phrase in self._phrases], name).tokens
+        queries = self._queries(name, about["fingerprint"])
         found = []
         for phrase, query_MD in zip(self._phrases, queries, strict=True):
             row = place[phrase.item_id]
-            boxes_T4 = _boxes(table[columns[1]][row].as_py())
+            boxes_T4 = self._boxes(table, columns[1], row)
             if not lengths[row] or boxes_T4 is None:
                 continue
             own_ND = vectors_TD[ends[row] - lengths[row] : ends[row]].astype(np.float32)
@@ -280,6 +297,22 @@ class Grounder:
             return {}
         means = Grounding(*np.mean(found, axis=0).tolist())
         return {**means._asdict(), "phrases": float(len(found))}
+
+    def _queries(self, name: str, fingerprint: str) -> list[torch.Tensor]:
+        """The phrases' token vectors, as a representation is searched with them."""
+        if fingerprint not in self._encoded:
+            texts = [phrase.text for phrase in self._phrases]
+            self._encoded[fingerprint] = self._searcher.encoder(name).encode_queries(texts)
+        return self._searcher.queries(self._encoded[fingerprint], name).tokens
+
+    def _boxes(self, table: Any, column: str, row: int) -> np.ndarray | None:
+        """(T, 4) the boxes of an item's tokens; None if it has none."""
+        key = column, table["item_id"][row].as_py()
+        if key not in self._places:
+            extents = table[column][row].as_py()
+            has_boxes = _has_boxes(extents)
+            self._places[key] = np.array(extents, float)[:, :4] if has_boxes else None
+        return self._places[key]
 
     def _outputs(self, table: Any, columns: list[str], row: int, num_tokens: int) -> np.ndarray:
         """(T,) the vector that stands for each input token, or -1."""
@@ -294,11 +327,6 @@ def _extents(index: Index, name: str) -> str | None:
     """The column of the places of a representation's input tokens, if it is stored."""
     column = index.representation(name)["positions"].get("extents")
     return column if column in index.dataset.schema.names else None
-
-
-def _boxes(extents: list | None) -> np.ndarray | None:
-    """(T, 4) the boxes of an item's tokens; None if it has none."""
-    return np.array(extents, float)[:, :4] if _has_boxes(extents) else None
 
 
 def _has_boxes(extents: list | None) -> bool:

@@ -560,7 +560,7 @@ def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
         sizes = {name: float(there[kind]) for name, kind in zip(sizes, kinds, strict=True)}
     if row.score in (SINGLE, "hybrid"):
         pooled = index.representation(row.representation)["pooled"]
-        type = index.dataset.schema.field(pooled).type
+        type = index.schema.field(pooled).type
         sizes["vectors_per_item"] += 1
         for name in ("vector_bytes", "all_bytes"):
             sizes[name] += type.list_size * type.value_type.bit_width / 8

@@ -19,7 +19,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import lines_of
-from pipeline.index.columns import by_role
 from pipeline.index.reader import Index, both
 from pipeline.registry import CODECS
 from pipeline.search.explain import outputs_of
@@ -267,7 +266,7 @@ class Grounder:
         if about["compressor"]["name"] == "none":
             return [name, extents]
         support = about.get("support")
-        return [name, extents, support] if support in index.dataset.schema.names else None
+        return [name, extents, support] if support in index.schema.names else None
 
     def measure(self, name: str) -> dict[str, float]:
         """The means of the measures over the phrases whose items have vectors, and their number."""
@@ -318,15 +317,14 @@ class Grounder:
         """(T,) the vector that stands for each input token, or -1."""
         if len(columns) == 2:
             return np.arange(num_tokens)
-        schema = self._searcher.index.dataset.schema
-        form = by_role(schema, "support")[columns[2]]["form"]
+        form = self._searcher.index.by_role("support")[columns[2]]["form"]
         return outputs_of(table[columns[2]][row].as_py(), form, num_tokens)
 
 
 def _extents(index: Index, name: str) -> str | None:
     """The column of the places of a representation's input tokens, if it is stored."""
     column = index.representation(name)["positions"].get("extents")
-    return column if column in index.dataset.schema.names else None
+    return column if column in index.schema.names else None
 
 
 def _has_boxes(extents: list | None) -> bool:

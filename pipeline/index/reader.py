@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import posixpath
 import re
@@ -171,6 +172,7 @@ class Index:
     def __init__(self, uri: str, version: int | None = None):
         self.uri = uri
         self.dataset = open_dataset(uri, version)
+        self._by_role: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
 
     @property
     def version(self) -> int:
@@ -180,9 +182,20 @@ class Index:
     def __len__(self) -> int:
         return self.dataset.count_rows()
 
+    @functools.cached_property
+    def schema(self) -> pa.Schema:
+        """The columns of this version."""
+        return self.dataset.schema
+
+    def by_role(self, *roles: str) -> dict[str, dict[str, Any]]:
+        """`columns.by_role` of this version, read once: an index may have hundreds of columns."""
+        if roles not in self._by_role:
+            self._by_role[roles] = by_role(self.schema, *roles)
+        return self._by_role[roles]
+
     def representations(self) -> dict[str, dict[str, Any]]:
         """The metadata of each searchable multi-vector column."""
-        return by_role(self.dataset.schema, "search")
+        return self.by_role("search")
 
     def representation(self, name: str) -> dict[str, Any]:
         """The metadata of one representation.

@@ -23,7 +23,6 @@ from PIL import Image, ImageDraw, ImageFont
 from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
-from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import CODECS, SOURCES
 from pipeline.schema import Hit
@@ -366,7 +365,7 @@ def _strengths(values: np.ndarray) -> np.ndarray:
 
 def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> Any:
     """The stored columns of an item that a map needs, as a table of one row."""
-    schema = searcher.index.dataset.schema
+    schema = searcher.index.schema
     positions = about["positions"]
     needed = [positions.get("extents"), positions.get("spans"), about.get("support"), name]
     needed.append(about.get("text", "text"))
@@ -390,7 +389,7 @@ def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> 
     if about.get("support") not in row.column_names:
         legal = "a representation with its support (keep_support)"
         raise SpecError("representation", name, legal, "has no support")
-    form = by_role(searcher.index.dataset.schema, "support")[about["support"]]["form"]
+    form = searcher.index.by_role("support")[about["support"]]["form"]
     return outputs_of(row[about["support"]][0].as_py(), form, num_tokens)
 
 

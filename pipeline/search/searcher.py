@@ -28,7 +28,7 @@ from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
-from pipeline.index.columns import by_role, fitted_for
+from pipeline.index.columns import fitted_for
 from pipeline.index.reader import Index, first_line
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Place
@@ -146,7 +146,7 @@ class Searcher:
                 legal = "an index, or a version of it, with at least one representation"
                 raise SpecError("index", self.index.uri, legal, problem)
             name = "full" if "full" in there else next(iter(there))
-        if name in by_role(self.index.dataset.schema, "rerank"):
+        if name in self.index.by_role("rerank"):
             raise SpecError("representation", name, ", ".join(there), "is for reranking alone")
         return name, self.index.representation(name)
 
@@ -320,7 +320,7 @@ class Searcher:
     def _vectors(self, column: str) -> PackedVectors:
         """The vectors of a representation, or of the pooled ones, read once."""
         if column not in self._packed:
-            field = self.index.dataset.schema.field(column)
+            field = self.index.schema.field(column)
             batches = self.index.batches([column])
             if pa.types.is_fixed_size_list(field.type):
                 blocks = [single_vectors(batch[column]) for batch in batches]
@@ -346,7 +346,7 @@ class Searcher:
         if explain:
             positions = about["positions"].values()
             wanted += [column for column in (about.get("support"), *positions) if column]
-        there = [column for column in wanted if column in self.index.dataset.schema.names]
+        there = [column for column in wanted if column in self.index.schema.names]
         item_ids = sorted({item_id for ranking in rankings for item_id in ranking.item_ids})
         found = self.index.items(item_ids, there) if item_ids else pa.table({"item_id": []})
         stored = {row["item_id"]: row for row in found.to_pylist()}
@@ -382,7 +382,7 @@ class Searcher:
         support = row.get(about.get("support"))
         if support is None:
             return lambda token: []
-        form = by_role(self.index.dataset.schema, "support")[about["support"]]["form"]
+        form = self.index.by_role("support")[about["support"]]["form"]
         return lambda token: input_tokens(token, support, form)
 
 

@@ -28,7 +28,7 @@ REFERENCE = "#555555"
 def to_png(figure: Figure) -> bytes:
     """A figure as a picture."""
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
+    figure.savefig(png, format="png", dpi=150, bbox_inches="tight")
     return png.getvalue()
 
 
@@ -41,7 +41,7 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(svg, format="svg", transparent=True, metadata=nothing, bbox_inches="tight")
     text = svg.getvalue()
     return text[text.index("<svg") :].replace(REFERENCE, "currentColor")
 

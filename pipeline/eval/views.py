@@ -50,11 +50,16 @@ class Scan:
 
 
 def layer_scans(evaluation: Evaluation, score: str = "late") -> list[Scan]:
-    """Every method at every budget that was measured at two or more single layers."""
+    """Every method at every budget that was measured at two or more single layers.
+
+    Of those that are counted from the front: what a layer counted from the end is called there, the
+    rows do not tell.
+    """
     found: dict[tuple[str, Budget, str], dict[int, Result]] = {}
     for result in evaluation.results:
         layers = result.compressor.get("layers")
-        if isinstance(layers, list) and len(layers) == 1 and result.score == score:
+        is_single = isinstance(layers, list) and len(layers) == 1 and layers[0] >= 0
+        if is_single and result.score == score:
             name = re.sub(r" layers=\[-?\d+\]", "", line_name(evaluation, result))
             found.setdefault((name, result.budget, result.encoder), {})[layers[0]] = result
     return [Scan(*key, dict(sorted(rows.items()))) for key, rows in found.items() if len(rows) > 1]
@@ -70,8 +75,9 @@ def in_scans(evaluation: Evaluation) -> set[str]:
 def common_budget(evaluation: Evaluation) -> Budget | None:
     """The budget that most methods have under the late score, the smallest of equals."""
     methods: dict[Budget, set[str]] = {}
+    scanned = in_scans(evaluation)
     for result in late_rows(evaluation):
-        if any(result.budget):
+        if any(result.budget) and result.name not in scanned:
             methods.setdefault(result.budget, set()).add(line_name(evaluation, result))
     return max(
         methods,
@@ -159,7 +165,12 @@ def correlations(evaluation: Evaluation) -> Iterator[Correlation]:
     if retained:
         yield _correlation(evaluation, OSR, retained, [r.retention.mean for r in retained])
     budget = common_budget(evaluation)
-    same = [r for r in rows if r.budget == budget and r.diagnosis and r.diagnosis.gini]
+    scanned = in_scans(evaluation)
+    same = [
+        r
+        for r in rows
+        if r.budget == budget and r.name not in scanned and r.diagnosis and r.diagnosis.gini
+    ]
     if same:
         at = f"at {budget}"
         gini = [1 / result.diagnosis.gini for result in same]

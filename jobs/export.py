@@ -11,9 +11,11 @@ source `vectors` reads both. Nothing shows under the name of the output before a
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 import jobs
+from pipeline.config import Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.index.export import export
 
+    signal.signal(signal.SIGTERM, _stop)
     export(
         args.index,
         args.output,
@@ -40,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overwrite=args.overwrite,
         report=jobs.say,
     )
+
+
+def _stop(*_: object) -> None:
+    raise Stopped("stopped; nothing was written")
 
 
 if __name__ == "__main__":

@@ -40,9 +40,12 @@ def text(there: dict[str, Any]) -> str:
         lines.append(f"encoder      {encoder['name']} (fingerprint {encoder['fingerprint']})")
     lines += ["", _REPRESENTATION.format(*_HEADER)]
     for name, r in there["representations"].items():
-        cells = (r["method"], r["num_vectors"] or "all", r["codec"], f"{r['vectors']:.1f}")
+        budget = r["num_vectors"] or (f"{100 * r['ratio']:g}%" if r["ratio"] else "all")
+        cells = (r["method"], budget, r["codec"], f"{r['vectors']:.1f}")
         sizes = (f"{r['bytes_vectors']:,.0f}", f"{r['bytes_all']:,.0f}", f"{r['filled']:.1%}")
         lines.append(_REPRESENTATION.format(name, *cells, *sizes))
+    if there["taps"]:
+        lines.append(f"attention kept: {', '.join(there['taps'])}")
     lines.append("")
     lines.append(f"rejects      {sum(there['rejects'].values()):,}")
     for reason, count in there["rejects"].items():

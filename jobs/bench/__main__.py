@@ -9,6 +9,7 @@ Each prints the machine, the versions and the command with its figures.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 
 import jobs
@@ -26,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     listing = "; ".join(f"{name}: {about}" for name, about in BENCHES.items())
     parser.add_argument("bench", choices=BENCHES, help=listing)
-    args, others = parser.parse_known_args(arguments[:1] if arguments is not None else None)
-    importlib.import_module(f"jobs.bench.{args.bench}").main(others)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    bench = parser.parse_args(arguments[:1]).bench  # what follows, --help too, is the bench's own
+    importlib.import_module(f"jobs.bench.{bench}").main(arguments[1:])
 
 
 if __name__ == "__main__":

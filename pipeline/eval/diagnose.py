@@ -26,8 +26,14 @@ from pipeline.search.searcher import Searcher
 
 
 def full_tokens_of(index: Index, name: str) -> str | None:
-    """The representation that holds every token of what this one is made of; None without one."""
+    """The representation that holds every token of what this one is made of; None without one.
+
+    And none for vectors that queries are transformed for, such as bits: their scores are no share
+    of a cosine.
+    """
     about = index.representation(name)
+    if about.get("query_dim", about["dim"]) != about["dim"]:
+        return None
     same = [
         other
         for other, its in index.representations().items()

@@ -37,9 +37,10 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
         SpecError: the index has lost it, or a file of another corpus lies in its place, or it was
             fitted for another encoder or other settings than `about` says.
     """
-    legal = f"artefact {name} in it"
+    path = part(index, ARTEFACTS, f"{name}.npz")
+    legal = f"artefact {name} in it; bring {path} back from a copy, or make the columns anew"
     try:
-        with fsspec.open(part(index, ARTEFACTS, f"{name}.npz"), "rb") as file:
+        with fsspec.open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile):

@@ -36,6 +36,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {name: stored(index, name) for name in index.representations()},
+        "taps": list(dict.fromkeys(about["tap"] for about in index.by_role("tap").values())),
         "rejects": dict(reasons.most_common()),
         "jobs": last_jobs(uri, num_jobs, lease and lease.job),
     }
@@ -69,6 +70,7 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
     return {
         "method": about["compressor"]["name"],
         "num_vectors": about["compressor"].get("num_vectors"),
+        "ratio": about["compressor"].get("ratio"),
         "codec": about["codec"]["name"],
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,

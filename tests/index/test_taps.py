@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from pipeline import config
+from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.eval.diagnose import full_tokens_of
 from pipeline.index import job, recompress
 from pipeline.index.reader import Index
 from pipeline.schema import metadata_of
@@ -25,6 +27,7 @@ METHODS = [
     {"name": "adaptive_eos", "ratio": 0.2},
     {"name": "agc", "num_vectors": 4, "saliency": "column_sums/max/last"},
     {"name": "adaptive", "num_vectors": 4, "method": "agc", "criterion": "entropy"},
+    {"name": "hpc", "num_vectors": 4, "num_centroids": 8, "binary": True},
 ]
 REPRESENTATIONS = [{"compressor": method} for method in METHODS]
 IDS = [
@@ -34,6 +37,7 @@ IDS = [
     "adaptive_eos_20pct",
     "agc_column_sums_max_last_4",
     "adaptive_agc_entropy_4",
+    "hpc_num_centroids8_binary_4",
 ]
 KEPT = ["column_sums/mean/0.4-0.6", "column_sums/max/1,-1", "eos_row", "pooled_row/mean/last"]
 
@@ -98,6 +102,24 @@ def test_every_method_is_a_column(at_once):
     assert metadata_of(schema.field("adaptive_eos_20pct"))["artefact"]
 
 
+def test_bits_are_searched_with_the_bits_of_the_query(at_once):
+    name = "hpc_num_centroids8_binary_4"
+    searcher = open_index(str(at_once))
+    about = searcher.index.representation(name)
+    assert (about["dim"], about["query_dim"]) == (3, 384)
+    text = TEXTS["shell/1"]
+    (hits,) = searcher.search([text], name, k=16)
+    (query,) = searcher.queries([text], name).tokens
+    assert query.shape[1] == 3
+    torch.testing.assert_close(query.abs(), torch.full_like(query, 3**-0.5))
+    bits = {i: np.array(row[name], np.float32) for i, row in rows(at_once).items()}
+    scores = {i: float((query.numpy() @ b.T).max(axis=1).sum()) for i, b in bits.items()}
+    for hit in hits:
+        assert hit.score == pytest.approx(scores[hit.item_id], abs=1e-2)
+    assert full_tokens_of(searcher.index, name) is None  # such a score is no share of a cosine
+    assert full_tokens_of(searcher.index, "sap_4") == "full"
+
+
 def test_encoder_and_compressor_in_actors_apart(tmp_path, collection, at_once):
     resources = {"compress": {"num_cpus": 0.5}}
     index(tmp_path / "apart", collection, *REPRESENTATIONS, resources=resources)
@@ -125,7 +147,7 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
         assert len(there[item_id]["minilm_eos_row_mean_5_tap"]) == len(row["full"])
         for name in IDS:
             here = np.array(there[item_id][name], dtype=np.float64)
-            if name.startswith("adaptive"):  # fitted on another sample
+            if name.startswith(("adaptive", "hpc")):  # fitted on another sample
                 continue
             np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
             assert there[item_id][f"{name}_support"] == row[f"{name}_support"]

@@ -405,6 +405,11 @@ class Run:
         names = {r.id: there for r in added if (there := self._fit(r))}
         fields = [f for r in added for f in representation_fields(r, self.facts, names.get(r.id))]
         own = own_fields(self.facts, spec)
+        for column in own:
+            tap = metadata_of(column).get("tap")
+            if tap and not empty and column.name not in schema.names:
+                legal = "the attention that the index keeps, or a new index"
+                raise SpecError("keep_taps", tap, legal, "is not in this index, which has rows")
         self.encoder_columns = [f.name for f in own if empty or f.name in schema.names]
         self.writer.add_columns([f for f in own if empty and f.name not in schema.names] + fields)
 

@@ -108,12 +108,13 @@ def run(
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
     wanted = every_representation(spec)
-    facts, aspect = stored_facts(Index(spec.index), spec.source)
+    index = Index(spec.index)
+    facts, aspect = stored_facts(index, spec.source)
     for r in wanted:
         if r.of != aspect:
             legal = f"{aspect}, that of which {spec.source} holds the tokens"
             raise SpecError(f"representations.{r.id}.of", r.of, legal)
-    check_taps(Index(spec.index), facts.about(aspect), wanted)
+    check_taps(index, facts.about(aspect), wanted)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
         artefacts = _prepare_columns(session, spec, facts, wanted)

@@ -152,6 +152,9 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
             np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
             assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
 
+    index(uri, collection, *REPRESENTATIONS, keep_taps=KEPT[:2])  # again, with less: nothing to do
+    with pytest.raises(SpecError, match="keep_taps: 'eos_row/mean/0' is not in this index, which"):
+        index(uri, collection, *REPRESENTATIONS, keep_taps=["eos_row/mean/0"])
     with pytest.raises(SpecError) as error:
         recompressed(uri, {"compressor": {"name": "sap", "num_vectors": 4, "layers": [0]}})
     assert str(error.value) == (

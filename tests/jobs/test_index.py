@@ -56,8 +56,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "sources=x",
             "sources: 'x' stands under an unknown key; legal: index, source, encoder,"
-            " representations, sweep, keep_positions, unit_items, fragment_items, commit_items,"
-            " commit_seconds, fit",
+            " representations, sweep, keep_positions, keep_taps, unit_items, fragment_items,"
+            " commit_items, commit_seconds, fit",
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",
@@ -67,7 +67,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "representations.0.compressor=squeeze",
             "representations.0.compressor.name: 'squeeze' is not one of the compressors;"
-            " legal: cluster, hpc, hpool, light_colpali, none, random, samer, spatial",
+            " legal: adaptive, adaptive_eos, agc, cluster, eos, hpc, hpool, light_colpali, none,"
+            " random, samer, sap, spatial",
         ),
         (
             "representations=[]",

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist
@@ -176,49 +177,36 @@ def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], Non
     return products(1, run, batch)
 
 
-def ward(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Ward over the token vectors."""
-    items = batch.vectors.double().cpu().numpy()
+def ward(
+    distances: Callable[[np.ndarray], np.ndarray],
+) -> Callable[[Run, Compressor, TokenBatch], Callable[[], None]]:
+    """Ward over the condensed distances that `distances` gives of a document's tokens."""
 
-    def work() -> None:
-        for item in items:
-            tree = hierarchy.linkage(pdist(item), method="ward")
-            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
+    def bare(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+        items = batch.vectors.double().cpu().numpy()
 
-    return work
+        def work() -> None:
+            for item in items:
+                tree = hierarchy.linkage(distances(item), method="ward")
+                hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
 
+        return work
 
-def ward_of_cosines(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Ward over the cosine distances as they are."""
-    items = batch.vectors.double().cpu().numpy()
-
-    def work() -> None:
-        for item in items:
-            tree = hierarchy.linkage(pdist(item, "cosine"), method="ward")
-            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
-
-    return work
+    return bare
 
 
-def ward_of_rows(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Ward over the rows of the cosine distances."""
-    items = batch.vectors.double().cpu().numpy()
-
-    def work() -> None:
-        for item in items:
-            tree = hierarchy.linkage(pdist(1 - item @ item.T), method="ward")
-            hierarchy.fcluster(tree, run.num_vectors, criterion="maxclust")
-
-    return work
+def row_distances(item: np.ndarray) -> np.ndarray:
+    """Of the rows of the cosine distances."""
+    return pdist(1 - item @ item.T)
 
 
 BARE = {
     "samer": samer,
     "agc": agc,
-    "hpool": ward,
-    "hpool,linkage=rows": ward_of_rows,
-    "hpool,linkage=condensed": ward_of_cosines,
-    "light_colpali": ward_of_rows,
+    "hpool": ward(pdist),
+    "hpool,linkage=rows": ward(row_distances),
+    "hpool,linkage=condensed": ward(lambda item: pdist(item, "cosine")),
+    "light_colpali": ward(row_distances),
 }
 
 

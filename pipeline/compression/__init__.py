@@ -315,3 +315,21 @@ def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
     """
     ones_BN1 = torch.ones_like(groups_BN, dtype=torch.float32).unsqueeze(2)
     return group_sums(ones_BN1, groups_BN, num_groups).squeeze(2)
+
+
+def close_ranks(
+    vectors_BKD: torch.Tensor, mask_BK: torch.Tensor, support_BN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs, mask and support with what is masked behind the rest of its row.
+
+    >>> vectors, mask = torch.tensor([[[1.0], [0.0], [2.0]]]), torch.tensor([[True, False, True]])
+    >>> [part.tolist() for part in close_ranks(vectors, mask, torch.tensor([[2, 0, -1]]))]
+    [[[[1.0], [2.0], [0.0]]], [[True, True, False]], [[1, 0, -1]]]
+    """
+    if bool((mask_BK[:, 1:] <= mask_BK[:, :-1]).all()):
+        return vectors_BKD, mask_BK, support_BN
+    order_BK = (~mask_BK).to(torch.int8).argsort(dim=1, stable=True)
+    rank_BK = order_BK.argsort(dim=1).masked_fill(~mask_BK, -1)
+    support_BN = rank_BK.gather(1, support_BN.clamp_min(0)).masked_fill(support_BN < 0, -1)
+    index_BKD = order_BK.unsqueeze(2).expand_as(vectors_BKD)
+    return vectors_BKD.gather(1, index_BKD), mask_BK.gather(1, order_BK), support_BN

@@ -7,7 +7,15 @@ from typing import Literal
 
 import torch
 
-from pipeline.compression import Budget, Budgeted, blocks, first_minimum, group_sums, largest
+from pipeline.compression import (
+    Budget,
+    Budgeted,
+    blocks,
+    close_ranks,
+    first_minimum,
+    group_sums,
+    largest,
+)
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
@@ -67,7 +75,8 @@ class Agc(Budgeted):
             sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
             vectors_BKD[block] = normalise(sums_BKD)  # the weights' sum cancels
         mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
-        return close_ranks(vectors_BKD, mask_BK, groups_BN, batch)
+        vectors_BKD, mask_BK, support_BN = close_ranks(vectors_BKD, mask_BK, groups_BN)
+        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=support_BN)
 
 
 def nearest_centroids(
@@ -92,21 +101,3 @@ def nearest_centroids(
 def raw_vectors(batch: TokenBatch) -> torch.Tensor:
     """(B, N, D) float32 vectors as the encoder gave them under the mask and zero elsewhere."""
     return batch.vectors.float().masked_fill(~batch.mask.unsqueeze(2), 0.0)
-
-
-def close_ranks(
-    vectors_BKD: torch.Tensor, mask_BK: torch.Tensor, groups_BN: torch.Tensor, batch: TokenBatch
-) -> TokenBatch:
-    """The result in which groups without tokens have no place any more."""
-    if bool((mask_BK[:, 1:] <= mask_BK[:, :-1]).all()):
-        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=groups_BN)
-    rank_BK = (mask_BK.cumsum(dim=1) - 1).masked_fill(~mask_BK, -1)
-    order_BK = (~mask_BK).to(torch.int8).argsort(dim=1, stable=True)
-    support_BN = rank_BK.gather(1, groups_BN.clamp_min(0)).masked_fill(groups_BN < 0, -1)
-    return TokenBatch(
-        vectors_BKD.gather(1, order_BK.unsqueeze(2).expand_as(vectors_BKD)),
-        mask_BK.gather(1, order_BK),
-        True,
-        pooled=batch.pooled,
-        support=support_BN,
-    )

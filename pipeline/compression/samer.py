@@ -7,7 +7,15 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from pipeline.compression import Budget, Budgeted, blocks, first_minimum, group_sums, memberships
+from pipeline.compression import (
+    Budget,
+    Budgeted,
+    blocks,
+    close_ranks,
+    first_minimum,
+    group_sums,
+    memberships,
+)
 from pipeline.compression.spatial import uniform_positions
 from pipeline.config import SpecError
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
@@ -141,11 +149,8 @@ class SaMer(Budgeted):
         support_BN = torch.where(is_long_B1, nearest_BN, own_N)
         if spec.centroid == "soft":
             return vectors_BKD, mask_BK, support_BN
-        # Groups without tokens go behind the others.
-        order_BK = (~mask_BK).to(torch.int8).argsort(dim=1, stable=True)
-        vectors_BKD = vectors_BKD.gather(1, order_BK.unsqueeze(2).expand_as(vectors_BKD))
-        support_BN = order_BK.argsort(dim=1).gather(1, support_BN.clamp_max(num_outputs - 1))
-        return vectors_BKD, mask_BK.gather(1, order_BK), support_BN
+        # Positions at padding count up beyond the outputs; they have no meaning.
+        return close_ranks(vectors_BKD, mask_BK, support_BN.clamp_max(num_outputs - 1))
 
     def _hard_centroids(
         self,

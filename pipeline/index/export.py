@@ -27,7 +27,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
-from pipeline.index.columns import by_role
 from pipeline.index.reader import Index, both, first_line
 from pipeline.registry import CODECS
 from pipeline.schema import ITEM, METADATA_KEY, vectors_type
@@ -99,7 +98,7 @@ def export(
 
 def _about(index: Index, representation: str) -> dict[str, Any]:
     """What the index says of a column of vectors."""
-    there = by_role(index.dataset.schema, "search", "single")
+    there = index.by_role("search", "single")
     if representation not in there:
         legal = ", ".join(there) or "none yet"
         raise SpecError("representation", representation, legal, "is not in the index")

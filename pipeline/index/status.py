@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.index.columns import by_role
 from pipeline.index.reader import JOBS, Index, open_folder
 
 
@@ -25,7 +24,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     lease = index.lease()
     encoders = {
         (about["encoder"]["name"], about["fingerprint"])
-        for about in by_role(index.dataset.schema, "search", "single").values()
+        for about in index.by_role("search", "single").values()
     }
     reasons = Counter(index.rejects()["reason"].to_pylist())
     return {

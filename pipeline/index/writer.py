@@ -83,7 +83,7 @@ class IndexWriter:
         try:
             self.dataset.update_config(lease.entry())
         except (OSError, CommitConflictError) as error:
-            if "conflict" not in str(error).lower():
+            if not _overtaken(error):
                 raise SpecError(
                     "index", self.uri, f"a writable URI ({first_line(error)})", "cannot be written"
                 ) from None
@@ -132,7 +132,7 @@ class IndexWriter:
                 change()
                 break
             except (OSError, CommitConflictError) as error:
-                if "conflict" not in str(error).lower():
+                if not _overtaken(error):
                     raise
                 self.dataset = open_dataset(self.uri)
         self._check_own()
@@ -252,6 +252,15 @@ class IndexWriter:
                 .when_not_matched_insert_all()
             )
             merge.execute(rejects.take(list(last.values())))
+
+
+def _overtaken(error: Exception) -> bool:
+    """Whether a commit failed because somebody else committed, not for the storage's sake.
+
+    A process that slept inside Lance's own retries wakes to their time-out, not to a conflict.
+    """
+    said = str(error).lower()
+    return "conflict" in said or "concurrent writers" in said
 
 
 def open_or_create(uri: str) -> LanceDataset:

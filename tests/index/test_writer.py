@@ -224,6 +224,32 @@ def test_a_harmless_change_by_somebody_else_does_not_stop_the_holder(uri):
     assert status(uri)["lease"] is None
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_holder_that_slept_inside_lance_looks_who_has_the_lease(uri, monkeypatch, taken):
+    writer = IndexWriter(uri, "sleeper", ttl=EXPIRED)
+    if taken:
+        IndexWriter(uri, "taker")
+    asleep = [OSError("Too many concurrent writers. Attempted 2 times, but failed on retry_timeout")]
+    commit = LanceDataset.commit
+    monkeypatch.setattr(
+        LanceDataset,
+        "commit",
+        lambda *args, **options: raise_first(asleep) or commit(*args, **options),
+    )
+    change = lambda: writer.commit(written(uri, "a"))  # noqa: E731
+    if taken:
+        with pytest.raises(LeaseLost, match="went to job taker"):
+            change()
+    else:
+        change()
+    assert set(revisions(uri)) == (set() if taken else {"a"}) and not asleep
+
+
+def raise_first(errors: list[Exception]) -> None:
+    if errors:
+        raise errors.pop()
+
+
 # -- commits ---------------------------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ SPEECH = Registry(
         "whisper": "pipeline.transcribe.whisper:Whisper",
     },
 )
-CODECS = Registry("codecs", {"float16": "pipeline.index.codecs:Float16"})
+CODECS = Registry("codecs", {"float16": "pipeline.codecs.float16:Float16"})
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 
 

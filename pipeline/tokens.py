@@ -105,14 +105,28 @@ def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType)
     >>> ragged_to_arrow(values, mask, pa.float16()).to_pylist()
     [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]]]
     """
-    mask = mask.cpu()
-    lengths = mask.sum(dim=1).numpy()
+    flat, lengths = flat_rows(padded.detach().cpu(), mask.cpu())
+    return lists_of(flat.to(_TORCH_TYPES[type]).numpy(), lengths, type)
+
+
+def flat_rows(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+    """A padded tensor (B, N, ...) -> the rows under `mask` (T, ...), lengths (B,) int64."""
+    return padded[mask], mask.sum(dim=1).cpu().numpy()
+
+
+def lists_of(
+    flat: np.ndarray, lengths: np.ndarray, type: pa.DataType | None = None
+) -> pa.ListArray:
+    """Flat rows (T,) or (T, D) and lengths (B,) -> a list array, of fixed-size lists if (T, D).
+
+    >>> lists_of(np.array([[1, 2], [3, 4], [5, 6]]), np.array([2, 0, 1])).to_pylist()
+    [[[1, 2], [3, 4]], [], [[5, 6]]]
+    """
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    flat = padded.detach().cpu()[mask].to(_TORCH_TYPES[type]).numpy()
     values = pa.array(flat.reshape(-1), type)
-    if padded.ndim == 3:
-        values = pa.FixedSizeListArray.from_arrays(values, padded.shape[2])
+    if flat.ndim == 2:
+        values = pa.FixedSizeListArray.from_arrays(values, flat.shape[1])
     return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 

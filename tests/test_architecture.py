@@ -20,7 +20,7 @@ ORDER = [
     ("registry",),
     ("tokens", "taps", "decoding"),
     ("transcribe",),
-    ("sources", "encoders", "compression"),
+    ("sources", "encoders", "compression", "codecs"),
     ("stage",),
     ("index",),
     ("search",),
@@ -58,8 +58,8 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
 def test_the_core_runs_without_ray_and_lance():
     code = """
 import sys
-from pipeline.registry import COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH
-for registry in (COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH):
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH
+for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH):
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens

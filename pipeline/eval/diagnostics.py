@@ -87,14 +87,12 @@ def used_vectors(
     Args:
         rows: ascending; the items that take part.
     """
-    used_T = np.zeros(len(packed.tokens_TD), bool)
+    used_T = np.zeros(packed.num_vectors, bool)
     tokens_MD = torch.cat(list(queries))
     documents = torch.from_numpy(rows)
     starts_B = packed.starts[documents].unsqueeze(1)
     for part_MD in tokens_MD.split(TOKENS_AT_ONCE):
-        for first, _, token_bM in best_tokens(
-            part_MD, packed.tokens_TD, packed.lengths, documents=documents
-        ):
+        for first, _, token_bM in best_tokens(part_MD, packed, rows=documents):
             place_bM = (token_bM + starts_B[first : first + len(token_bM)])[token_bM[:, 0] >= 0]
             used_T[place_bM.numpy()] = True
     return used_T
@@ -129,9 +127,7 @@ def match_pairs(
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
         documents = torch.from_numpy(rows_P)
-        for first, sim_bM, token_bM in best_tokens(
-            query_MD, packed.tokens_TD, packed.lengths, documents=documents
-        ):
+        for first, sim_bM, token_bM in best_tokens(query_MD, packed, rows=documents):
             starts = packed.starts[documents[first : first + len(sim_bM)]].unsqueeze(1)
             parts.append(
                 (
@@ -239,7 +235,7 @@ def inter_token_similarity(
     sums, counts = np.zeros((num_rows, num_rows)), np.zeros((num_rows, num_rows))
     means = []
     for row in rows.tolist():
-        vectors_ND = normalise(packed.item(row).float())
+        vectors_ND = normalise(packed.item(row))
         num_vectors = len(vectors_ND)
         bin_N = torch.arange(num_vectors) * num_rows // longest
         sums_RD = torch.zeros(num_rows, vectors_ND.shape[1]).index_add_(0, bin_N, vectors_ND)

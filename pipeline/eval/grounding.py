@@ -20,7 +20,6 @@ from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import lines_of
 from pipeline.index.reader import Index, both
-from pipeline.registry import CODECS
 from pipeline.search.explain import outputs_of
 from pipeline.search.searcher import Searcher
 
@@ -276,8 +275,7 @@ class Grounder:
         ids = list(dict.fromkeys(phrase.item_id for phrase in self._phrases))
         table = index.items(ids, ["item_id", *columns]).combine_chunks()
         place = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
-        codec = CODECS.build(CODECS.resolve(about["codec"]))
-        vectors_TD, lengths = codec.decode(table[name])
+        vectors_TD, lengths = index.codec(name).decode(table[name], about["dim"])
         ends = np.cumsum(lengths)
         queries = self._queries(name, about["fingerprint"])
         found = []

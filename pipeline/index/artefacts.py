@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import zipfile
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from pipeline.config import SpecError
-from pipeline.index.reader import ARTEFACTS, part
+from pipeline.config import SpecError, absolute
+
+#: Their folder in an index.
+ARTEFACTS = "artefacts"
 
 #: The entry of the file that says what the artefact was fitted for.
 ABOUT = "about"
@@ -25,7 +28,7 @@ def save_artefact(index: str, artefact: dict[str, np.ndarray], about: dict[str, 
     """
     stored = {**artefact, ABOUT: np.array(json.dumps(about, sort_keys=True))}
     name = _hash(stored)
-    with fsspec.open(part(index, ARTEFACTS, f"{name}.npz"), "wb", auto_mkdir=True) as file:
+    with fsspec.open(_path(index, name), "wb", auto_mkdir=True) as file:
         np.savez(file, **stored)
     return name
 
@@ -37,7 +40,7 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
         SpecError: the index has lost it, or a file of another corpus lies in its place, or it was
             fitted for another encoder or other settings than `about` says.
     """
-    path = part(index, ARTEFACTS, f"{name}.npz")
+    path = _path(index, name)
     legal = f"artefact {name} in it; bring {path} back from a copy, or make the columns anew"
     try:
         with fsspec.open(path, "rb") as file:
@@ -54,6 +57,10 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
             legal = f"{there.get(key)}, for which it was fitted"
             raise SpecError(f"artefact {name}.{key}", value, legal, "is not what it is for")
     return stored
+
+
+def _path(index: str, name: str) -> str:
+    return posixpath.join(absolute(index), ARTEFACTS, f"{name}.npz")
 
 
 def _hash(stored: dict[str, np.ndarray]) -> str:

@@ -170,6 +170,11 @@ def fitted_for(about: dict[str, Any]) -> dict[str, Any]:
     return {name: about[name] for name in ("fingerprint", "compressor")}
 
 
+def codec_fitted_for(about: dict[str, Any]) -> dict[str, Any]:
+    """What of a representation's metadata the artefact of its codec is for."""
+    return {name: about[name] for name in ("fingerprint", "compressor", "artefact", "codec")}
+
+
 def pooled_id(facts: EncoderFacts) -> str | None:
     """The column of the encoder's single vectors, if it has any."""
     return f"{facts.prefix}_pooled" if facts.pooled_dim else None

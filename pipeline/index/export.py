@@ -28,7 +28,6 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
 from pipeline.index.reader import Index, both, first_line
-from pipeline.registry import CODECS
 from pipeline.schema import ITEM, METADATA_KEY, vectors_type
 from pipeline.sources.vector_files import NpyFiles
 
@@ -152,14 +151,14 @@ def _rows(
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
     """(items, their vectors (T, D), how many each has), batch by batch."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
-    codec = None if about["role"] == "single" else CODECS.build(CODECS.resolve(about["codec"]))
+    codec = None if about["role"] == "single" else index.codec(name)
     batches = index.batches([*columns, name], where=condition, batch_rows=BATCH_ROWS)
     for batch in batches:
         if codec is None:
             numbers = batch[name].flatten().to_numpy(zero_copy_only=False)
             vectors, lengths = numbers.reshape(len(batch), -1), np.ones(len(batch), np.int64)
         else:
-            vectors, lengths = codec.decode(batch[name])
+            vectors, lengths = codec.decode(batch[name], about["dim"])
         yield batch.select(columns), vectors, lengths
 
 

@@ -9,7 +9,7 @@ import posixpath
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import lance
@@ -19,12 +19,16 @@ from fsspec import AbstractFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute, digest
-from pipeline.index.columns import by_role
+from pipeline.index.artefacts import ARTEFACTS, load_artefact
+from pipeline.index.columns import by_role, codec_fitted_for
 from pipeline.index.lease import Lease
 from pipeline.registry import CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
-ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
+if TYPE_CHECKING:  # it needs torch, and most that is read of an index does not
+    from pipeline.codecs import Codec
+
+ITEMS, REJECTS, JOBS = "items.lance", "rejects.lance", "jobs"
 
 #: Where an index may lie: what both Lance and fsspec can write.
 SCHEMES = ("file", "s3", "gs", "az")
@@ -173,6 +177,7 @@ class Index:
         self.uri = uri
         self.dataset = open_dataset(uri, version)
         self._by_role: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+        self._codecs: dict[str, Codec] = {}
 
     @property
     def version(self) -> int:
@@ -210,6 +215,16 @@ class Index:
             )
         return there[name]
 
+    def codec(self, name: str) -> Codec:
+        """What reads the vectors of a representation, with what it learned; built once."""
+        if name not in self._codecs:
+            about = self.representation(name)
+            spec = CODECS.resolve(about["codec"])
+            artefact = about.get("codec_artefact")
+            learned = artefact and load_artefact(self.uri, artefact, codec_fitted_for(about))
+            self._codecs[name] = CODECS.build(spec, learned)
+        return self._codecs[name]
+
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """`reading` of this index."""
         return reading(self.uri)
@@ -237,11 +252,11 @@ class Index:
             (rows with item_id and parent_id, vectors (T, D) float16, lengths (B,) int64).
         """
         about = self.representation(representation)
-        codec = CODECS.build(CODECS.resolve(about["codec"]))
+        codec = self.codec(representation)
         where = both(where, f"`{representation}` IS NOT NULL")
-        columns = ["item_id", "parent_id", representation]
-        for batch in self.batches(columns, where=where, batch_rows=batch_rows):
-            yield batch.select(["item_id", "parent_id"]), *codec.decode(batch[representation])
+        ids = ["item_id", "parent_id"]
+        for batch in self.batches([*ids, representation], where=where, batch_rows=batch_rows):
+            yield batch.select(ids), *codec.decode(batch[representation], about["dim"])
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of the given items, in the given order; unknown ids are left out."""

@@ -13,9 +13,9 @@ import pyarrow as pa
 import torch
 from lance.fragment import FragmentMetadata, write_fragments
 
+from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.config import Spec
-from pipeline.index.codecs import Float16
 from pipeline.index.columns import (
     ASPECTS,
     TOKEN_COLUMNS,
@@ -139,7 +139,7 @@ class Compress(Stage):
         )
 
     def setup(self) -> None:
-        self._compressors: list[tuple[Representation, Compressor, Float16]] = [
+        self._compressors: list[tuple[Representation, Compressor, Codec]] = [
             (
                 r,
                 COMPRESSORS.build(r.compressor, self.artefacts.get(r.id)),

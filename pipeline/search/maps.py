@@ -24,7 +24,7 @@ from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
-from pipeline.registry import CODECS, SOURCES
+from pipeline.registry import SOURCES
 from pipeline.schema import Hit
 from pipeline.search.explain import outputs_of, place_of
 from pipeline.search.searcher import Searcher
@@ -130,8 +130,8 @@ def similarity_map(
     queries = searcher.queries([query], name)
     row = _row(searcher, item_id, name, about)
     output_T = _outputs(searcher, row, about, name)
-    codec = CODECS.build(CODECS.resolve(about["codec"]))
-    vectors_ND = torch.from_numpy(codec.decode(row[name])[0].astype(np.float32))
+    stored = searcher.index.codec(name).decode(row[name], about["dim"])[0]
+    vectors_ND = torch.from_numpy(stored.astype(np.float32))
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
 
     sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])

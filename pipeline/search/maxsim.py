@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from pipeline.search.packed import PackedVectors, Segment
+
 #: Bytes of float32 working memory of one block. About a last-level cache: on 2 cores, 260,000
 #: tokens of 384 numbers and a query of 20 tokens, 6 MB take 47 ms, 100 MB take 100 ms.
 BLOCK_BYTES = 8 << 20
@@ -63,68 +65,62 @@ def maxsim_oracle(
 
 def maxsim(
     queries: Sequence[torch.Tensor],
-    tokens_TD: torch.Tensor,
-    lengths_B: torch.Tensor,
+    packed: PackedVectors,
     *,
-    documents: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    reduce: Literal["sum", "mean"] = "sum",
     block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:
     """Scores many queries against many documents, exactly.
 
-    Blocks of whole documents are made float32 and multiplied with all query tokens at once; a
-    maximum over each document's rows and a sum over each query's columns follow. Of the ways to
-    take the maximum over rows of ragged segments, `scatter_reduce` with an index expanded along the
-    columns was the quickest on 2 cores (31,000 tokens x 600 query tokens: 2 ms; a loop over equal
-    lengths 6 ms, `numpy.maximum.reduceat` 11 ms, `torch.segment_reduce` 56 ms, gathering into a
-    padded block 94 ms; the multiplication itself takes 100 ms). It needs no sorting and takes
-    empty documents as they are.
-
     Args:
-        queries: Q tensors (M_i, D), the real tokens alone.
-        tokens_TD: float16 or float32, the tokens of the documents one after the other.
-        lengths_B: int64, how many tokens each document has.
-        documents: ascending indices of the documents to score, (S,) int64; all by default.
+        queries: Q tensors (M_i, D), the real tokens alone, as `Codec.transform_queries` gave them.
+        packed: the documents, on one device.
+        rows: ascending, the documents to score, (R,) int64; all by default.
+        reduce: the sum over query tokens, or their mean; 0 for a query without tokens.
         block_bytes: working memory of a block; one document is the least it takes.
 
     Returns:
-        (Q, B) float32 sums over query tokens, or (Q, S); -inf for a document without tokens.
+        (Q, B) float32, or (Q, R); -inf for a document without tokens.
+
+    Raises:
+        ValueError: a query is not of the documents' dimension.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, -2.0], [3.0, 4.0]])
-    >>> maxsim([query, query[:1]], tokens, torch.tensor([2, 0, 1])).tolist()
+    >>> packed = PackedVectors.of_values(tokens, torch.tensor([2, 0, 1]))
+    >>> maxsim([query, query[:1]], packed).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
-    starts_B, lengths_B = _places(tokens_TD, lengths_B, documents)
-    num_queries, num_docs = len(queries), len(lengths_B)
-    device = tokens_TD.device
-    if not num_queries or not num_docs:
-        return torch.empty(num_queries, num_docs, device=device)
-
-    query_MD = torch.cat(list(queries)).to(device, torch.float32)
+    num_docs = len(packed) if rows is None else len(rows)
+    device = packed.device
+    scores_QB = torch.zeros(len(queries), num_docs, device=device)
+    if not len(queries) or not num_docs:
+        return scores_QB
+    query_MD = _joined(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
-    query_of_M = torch.repeat_interleave(query_lengths).unsqueeze(1)
-    scores_QB = torch.zeros(num_queries, num_docs, device=device)
-    for block in _similarities(query_MD, tokens_TD, starts_B, lengths_B, block_bytes):
-        block_Qb = torch.zeros(num_queries, block.last - block.first, device=device)
-        best_Mb = block.best_bM.T.contiguous()
-        block_Qb.scatter_add_(0, query_of_M.expand(-1, best_Mb.shape[1]), best_Mb)
-        scores_QB[:, block.first : block.last] = block_Qb
-    return scores_QB.masked_fill_(lengths_B == 0, -torch.inf)
+    first = 0
+    for segment, chosen in packed.chosen(rows):
+        last = first + (len(segment.lengths) if chosen is None else len(chosen))
+        _score(query_MD, query_lengths, segment, chosen, block_bytes, scores_QB[:, first:last])
+        first = last
+    if reduce == "mean":
+        scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
+    return scores_QB
 
 
 def best_tokens(
     query_MD: torch.Tensor,
-    tokens_TD: torch.Tensor,
-    lengths_B: torch.Tensor,
+    packed: PackedVectors,
     *,
-    documents: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Which token of each document is the best for each query token: `maxsim` before its sums.
 
     Args:
         query_MD: the real tokens of any number of queries, one after the other.
-        documents: as in `maxsim`.
+        rows: as in `maxsim`.
 
     Yields:
         Block after block of documents: the place of its first one among those asked for, the
@@ -133,42 +129,74 @@ def best_tokens(
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, 2.0], [3.0, 4.0]])
-    >>> [(first, sim.tolist(), token.tolist()) for first, sim, token
-    ...     in best_tokens(query, tokens, torch.tensor([2, 1]))]
+    >>> packed = PackedVectors.of_values(tokens, torch.tensor([2, 1]))
+    >>> [(first, sim.tolist(), token.tolist()) for first, sim, token in best_tokens(query, packed)]
     [(0, [[0.5, 2.0], [3.0, 4.0]], [[0, 1], [0, 0]])]
     """
-    starts_B, lengths_B = _places(tokens_TD, lengths_B, documents)
-    if not len(query_MD) or not len(lengths_B):
+    if not len(query_MD):
         return
-    query_MD = query_MD.to(tokens_TD.device, torch.float32)
-    num_tokens = len(query_MD)
-    for block in _similarities(query_MD, tokens_TD, starts_B, lengths_B, block_bytes):
-        # The few places where a similarity is its document's best; as they come in the order of
-        # the tokens, a minimum over equals is all that is left.
-        is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
-        if is_best_nM.is_cpu:  # numpy takes a tenth of the time of torch here
-            found = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
-        else:
-            found = is_best_nM.view(-1).nonzero().squeeze(1)
-        at_n = found // num_tokens
-        doc = block.doc_of_n[at_n]
-        position = at_n - (block.lengths_b.cumsum(0) - block.lengths_b)[doc]
-        none = torch.iinfo(torch.int64).max
-        token_bM = torch.full_like(block.best_bM, none, dtype=torch.int64).view(-1)
-        token_bM.scatter_reduce_(0, doc * num_tokens + found % num_tokens, position, "amin")
-        token_bM = token_bM.view_as(block.best_bM).masked_fill_(block.lengths_b[:, None] == 0, -1)
-        yield block.first, block.best_bM, token_bM
+    query_MD = _joined([query_MD], packed)
+    done = 0
+    for segment, chosen in packed.chosen(rows):
+        for block in _similarities(query_MD, segment, chosen, block_bytes):
+            yield done + block.first, block.best_bM, _first_best(block)
+        done += len(segment.lengths) if chosen is None else len(chosen)
 
 
-def _places(
-    tokens_TD: torch.Tensor, lengths_B: torch.Tensor, documents: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the documents begin that are asked for, and their lengths, beside the tokens."""
-    lengths_B = lengths_B.to(tokens_TD.device)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    return (
-        (starts_B, lengths_B) if documents is None else (starts_B[documents], lengths_B[documents])
-    )
+def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
+    """The tokens (M, D) float32 of all queries, where the documents are."""
+    for query in queries:
+        if query.ndim != 2 or query.shape[1] != packed.dim:
+            shape = tuple(query.shape)
+            raise ValueError(f"a query has the shape {shape}; legal: (tokens, {packed.dim})")
+    return torch.cat(list(queries)).to(packed.device, torch.float32)
+
+
+def _score(
+    query_MD: torch.Tensor,
+    query_lengths: torch.Tensor,
+    segment: Segment,
+    documents: torch.Tensor | None,
+    block_bytes: int,
+    out_QB: torch.Tensor,
+) -> None:
+    """Sums of maxima, block by block, by torch on any device.
+
+    Blocks of whole documents are made float32 and multiplied with all query tokens at once; a
+    maximum over each document's rows and a sum over each query's columns follow. Of the ways to
+    take the maximum over rows of ragged segments, `scatter_reduce` with an index expanded along the
+    columns was the quickest on 2 cores (31,000 tokens x 600 query tokens: 2 ms; a loop over equal
+    lengths 6 ms, `numpy.maximum.reduceat` 11 ms, `torch.segment_reduce` 56 ms, gathering into a
+    padded block 94 ms; the multiplication itself takes 100 ms). It needs no sorting and takes
+    empty documents as they are.
+    """
+    query_of_M = torch.repeat_interleave(query_lengths).unsqueeze(1)
+    for block in _similarities(query_MD, segment, documents, block_bytes):
+        block_Qb = torch.zeros(len(query_lengths), block.last - block.first, device=out_QB.device)
+        best_Mb = block.best_bM.T.contiguous()
+        block_Qb.scatter_add_(0, query_of_M.expand(-1, best_Mb.shape[1]), best_Mb)
+        out_QB[:, block.first : block.last] = block_Qb.masked_fill_(
+            block.lengths_b == 0, -torch.inf
+        )
+
+
+def _first_best(block: _Block) -> torch.Tensor:
+    """For each document and query token the best document token, the first of equals."""
+    num_tokens = block.sim_nM.shape[1]
+    # The few places where a similarity is its document's best; as they come in the order of
+    # the tokens, a minimum over equals is all that is left.
+    is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
+    if is_best_nM.is_cpu:  # numpy takes a tenth of the time of torch here
+        found = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
+    else:
+        found = is_best_nM.view(-1).nonzero().squeeze(1)
+    at_n = found // num_tokens
+    doc = block.doc_of_n[at_n]
+    position = at_n - (block.lengths_b.cumsum(0) - block.lengths_b)[doc]
+    none = torch.iinfo(torch.int64).max
+    token_bM = torch.full_like(block.best_bM, none, dtype=torch.int64).view(-1)
+    token_bM.scatter_reduce_(0, doc * num_tokens + found % num_tokens, position, "amin")
+    return token_bM.view_as(block.best_bM).masked_fill_(block.lengths_b[:, None] == 0, -1)
 
 
 class _Block(NamedTuple):
@@ -184,21 +212,26 @@ class _Block(NamedTuple):
 
 def _similarities(
     query_MD: torch.Tensor,
-    tokens_TD: torch.Tensor,
-    starts_B: torch.Tensor,
-    lengths_B: torch.Tensor,
+    segment: Segment,
+    documents: torch.Tensor | None,
     block_bytes: int,
 ) -> Iterator[_Block]:
     """Multiplies block after block of documents; a document without tokens has a best of -inf."""
+    starts_B, lengths_B = segment.starts, segment.lengths
+    if documents is not None:
+        starts_B, lengths_B = starts_B[documents], lengths_B[documents]
+    if not len(lengths_B):
+        return
     num_tokens, dim = query_MD.shape
-    device = tokens_TD.device
+    device = query_MD.device
     blocks = list(_blocks(lengths_B, max_tokens=block_bytes // (4 * (dim + num_tokens))))
     size = max(block_tokens for _, _, block_tokens in blocks)
     buffer_nD = torch.empty(size, dim, device=device)  # reused: fresh pages cost more than the copy
     for first, last, block_tokens in blocks:
         lengths_b = lengths_B[first:last]
         docs_nD = buffer_nD[:block_tokens]
-        docs_nD.copy_(_rows(tokens_TD, starts_B[first:last], lengths_b, block_tokens))
+        parts = _rows(segment, starts_B[first:last], lengths_b, block_tokens)
+        docs_nD.copy_(segment.codec.numbers(parts, dim))
         sim_nM = docs_nD @ query_MD.T
         doc_of_n = torch.repeat_interleave(lengths_b, output_size=block_tokens)
         best_bM = torch.full((last - first, num_tokens), -torch.inf, device=device)
@@ -219,16 +252,18 @@ def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int
 
 
 def _rows(
-    tokens_TD: torch.Tensor, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """The tokens of some documents: a view if they lie side by side, else a copy."""
-    start = int(starts_b[0])
-    if int(starts_b[-1] + lengths_b[-1]) - start == num_tokens:
-        return tokens_TD[start : start + num_tokens]
+    segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
+) -> dict[str, torch.Tensor]:
+    """The parts of the tokens of some documents: views if they lie side by side, else copies."""
+    start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
+    segment.touch(start, end)
+    if end - start == num_tokens:
+        return {name: part[start:end] for name, part in segment.parts.items()}
     # Token t of the block lies `shift` of its document behind t.
     shift_b = starts_b - (lengths_b.cumsum(0) - lengths_b)
     shift_n = torch.repeat_interleave(shift_b, lengths_b, output_size=num_tokens)
-    return tokens_TD[torch.arange(num_tokens, device=tokens_TD.device) + shift_n]
+    index_n = torch.arange(num_tokens, device=starts_b.device) + shift_n
+    return {name: part[index_n] for name, part in segment.parts.items()}
 
 
 def best_matches(query_MD: torch.Tensor, doc_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

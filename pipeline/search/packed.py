@@ -1,45 +1,119 @@
-"""The vectors of all items in memory: flat, float16, without padding."""
+"""Token vectors as they lie ready to be scored: contiguous, quantised, without padding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from pipeline.codecs import Codec
+from pipeline.codecs.float16 import Float16
+
+#: The codec of vectors that are there as numbers.
+FLOATS = Float16(Float16.Spec())
+
 
 @dataclass(frozen=True)
-class PackedVectors:
-    """The vectors of every item of an index, one item after the other.
+class Segment:
+    """The token vectors of some documents, one document after the other.
 
     Attributes:
-        tokens_TD: float16.
-        starts: (B,) int64, where each item's vectors begin.
-        lengths: (B,) int64; 0 where the item has none.
+        codec: what the parts mean.
+        dim: D, of the vectors the parts stand for.
+        parts: by name (T, width), contiguous; they may be mapped from a file.
+        lengths: (S,) int64, how many vectors each document has; 0 where it has none.
+        live: ascending (L,) int64, the documents that are not deleted; None: all S.
+        touch: called with the first and the last + 1 of the vectors that are about to be read;
+            raises `SpecError` if what lies there is damaged.
     """
 
-    tokens_TD: torch.Tensor
-    starts: torch.Tensor
+    codec: Codec
+    dim: int
+    parts: dict[str, torch.Tensor]
     lengths: torch.Tensor
+    live: torch.Tensor | None = None
+    touch: Callable[[int, int], None] = field(default=lambda first, end: None, repr=False)
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """(S,) int64: where each document's vectors begin."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @functools.cached_property
+    def live_lengths(self) -> torch.Tensor:
+        """(L,) int64: the lengths of the documents that are not deleted."""
+        return self.lengths if self.live is None else self.lengths[self.live]
+
+    def item(self, document: int) -> torch.Tensor:
+        """The vectors (N, D) float32 of one of the S documents."""
+        start = int(self.starts[document])
+        end = start + int(self.lengths[document])
+        self.touch(start, end)
+        chosen = {name: part[start:end] for name, part in self.parts.items()}
+        return self.codec.dequantise(chosen, self.dim)
+
+
+class PackedVectors:
+    """The token vectors of every item of a column, in the order of the items.
+
+    Args:
+        segments: in that order; all of one codec and dim.
+    """
+
+    def __init__(self, segments: Sequence[Segment]):
+        assert segments and len({segment.dim for segment in segments}) == 1
+        self.segments = tuple(segments)
+        self.codec, self.dim = segments[0].codec, segments[0].dim
+        #: (B,) int64, how many vectors each item has; 0 where it has none.
+        self.lengths = torch.cat([segment.live_lengths for segment in segments])
+        #: (B,) int64, where each item's vectors begin if those of all items are counted.
+        self.starts = self.lengths.cumsum(0) - self.lengths
+        counts = torch.tensor([0, *(len(segment.live_lengths) for segment in segments)])
+        self._firsts = counts.cumsum(0)  # the first item of each segment, and the number of items
 
     @classmethod
-    def of(cls, blocks: list[tuple[np.ndarray, np.ndarray]], dim: int) -> PackedVectors:
-        """Packs blocks of (vectors (T, D), lengths (B,)); empties the list to save memory."""
-        lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
-        tokens_TD = np.empty((int(lengths.sum()), dim), np.float16)
-        end = len(tokens_TD)
-        while blocks:
-            vectors, _ = blocks.pop()
-            tokens_TD[end - len(vectors) : end] = vectors
-            end -= len(vectors)
-        starts = np.cumsum(lengths) - lengths
-        return cls(*map(torch.from_numpy, (tokens_TD, starts, lengths)))
+    def of_values(cls, values_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
+        """Vectors that are there as floats of any type, and how many each item has."""
+        return cls([Segment(FLOATS, values_TD.shape[1], {"values": values_TD}, lengths)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors lie."""
+        return self.lengths.device
+
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors all items have together."""
+        return int(self.lengths.sum())
 
     def item(self, row: int) -> torch.Tensor:
-        """The vectors (N, D) of one item."""
-        start = int(self.starts[row])
-        return self.tokens_TD[start : start + int(self.lengths[row])]
+        """The vectors (N, D) float32 of one item."""
+        place = int(torch.searchsorted(self._firsts, row, right=True)) - 1
+        segment, row = self.segments[place], row - int(self._firsts[place])
+        return segment.item(row if segment.live is None else int(segment.live[row]))
+
+    def chosen(
+        self, rows: torch.Tensor | None = None
+    ) -> Iterator[tuple[Segment, torch.Tensor | None]]:
+        """What is to be scored of each segment: its documents, ascending; None for all of them.
+
+        Args:
+            rows: ascending items, (R,) int64; None for all.
+        """
+        if rows is None:
+            yield from ((segment, segment.live) for segment in self.segments)
+            return
+        bounds = torch.searchsorted(rows, self._firsts)
+        for i, segment in enumerate(self.segments):
+            own = rows[bounds[i] : bounds[i + 1]] - self._firsts[i]
+            yield segment, own if segment.live is None else segment.live[own]
 
 
 def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarray]:
@@ -47,3 +121,21 @@ def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarra
     lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size), lengths
+
+
+def packed_of(
+    codec: Codec, dim: int, blocks: list[tuple[dict[str, np.ndarray], np.ndarray]]
+) -> PackedVectors:
+    """One segment of blocks of (parts, lengths (B,)); empties the list to save memory."""
+    lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
+    parts = {
+        name: torch.empty(int(lengths.sum()), width, dtype=dtype)
+        for name, (dtype, width) in codec.parts(dim).items()
+    }
+    end = int(lengths.sum())
+    while blocks:
+        block, _ = blocks.pop()
+        for name, part in block.items():
+            parts[name][end - len(part) : end] = torch.from_numpy(part)
+        end -= len(part)
+    return PackedVectors([Segment(codec, dim, parts, torch.from_numpy(lengths))])

@@ -30,11 +30,11 @@ from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import fitted_for
 from pipeline.index.reader import Index, first_line
-from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
+from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Place
 from pipeline.search.explain import input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
-from pipeline.search.packed import PackedVectors, single_vectors
+from pipeline.search.packed import FLOATS, PackedVectors, packed_of, single_vectors
 from pipeline.search.queries import Queries
 
 Score = Literal["late", "single", "hybrid"]
@@ -182,7 +182,7 @@ class Searcher:
         Raises:
             SpecError: an empty text, or vectors of another dimension.
         """
-        _, about = self.representation(representation)
+        name, about = self.representation(representation)
         if isinstance(queries, EncodedQueries):
             ready = Queries.of_encoded(queries)
         elif len(queries) and all(isinstance(query, str) for query in queries):
@@ -199,8 +199,9 @@ class Searcher:
         for tokens in ready.tokens:
             if tokens.shape[1] != dim:
                 raise SpecError("query", f"vectors of {tokens.shape[1]} numbers", str(dim))
-        compressor = self._compressor(about)
-        return replace(ready, tokens=[compressor.transform_queries(t) for t in ready.tokens])
+        compressor, codec = self._compressor(about), self.index.codec(name)
+        tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in ready.tokens]
+        return replace(ready, tokens=tokens)
 
     def _compressor(self, about: dict[str, Any]) -> Compressor:
         """What made a representation, for how it compares queries."""
@@ -257,12 +258,12 @@ class Searcher:
         rows: np.ndarray | None,
     ) -> np.ndarray:
         """(queries of the batch, rows) float32; -inf where an item lacks what the score needs."""
-        documents = None if rows is None else torch.from_numpy(rows)
+        items = None if rows is None else torch.from_numpy(rows)
         tokens = queries.tokens[batch]
         terms = []
         if score in ("late", "hybrid"):
             packed = self._vectors(name)
-            late = maxsim(tokens, packed.tokens_TD, packed.lengths, documents=documents)
+            late = maxsim(tokens, packed, rows=items)
             if score == "hybrid":
                 late /= torch.tensor([[max(len(query), 1)] for query in tokens])
             terms.append(late)
@@ -270,7 +271,7 @@ class Searcher:
             # One vector each: MaxSim of a one-token query with a one-token item.
             pooled = self._vectors(about["pooled"])
             vectors = list(queries.pooled[batch].unsqueeze(1))
-            terms.append(maxsim(vectors, pooled.tokens_TD, pooled.lengths, documents=documents))
+            terms.append(maxsim(vectors, pooled, rows=items))
         return sum(terms).numpy()
 
     def _ranking(self, best: np.ndarray, scores: np.ndarray, rows: np.ndarray | None) -> Ranking:
@@ -323,14 +324,13 @@ class Searcher:
             field = self.index.schema.field(column)
             batches = self.index.batches([column])
             if pa.types.is_fixed_size_list(field.type):
-                blocks = [single_vectors(batch[column]) for batch in batches]
-                dim = field.type.list_size
+                codec, dim = FLOATS, field.type.list_size
+                singles = (single_vectors(batch[column]) for batch in batches)
+                blocks = [({"values": values}, lengths) for values, lengths in singles]
             else:
-                about = self.index.representation(column)
-                codec = CODECS.build(CODECS.resolve(about["codec"]))
-                blocks = [codec.decode(batch[column]) for batch in batches]
-                dim = about["dim"]
-            self._packed[column] = PackedVectors.of(blocks, dim)
+                codec, dim = self.index.codec(column), self.index.representation(column)["dim"]
+                blocks = [codec.unpack(batch[column], dim) for batch in batches]
+            self._packed[column] = packed_of(codec, dim, blocks)
         return self._packed[column]
 
     def _hits(

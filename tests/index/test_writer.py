@@ -229,7 +229,7 @@ def test_a_holder_that_slept_inside_lance_looks_who_has_the_lease(uri, monkeypat
     writer = IndexWriter(uri, "sleeper", ttl=EXPIRED)
     if taken:
         IndexWriter(uri, "taker")
-    asleep = [OSError("Too many concurrent writers. Attempted 2 times, but failed on retry_timeout")]
+    asleep = [OSError("Too many concurrent writers. Attempted 2 times, failed on retry_timeout")]
     commit = LanceDataset.commit
     monkeypatch.setattr(
         LanceDataset,

@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from pipeline.search.maxsim import best_matches, best_tokens, maxsim, maxsim_oracle
+from pipeline.search.packed import PackedVectors
 from pipeline.tokens import pad
+
+packed = PackedVectors.of_values
 
 LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0]
 
@@ -49,7 +52,7 @@ def test_oracle_by_hand():
 @pytest.mark.parametrize("block_bytes", [1, 6000, 8 << 20])
 def test_equals_oracle_over_widths_and_blocks(dim, block_bytes):
     tokens_TD, lengths_B = documents(dim)
-    scores = maxsim(queries(dim), tokens_TD, lengths_B, block_bytes=block_bytes)
+    scores = maxsim(queries(dim), packed(tokens_TD, lengths_B), block_bytes=block_bytes)
     torch.testing.assert_close(scores, oracle(queries(dim), tokens_TD, lengths_B))
     assert torch.isneginf(scores[:, lengths_B == 0]).all()
 
@@ -57,7 +60,7 @@ def test_equals_oracle_over_widths_and_blocks(dim, block_bytes):
 def test_float16_tokens_are_scored_in_float32():
     tokens_TD, lengths_B = documents(128)
     half_TD = tokens_TD.half()
-    scores = maxsim(queries(128), half_TD, lengths_B)
+    scores = maxsim(queries(128), packed(half_TD, lengths_B))
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, oracle(queries(128), half_TD, lengths_B))
 
@@ -65,7 +68,7 @@ def test_float16_tokens_are_scored_in_float32():
 def test_all_similarities_negative():
     tokens_TD, lengths_B = documents(64, shift=-5.0)
     positive = [query.abs() for query in queries(64)]
-    scores = maxsim(positive, tokens_TD, lengths_B, block_bytes=9000)
+    scores = maxsim(positive, packed(tokens_TD, lengths_B), block_bytes=9000)
     assert (scores < 0).all()
     torch.testing.assert_close(scores, oracle(positive, tokens_TD, lengths_B))
 
@@ -75,7 +78,7 @@ def test_all_similarities_negative():
 def test_some_documents_alone(documents_of, block_bytes):
     tokens_TD, lengths_B = documents(48)
     chosen = torch.tensor(documents_of, dtype=torch.int64)
-    scores = maxsim(queries(48), tokens_TD, lengths_B, documents=chosen, block_bytes=block_bytes)
+    scores = maxsim(queries(48), packed(tokens_TD, lengths_B), rows=chosen, block_bytes=block_bytes)
     torch.testing.assert_close(scores, oracle(queries(48), tokens_TD, lengths_B)[:, chosen])
 
 
@@ -84,23 +87,23 @@ def test_masked_query_tokens_contribute_nothing():
     query_MD = queries(48, [6])[0]
     mask_M = torch.tensor([True, False, True, False, False, True])
     expected = oracle([query_MD], tokens_TD, lengths_B, query_mask_M=mask_M)
-    torch.testing.assert_close(maxsim([query_MD[mask_M]], tokens_TD, lengths_B), expected)
+    torch.testing.assert_close(maxsim([query_MD[mask_M]], packed(tokens_TD, lengths_B)), expected)
 
 
 def test_query_without_tokens_scores_zero_where_there_is_a_document():
     tokens_TD, lengths_B = documents(48, [2, 0, 1])
     empty = torch.empty(0, 48)
     expected = [0.0, -torch.inf, 0.0]
-    assert maxsim([empty], tokens_TD, lengths_B).tolist() == [expected]
-    both = maxsim([empty, *queries(48, [3])], tokens_TD, lengths_B)
+    assert maxsim([empty], packed(tokens_TD, lengths_B)).tolist() == [expected]
+    both = maxsim([empty, *queries(48, [3])], packed(tokens_TD, lengths_B))
     assert both[0].tolist() == expected
     torch.testing.assert_close(both[1:], oracle(queries(48, [3]), tokens_TD, lengths_B))
 
 
 def test_nothing_to_score():
     tokens_TD, lengths_B = documents(48, [])
-    assert maxsim(queries(48), tokens_TD, lengths_B).shape == (3, 0)
-    assert maxsim([], *documents(48)).shape == (0, len(LENGTHS))
+    assert maxsim(queries(48), packed(tokens_TD, lengths_B)).shape == (3, 0)
+    assert maxsim([], packed(*documents(48))).shape == (0, len(LENGTHS))
 
 
 def test_equal_documents_have_equal_scores_wherever_they_lie():
@@ -110,7 +113,7 @@ def test_equal_documents_have_equal_scores_wherever_they_lie():
     copies = torch.cat([tokens_TD, other_TD[:500], tokens_TD, other_TD[500:], tokens_TD])
     lengths_B = torch.tensor([37, 500, 37, 501, 37])
     for size in (1, 5, 32):
-        scores = maxsim(queries(384, [size]), copies, lengths_B, block_bytes=1 << 20)[0]
+        scores = maxsim(queries(384, [size]), packed(copies, lengths_B), block_bytes=1 << 20)[0]
         assert scores[0] == scores[2] == scores[4]
 
 
@@ -122,7 +125,7 @@ def test_random_shapes_equal_oracle():
         tokens_TD, lengths_B = documents(dim, lengths, seed=int(generator.integers(1 << 30)))
         asked = queries(dim, generator.integers(1, 9, generator.integers(1, 6)).tolist())
         block_bytes = int(generator.integers(1, 40000))
-        scores = maxsim(asked, tokens_TD, lengths_B, block_bytes=block_bytes)
+        scores = maxsim(asked, packed(tokens_TD, lengths_B), block_bytes=block_bytes)
         torch.testing.assert_close(scores, oracle(asked, tokens_TD, lengths_B))
 
 
@@ -147,9 +150,9 @@ def test_best_tokens_are_those_of_the_oracle(block_bytes, chosen):
     _, expected = maxsim_oracle(query_MD, padded, mask)
     rows = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
     expected = expected if rows is None else expected[rows]
-    how = {"documents": rows, "block_bytes": block_bytes}
+    how = {"rows": rows, "block_bytes": block_bytes}
     place = 0
-    for first, sim_bM, token_bM in best_tokens(query_MD, tokens_TD, lengths_B, **how):
+    for first, sim_bM, token_bM in best_tokens(query_MD, packed(tokens_TD, lengths_B), **how):
         assert first == place
         place += len(token_bM)
         assert token_bM.tolist() == expected[first:place].tolist()

@@ -27,7 +27,9 @@ lint: install
 install: $(VENV)/installed
 
 # torch first: anything that depends on it would pull in a build of its own choice.
-$(VENV)/installed: pyproject.toml
+NATIVE = $(wildcard pipeline/search/native/*.cpp pipeline/search/native/*.h)
+
+$(VENV)/installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12, please: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)

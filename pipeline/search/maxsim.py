@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from pipeline.search import native
 from pipeline.search.packed import PackedVectors, Segment
 
 #: Bytes of float32 working memory of one block. About a last-level cache: on 2 cores, 260,000
@@ -69,22 +70,26 @@ def maxsim(
     *,
     rows: torch.Tensor | None = None,
     reduce: Literal["sum", "mean"] = "sum",
+    backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:
     """Scores many queries against many documents, exactly.
+
+    A document's score does not depend on its place: equal documents have equal scores, bit by bit.
 
     Args:
         queries: Q tensors (M_i, D), the real tokens alone, as `Codec.transform_queries` gave them.
         packed: the documents, on one device.
         rows: ascending, the documents to score, (R,) int64; all by default.
         reduce: the sum over query tokens, or their mean; 0 for a query without tokens.
-        block_bytes: working memory of a block; one document is the least it takes.
+        backend: one of `backends(packed)`; default: the last, which is the fastest.
+        block_bytes: working memory of a block of torch; one document is the least it takes.
 
     Returns:
         (Q, B) float32, or (Q, R); -inf for a document without tokens.
 
     Raises:
-        ValueError: a query is not of the documents' dimension.
+        ValueError: a query is not of the documents' dimension, or there is no such backend.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, -2.0], [3.0, 4.0]])
@@ -92,6 +97,7 @@ def maxsim(
     >>> maxsim([query, query[:1]], packed).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
+    backend = _backend(backend, packed)
     num_docs = len(packed) if rows is None else len(rows)
     device = packed.device
     scores_QB = torch.zeros(len(queries), num_docs, device=device)
@@ -102,7 +108,11 @@ def maxsim(
     first = 0
     for segment, chosen in packed.chosen(rows):
         last = first + (len(segment.lengths) if chosen is None else len(chosen))
-        _score(query_MD, query_lengths, segment, chosen, block_bytes, scores_QB[:, first:last])
+        own_QB = scores_QB[:, first:last]
+        if backend == "torch":
+            _score(query_MD, query_lengths, segment, chosen, block_bytes, own_QB)
+        else:
+            native.score(query_MD, query_lengths, segment, chosen, own_QB, backend)
         first = last
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
@@ -114,13 +124,14 @@ def best_tokens(
     packed: PackedVectors,
     *,
     rows: torch.Tensor | None = None,
+    backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Which token of each document is the best for each query token: `maxsim` before its sums.
 
     Args:
         query_MD: the real tokens of any number of queries, one after the other.
-        rows: as in `maxsim`.
+        rows, backend: as in `maxsim`.
 
     Yields:
         Block after block of documents: the place of its first one among those asked for, the
@@ -135,12 +146,36 @@ def best_tokens(
     """
     if not len(query_MD):
         return
+    backend = _backend(backend, packed)
     query_MD = _joined([query_MD], packed)
     done = 0
     for segment, chosen in packed.chosen(rows):
-        for block in _similarities(query_MD, segment, chosen, block_bytes):
-            yield done + block.first, block.best_bM, _first_best(block)
-        done += len(segment.lengths) if chosen is None else len(chosen)
+        num_docs = len(segment.lengths) if chosen is None else len(chosen)
+        if backend == "torch":
+            for block in _similarities(query_MD, segment, chosen, block_bytes):
+                yield done + block.first, block.best_bM, _first_best(block)
+        else:
+            chosen = torch.arange(num_docs) if chosen is None else chosen
+            size = max(block_bytes // (8 * len(query_MD)), 1)
+            for first in range(0, num_docs, size):
+                block = chosen[first : first + size]
+                best_bM, token_bM = native.best(query_MD, segment, block, backend)
+                yield done + first, best_bM, token_bM.long()
+        done += num_docs
+
+
+def backends(packed: PackedVectors) -> tuple[str, ...]:
+    """What can score these vectors here, the fastest last: "torch", and levels of `native`."""
+    if all(native.can_score(segment) for segment in packed.segments):
+        return ("torch", *native.available())
+    return ("torch",)
+
+
+def _backend(wanted: str | None, packed: PackedVectors) -> str:
+    there = backends(packed)
+    if wanted is not None and wanted not in there:
+        raise ValueError(f"backend {wanted!r} cannot score this; legal: {', '.join(there)}")
+    return wanted or there[-1]
 
 
 def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:

@@ -60,10 +60,10 @@ def test_matches(packed, queries):
             records += [
                 (p, i, s, starts[row] + p) for i, (p, s) in enumerate(zip(where, best, strict=True))
             ]
-    assert matches.scores.tolist() == pytest.approx(scores, abs=1e-5)
+    assert matches.scores.tolist() == pytest.approx(scores, rel=1e-5)
     assert matches.document.tolist() == [record[0] for record in records]
     assert matches.query.tolist() == [record[1] for record in records]
-    assert matches.similarity.tolist() == pytest.approx([r[2] for r in records], abs=1e-5)
+    assert matches.similarity.tolist() == pytest.approx([r[2] for r in records], rel=1e-5, abs=1e-5)
     assert matches.vectors.tolist() == [record[3] for record in records]
 
     strength = matching_strength(matches, 70)

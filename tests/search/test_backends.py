@@ -1,0 +1,210 @@
+"""Every codec on every path of this machine against the oracle on what the codec stands for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.registry import CODECS
+from pipeline.search import native
+from pipeline.search.maxsim import backends, best_tokens, maxsim, maxsim_oracle
+from pipeline.search.packed import PackedVectors, Segment
+from pipeline.tokens import normalise, pad
+from tests.conftest import ROOT
+
+#: Documents of no, one and many tokens, alone in a block and across blocks of 32.
+LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0, 64, 65, 100, 31, 1, 0]
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+OF_CODECS = [
+    {"name": name, **options}
+    for name in CODECS.names()
+    for options in {
+        "binary": [{"query": "float"}, {"query": "binary"}],
+        "residual": [{"bits": 2, "num_centroids": 8}, {"bits": 4, "num_centroids": 8}],
+    }.get(name, [{}])
+]
+BACKENDS = ("torch", *native.available())
+
+
+def vectors(num: int, dim: int, seed: int = 0, shift: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return normalise(torch.randn(num, dim, generator=generator) + shift)
+
+
+def queries(dim: int, lengths: tuple[int, ...] = (4, 1, 0, 33, 20)) -> list[torch.Tensor]:
+    return [vectors(length, dim, seed=1 + i) for i, length in enumerate(lengths)]
+
+
+def stored(spec: dict, values_TD: torch.Tensor, lengths=LENGTHS, live=None) -> PackedVectors:
+    """Vectors as a codec stores them."""
+    kind, spec = CODECS.load(spec["name"]), CODECS.resolve(spec)
+    codec = kind(spec, kind.fit(spec, values_TD.numpy()) if kind.needs_fit else None)
+    parts = codec.quantise(values_TD)
+    return PackedVectors(
+        [Segment(codec, values_TD.shape[1], parts, torch.tensor(lengths), live=live)]
+    )
+
+
+def oracle(asked: list[torch.Tensor], packed: PackedVectors) -> tuple[torch.Tensor, torch.Tensor]:
+    items = [packed.item(row) for row in range(len(packed))]
+    padded, mask = pad(torch.cat(items), packed.lengths.numpy(), fill=99.0)
+    found = [maxsim_oracle(query, padded, mask) for query in asked]
+    return torch.stack([s for s, _ in found]), torch.cat([b for _, b in found], dim=1)
+
+
+@pytest.mark.parametrize("dim", [48, 64, 130, 384, 2048])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_codecs_equal_the_oracle(spec, backend, dim):
+    packed = stored(spec, vectors(sum(LENGTHS), dim))
+    asked = [packed.codec.transform_queries(query) for query in queries(dim)]
+    expected, best = oracle(asked, packed)
+    torch.testing.assert_close(maxsim(asked, packed, backend=backend), expected)
+    rows = torch.tensor([0, 1, 3, 4, 6, 10, 12, 13])
+    torch.testing.assert_close(maxsim(asked, packed, rows=rows, backend=backend), expected[:, rows])
+    check_best(torch.cat(asked), packed, backend, best)
+
+
+def check_best(query_MD, packed, backend, best) -> None:
+    """The same tokens as the oracle's, or others that are as similar."""
+    found = list(best_tokens(query_MD, packed, backend=backend, block_bytes=2000))
+    assert [first for first, _, _ in found][:1] == [0] and len(found) > 1
+    token_BM = torch.cat([token for _, _, token in found])
+    similarity_BM = torch.cat([similarity for _, similarity, _ in found])
+    assert (token_BM < 0).equal(best < 0) and torch.isneginf(similarity_BM).equal(best < 0)
+    for row, length in enumerate(packed.lengths.tolist()):
+        if length:
+            sim_MN = query_MD @ packed.item(row).T
+            torch.testing.assert_close(similarity_BM[row], sim_MN.amax(dim=1))
+            chosen = sim_MN.gather(1, token_BM[row].unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(chosen, similarity_BM[row])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_floats_of_any_size_equal_the_oracle(backend, dtype):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(15):
+        dim = int(torch.randint(1, 200, (), generator=generator))
+        size = int(torch.randint(1, 60, (), generator=generator))
+        lengths = torch.randint(0, 40, (size,), generator=generator)
+        lengths[0] += 1  # there is a token
+        values = normalise(torch.randn(int(lengths.sum()), dim, generator=generator)).to(dtype)
+        packed = PackedVectors.of_values(values, lengths)
+        asked = [normalise(torch.randn(m, dim, generator=generator)) for m in (1, 5, 32, 40)]
+        found = maxsim(asked, packed, backend=backend)
+        torch.testing.assert_close(found, oracle(asked, packed)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_all_similarities_negative(spec, backend):
+    packed = stored(spec, vectors(sum(LENGTHS), 64, shift=-2.0))
+    asked = [packed.codec.transform_queries(query.abs()) for query in queries(64)]
+    scores = maxsim(asked, packed, backend=backend)
+    torch.testing.assert_close(scores, oracle(asked, packed)[0])
+    there = [i for i, query in enumerate(asked) if len(query)]
+    assert (scores[there] < 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_equal_documents_have_equal_scores_wherever_they_lie(spec, backend):
+    """Also whatever else is asked: shards and batches must not change the order of the best."""
+    document, other = vectors(37, 128), vectors(1001, 128, seed=5)
+    values = torch.cat([document, other[:500], document, other[500:], document])
+    packed = stored(spec, values, [37, 500, 37, 501, 37])
+    alone = stored_as(packed, document, [37])
+    asked = [packed.codec.transform_queries(query) for query in queries(128)]
+    scores = maxsim(asked, packed, backend=backend)
+    assert scores[:, 0].equal(scores[:, 2]) and scores[:, 0].equal(scores[:, 4])
+    if backend != "torch":
+        assert maxsim(asked, alone, backend=backend)[:, 0].equal(scores[:, 0])
+        for i, query in enumerate(asked):
+            assert maxsim([query], packed, backend=backend)[0].equal(scores[i])
+
+
+def stored_as(like: PackedVectors, values: torch.Tensor, lengths: list[int]) -> PackedVectors:
+    parts = like.codec.quantise(values)
+    return PackedVectors([Segment(like.codec, like.dim, parts, torch.tensor(lengths))])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_documents_and_queries_in_many_tasks(backend, monkeypatch):
+    monkeypatch.setattr(native, "TASK_TOKENS", 64)
+    monkeypatch.setattr(native, "QUERY_BYTES", 40 * 4 * 96)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 50, (300,), generator=generator).tolist()
+    packed = stored({"name": "float16"}, vectors(sum(lengths), 96), lengths)
+    asked = [vectors(m, 96, seed=m) for m in (1, 39, 40, 41, 2, 3, 200)]
+    torch.testing.assert_close(maxsim(asked, packed, backend=backend), oracle(asked, packed)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segments_and_deleted_documents(backend):
+    values = vectors(sum(LENGTHS), 64)
+    live = torch.tensor([0, 1, 3, 6, 9, 11])
+    first = stored({"name": "float16"}, values, live=live).segments[0]
+    second = stored({"name": "float16"}, vectors(5, 64, seed=9), [2, 0, 3]).segments[0]
+    packed = PackedVectors([first, second, first])
+    assert packed.lengths.tolist() == [3, 0, 7, 25, 0, 65, 2, 0, 3, 3, 0, 7, 25, 0, 65]
+    asked = queries(64)
+    expected, best = oracle(asked, packed)
+    torch.testing.assert_close(maxsim(asked, packed, backend=backend), expected)
+    rows = torch.tensor([2, 5, 6, 8, 11, 14])
+    torch.testing.assert_close(maxsim(asked, packed, rows=rows, backend=backend), expected[:, rows])
+    check_best(torch.cat(asked), packed, backend, best)
+    mean = maxsim(asked, packed, reduce="mean", backend=backend)
+    counts = torch.tensor([[max(len(query), 1)] for query in asked])
+    torch.testing.assert_close(mean, expected / counts)
+
+
+def test_what_is_read_is_touched_first():
+    touched = []
+    segment = stored({"name": "float16"}, vectors(sum(LENGTHS), 64)).segments[0]
+    watched = Segment(
+        segment.codec, 64, segment.parts, segment.lengths, touch=lambda *ends: touched.append(ends)
+    )
+    for backend in BACKENDS:
+        touched.clear()
+        maxsim(queries(64), PackedVectors([watched]), backend=backend)
+        assert min(first for first, _ in touched) == 0
+        assert max(end for _, end in touched) == sum(LENGTHS)
+
+
+def test_an_unknown_backend_or_dimension_is_refused():
+    packed = stored({"name": "float16"}, vectors(sum(LENGTHS), 64))
+    with pytest.raises(ValueError, match=r"backend 'abacus' cannot score this; legal: torch"):
+        maxsim(queries(64), packed, backend="abacus")
+    with pytest.raises(ValueError, match=r"shape \(4, 48\); legal: \(tokens, 64\)"):
+        maxsim(queries(48), packed)
+
+
+def test_torch_scores_where_the_library_was_not_built(tmp_path: Path):
+    """As after an installation without a compiler: the package, and no library in it."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import torch
+from pipeline.search import native
+from pipeline.search.maxsim import backends, maxsim
+from pipeline.search.packed import PackedVectors
+assert native.__file__.startswith({str(tmp_path)!r}) and native.available() == ()
+packed = PackedVectors.of_values(torch.eye(4), torch.tensor([1, 3]))
+assert backends(packed) == ("torch",)
+assert maxsim([torch.eye(4)[:2]], packed).tolist() == [[1.0, 1.0]]
+"""
+    for path in (ROOT / "pipeline").rglob("*.py"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_backends_are_named():
+    packed = stored({"name": "float16"}, vectors(sum(LENGTHS), 64))
+    assert backends(packed) == BACKENDS

@@ -117,7 +117,16 @@ SPEECH = Registry(
         "whisper": "pipeline.transcribe.whisper:Whisper",
     },
 )
-CODECS = Registry("codecs", {"float16": "pipeline.codecs.float16:Float16"})
+CODECS = Registry(
+    "codecs",
+    {
+        "binary": "pipeline.codecs.binary:Binary",
+        "float16": "pipeline.codecs.floats:Float16",
+        "float32": "pipeline.codecs.floats:Float32",
+        "int8": "pipeline.codecs.int8:Int8",
+        "residual": "pipeline.codecs.residual:Residual",
+    },
+)
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 
 

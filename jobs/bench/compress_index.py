@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from pipeline.config import parse
 from pipeline.index.columns import EncoderFacts, Representation, encoder_fields, taps_of
+from pipeline.index.fitting import fit, needs_fit
 from pipeline.index.stages import Compress, Encode, Represent, with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.schema import Item
@@ -40,14 +41,14 @@ def encode_and_compress(
     for stage in (plain, encode):
         stage.setup()
     sample = [batch for *_, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
-    artefacts = {}
+    learned = {}
     for representation in representations:
-        compressor = COMPRESSORS.build(representation.compressor)
-        if compressor.needs_fit:
-            batches = [with_taps(batch, compressor.needs_taps, facts) for batch in sample]
-            artefacts[representation.id] = compressor.fit(compressor.spec, batches)
+        if needs_fit(representation):
+            taps = COMPRESSORS.build(representation.compressor).needs_taps
+            batches = [with_taps(batch, taps, facts) for batch in sample]
+            learned[representation.id] = fit(representation, lambda batches=batches: batches, 0)
     own = [field.name for field in encoder_fields(facts, keep_positions=True)]
-    stage = Represent(encode, Compress(facts, representations, artefacts, own))
+    stage = Represent(encode, Compress(facts, representations, learned, own))
     stage.setup()
 
     def run_plain() -> dict[str, float]:

@@ -36,6 +36,9 @@ class Codec(ABC):
 
     Spec: ClassVar[type[Spec]]
     needs_fit: bool = False
+    num_fit_tokens: int = 0  # so many vectors `fit` is given at most, if it is needed
+    #: Whether similarities are those of the vectors but for an error, and not on another scale.
+    keeps_scores: bool = True
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         self.spec, self.artefact = spec, artefact
@@ -94,7 +97,7 @@ class Codec(ABC):
         parts, place = {}, 0
         for name, (dtype, width) in self.parts(dim).items():
             size = dtype.itemsize * width
-            chosen = np.ascontiguousarray(stored[:, place : place + size])
+            chosen = stored[:, place : place + size].copy()  # aligned, also of a single row
             parts[name] = chosen.view(torch.empty(0, dtype=dtype).numpy().dtype)
             place += size
         return parts, lengths

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest, pack_left
+from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest
 from pipeline.compression.cluster import by_first
-from pipeline.compression.random import random_draws
+from pipeline.compression.random import drawn
 from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
@@ -124,26 +124,6 @@ class HPC(Budgeted):
     def _codebook(self, device: torch.device) -> torch.Tensor:
         assert self.artefact is not None, "fit first"
         return torch.tensor(self.artefact["codebook"], device=device)
-
-
-def drawn(sample: Iterable[TokenBatch], seed: int, num_tokens: int) -> np.ndarray:
-    """At most so many tokens (n, D) float32 of unit length: those with the smallest draws.
-
-    Draws are a hash of item and position, so only as many tokens are held as are asked for, and
-    neither their choice nor their order depends on how the items come.
-    """
-    tokens, draws = np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
-    for batch in sample:
-        packed, _ = pack_left(batch)
-        mask = packed.mask.cpu()
-        if not mask.any():
-            continue
-        more = unit_vectors(packed).cpu()[mask].numpy()
-        tokens = np.concatenate([tokens, more]) if len(tokens) else more
-        draws = np.concatenate([draws, random_draws(packed, seed).cpu()[mask].numpy()])
-        order = np.lexsort([tokens[:, 0], draws])[:num_tokens]  # some draws may be equal
-        tokens, draws = tokens[order], draws[order]
-    return tokens
 
 
 def codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 
-from pipeline.compression import Budget, Budgeted, largest, select
-from pipeline.tokens import TokenBatch
+from pipeline.compression import Budget, Budgeted, largest, pack_left, select
+from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Random(Budgeted):
@@ -52,6 +54,32 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
     seed_ = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # 0 would mix to 0
     item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ seed_
     return mix(mix(item_B1) ^ position_N)
+
+
+def drawn(
+    sample: Iterable[TokenBatch], seed: int, num_tokens: int, *, scaled: bool = True
+) -> np.ndarray:
+    """At most so many tokens (n, D) float32: those with the smallest draws.
+
+    Draws are a hash of item and position, so only as many tokens are held as are asked for, and
+    neither their choice nor their order depends on how the items come.
+
+    Args:
+        scaled: whether they are brought to unit length.
+    """
+    tokens, draws = np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
+    for batch in sample:
+        packed, _ = pack_left(batch)
+        mask = packed.mask.cpu()
+        if not mask.any():
+            continue
+        vectors = unit_vectors(packed) if scaled else packed.vectors.float()
+        more = vectors.cpu()[mask].numpy()
+        tokens = np.concatenate([tokens, more]) if len(tokens) else more
+        draws = np.concatenate([draws, random_draws(packed, seed).cpu()[mask].numpy()])
+        order = np.lexsort([tokens[:, 0], draws])[:num_tokens]  # some draws may be equal
+        tokens, draws = tokens[order], draws[order]
+    return tokens
 
 
 _MAX = 2**32 - 1

@@ -1,4 +1,4 @@
-"""What compressors learned from a sample of the corpus, stored in the index under its own hash."""
+"""What was learned from a sample of the corpus, stored in the index under its own hash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def save_artefact(index: str, artefact: dict[str, np.ndarray], about: dict[str, 
     """Stores an artefact and returns its hash, by which a representation's metadata names it.
 
     Args:
-        about: what it was fitted for: the encoder's fingerprint, the compressor's settings.
+        about: what it was fitted for: the encoder's fingerprint, the compressor's settings; for a
+            codec what the compressor had learned, and the codec's settings.
     """
     stored = {**artefact, ABOUT: np.array(json.dumps(about, sort_keys=True))}
     name = _hash(stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -44,7 +44,7 @@ class Representation(Spec):
     compressor: CompressorSpec
     codec: CodecSpec = Field(default="float16")
     of: Aspect = "content"
-    id: str = ""  # the column's name; default: of the method and its budget, such as hpool_32
+    id: str = ""  # the column's name; default: of method, budget and codec, such as hpool_32_int8
     keep_support: bool = (
         True  # which input tokens each vector stands for, for marked words and maps
     )
@@ -62,7 +62,8 @@ class Representation(Spec):
     @model_validator(mode="after")
     def _default_id(self) -> Representation:
         if not self.id:
-            object.__setattr__(self, "id", token_column(self.of, default_id(self.compressor)))
+            own = "_".join([default_id(self.compressor), *codec_id(self.codec)])
+            object.__setattr__(self, "id", token_column(self.of, own))
         return self
 
     @property
@@ -97,6 +98,47 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     if with_budget and getattr(compressor, "ratio", None):
         parts.append(f"{100 * compressor.ratio:g}pct")
     return re.sub("[^a-z0-9]+", "_", "_".join(parts).lower()).strip("_")
+
+
+def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a codec that a name of it must tell: its bits, and what is no default.
+
+    >>> codec_settings({"name": "residual", "bits": 4, "num_centroids": 256})
+    {'bits': 4}
+    """
+    fields = CODECS.load(codec["name"]).Spec.model_fields
+    return {
+        key: value
+        for key, value in codec.items()
+        if key != "name" and (key == "bits" or key not in fields or value != fields[key].default)
+    }
+
+
+def codec_name(codec: Mapping[str, Any]) -> str:
+    """A codec's name for readers.
+
+    >>> codec_name({"name": "binary", "query": "binary"}), codec_name({"name": "float16"})
+    ('binary query=binary', 'float16')
+    """
+    told = (f"{key}={value}" for key, value in codec_settings(codec).items())
+    return " ".join([codec["name"], *told])
+
+
+def codec_id(codec: Spec) -> list[str]:
+    """What a codec adds to the name of a column: nothing if it is the default.
+
+    >>> codec_id(CODECS.resolve({"name": "residual", "bits": 2, "num_centroids": 64}))
+    ['residual', '2', 'num_centroids64']
+    >>> codec_id(CODECS.resolve({"name": "binary", "query": "binary"}))
+    ['binary', 'query_binary']
+    """
+    if codec.name == Representation.model_fields["codec"].default:
+        return []
+    parts = [codec.name]
+    for key, value in codec_settings(dump(codec)).items():
+        name = "" if key == "bits" else f"{key}_" if isinstance(value, str) else key
+        parts.append(f"{name}{value}")
+    return [re.sub("[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts]
 
 
 #: Fields of a representation -> their values, of which the product is taken; or several such.
@@ -235,9 +277,17 @@ def encoder_fields(
 
 
 def representation_fields(
-    representation: Representation, facts: EncoderFacts, artefact: str | None
+    representation: Representation,
+    facts: EncoderFacts,
+    artefact: str | None,
+    codec_artefact: str | None = None,
 ) -> list[pa.Field]:
-    """The column of a representation, and that of its support where it has one."""
+    """The column of a representation, and that of its support where it has one.
+
+    Args:
+        artefact: the name of what its compressor learned.
+        codec_artefact: the name of what its codec learned.
+    """
     compressor = COMPRESSORS.build(representation.compressor)
     dim = compressor.output_dim(facts.dim)
     prefix, facts = facts.prefix, facts.about(representation.of)
@@ -249,6 +299,7 @@ def representation_fields(
         "compressor": dump(representation.compressor),
         "codec": dump(representation.codec),
         "artefact": artefact,
+        "codec_artefact": codec_artefact,
         "dim": dim,
         "query_dim": facts.dim,  # of what the encoder gives; the compressor makes `dim` of it
         "normalised": compressor.normalised,
@@ -294,6 +345,7 @@ def other_setting(
     there = {"of": "content", **there}
     with contextlib.suppress(SpecError, KeyError):  # settings that are newer have their defaults
         there["compressor"] = dump(COMPRESSORS.resolve(there["compressor"]))
+        there["codec"] = dump(CODECS.resolve(there["codec"]))
     return next(((key, value) for key, value in here.items() if there.get(key) != value), None)
 
 

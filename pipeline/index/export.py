@@ -58,8 +58,8 @@ def export(
     `parquet`: a file with the columns `id`, `vectors` and those of an item; what the index says of
     the representation stands as JSON in the schema's metadata under `maxray`. `npy`: a folder with
     vectors.npy (T, D), the vectors of all items one after the other, lengths.npy (n,), ids.txt,
-    items.jsonl and metadata.json. Vectors keep the precision in which they are stored. Memory does
-    not grow with the index.
+    items.jsonl and metadata.json. Floats keep the precision in which they are stored; of other
+    codecs it is the vectors that they stand for, as float32. Memory does not grow with the index.
 
     Args:
         representation: a searchable column, or one of single vectors, which count as lists of one.

@@ -8,7 +8,6 @@ goes on from there: the index is its own checkpoint.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import time
@@ -28,7 +27,6 @@ from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_y
 from pipeline.decoding.process import keep_memory
 from pipeline.encoders import Attention
 from pipeline.index import listing
-from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
@@ -37,13 +35,12 @@ from pipeline.index.columns import (
     by_role,
     encoder_fields,
     every_representation,
-    fitted_for,
     needed_taps,
     other_setting,
     refuse_other_settings,
-    representation_fields,
     taps_of,
 )
+from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
@@ -62,7 +59,7 @@ Items = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class FitSample(Spec):
-    """The items on which compressors that need it are fitted."""
+    """The items on which compressors and codecs that need it are fitted."""
 
     num_items: Items = 256
     seed: int = Field(0, ge=0, lt=2**32)
@@ -393,17 +390,16 @@ class Run:
                 f" `python -m jobs.recompress {spec.index}`, then index on",
                 "is not in this index, which has rows already",
             )
-        self.artefacts = {}
+        self.learned: dict[str, Learned] = {}
         for r in wanted:
             there = metadata_of(schema.field(r.id)) if r.id in schema.names else None
             if there:
                 refuse_other_settings(r, self.facts, there)
-                if there["artefact"]:
-                    self.artefacts[r.id] = load_artefact(
-                        spec.index, there["artefact"], fitted_for(there)
-                    )
-        names = {r.id: there for r in added if (there := self._fit(r))}
-        fields = [f for r in added for f in representation_fields(r, self.facts, names.get(r.id))]
+                self.learned[r.id] = stored_learned(spec.index, there)
+        fields = []
+        for r in added:
+            self.learned[r.id] = self._fit(r)
+            fields += fitted_fields(spec.index, r, self.facts, self.learned[r.id])
         own = own_fields(self.facts, spec)
         for column in own:
             tap = metadata_of(column).get("tap")
@@ -432,27 +428,21 @@ class Run:
                     "differs from the index's",
                 )
 
-    def _fit(self, representation: Representation) -> str | None:
-        if not COMPRESSORS.build(representation.compressor).needs_fit:
-            return None
+    def _fit(self, representation: Representation) -> Learned:
+        if not needs_fit(representation):
+            return Learned()
         with self._phase(f"fit {representation.id}"):
             sample = self.spec.fit
-            artefact = ray.get(
+            return ray.get(
                 _fit.options(**self.resources.encode.of_a_task).remote(
                     self.listing,
                     self.num_shards,
                     sample.num_items,
                     sample.seed,
                     encode_stage(self.spec, self.facts, [representation]),
-                    representation.compressor,
+                    representation,
                 )
             )
-            self.artefacts[representation.id] = artefact
-            about = {
-                "fingerprint": self.facts.fingerprint,
-                "compressor": dump(representation.compressor),
-            }
-            return save_artefact(self.spec.index, artefact, about)
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -492,7 +482,7 @@ class Run:
         units = read_stage(self.listing, self.shards_to_do, spec.unit_items, resources.read)
         wanted = every_representation(spec)
         encode = encode_stage(spec, self.facts, wanted)
-        compress = Compress(self.facts, wanted, self.artefacts, self.encoder_columns)
+        compress = Compress(self.facts, wanted, self.learned, self.encoder_columns)
         if resources.compress is None:
             groups = [([Represent(encode, compress)], resources.encode)]
         else:
@@ -682,9 +672,7 @@ def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Re
 def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     """Encodes and compresses a few items: tokens an item, items per second, bytes by column."""
     facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
-    fitted = [
-        r for r in every_representation(spec) if not COMPRESSORS.build(r.compressor).needs_fit
-    ]
+    fitted = [r for r in every_representation(spec) if not needs_fit(r)]
     columns = [column.name for column in own_fields(facts, spec)]
     encode = encode_stage(spec, facts, fitted)
     stage = Represent(encode, Compress(facts, fitted, {}, columns))
@@ -708,22 +696,21 @@ def _fit(
     size: int,
     seed: int,
     stage: Encode,
-    compressor: Spec,
-) -> dict[str, np.ndarray]:
+    representation: Representation,
+) -> Learned:
     stage.setup()
+    taps = COMPRESSORS.build(representation.compressor).needs_taps
 
-    def batches() -> Iterator[TokenBatch]:
+    def sample() -> Iterator[TokenBatch]:
+        is_empty = True
         for items in listing.sample_items(job, num_shards, size, seed):
             for _, _, batch, _ in stage.batches(stage.prepare(items)):
                 if len(batch):
-                    yield batch
+                    is_empty = False
+                    yield with_taps(batch, taps, stage.facts)
+        if is_empty:
+            legal = "a source with at least one item that can be read"
+            problem = f"has nothing to fit {representation.id} on"
+            raise SpecError("source", job.source.name, legal, problem)
 
-    sample = batches()
-    first = next(sample, None)
-    if first is None:
-        legal = "a source with at least one item that can be read"
-        problem = f"has nothing to fit {compressor.name} on"
-        raise SpecError("source", job.source.name, legal, problem)
-    taps = COMPRESSORS.build(compressor).needs_taps
-    every = (with_taps(b, taps, stage.facts) for b in itertools.chain([first], sample))
-    return COMPRESSORS.load(compressor.name).fit(compressor, every)
+    return fit(representation, sample, seed)

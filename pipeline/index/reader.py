@@ -249,7 +249,8 @@ class Index:
         """The token vectors of the rows that have any.
 
         Yields:
-            (rows with item_id and parent_id, vectors (T, D) float16, lengths (B,) int64).
+            (rows with item_id and parent_id, vectors (T, D) as `Codec.decode` gives them,
+            lengths (B,) int64).
         """
         about = self.representation(representation)
         codec = self.codec(representation)

@@ -1,8 +1,8 @@
 """New representations from a stored full-token column: by fragment, resumable, without the encoder.
 
 A column is added empty (metadata only), then filled fragment by fragment; a fragment is done when
-one of its data files holds the column. The stored vectors are float16, so the result equals that of
-the index job up to this rounding.
+one of its data files holds the column. The result equals that of the index job up to the rounding
+of the stored vectors, which are float16 or what the codec of their column makes of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,28 +21,28 @@ import ray
 from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveInt
 
-from pipeline.config import Spec, SpecError, Uri, dump
-from pipeline.index.artefacts import load_artefact, save_artefact
+from pipeline.codecs import Codec
+from pipeline.config import Spec, SpecError, Uri
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
     Sweep,
     by_role,
     every_representation,
-    fitted_for,
     needed_taps,
     refuse_other_settings,
-    representation_fields,
     tap_column,
     taps_of,
 )
-from pipeline.index.reader import ITEMS, Index, part
+from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
+from pipeline.index.reader import Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import TAP, Compress, Found, batches_of, with_taps
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
 from pipeline.stage import Resources
 from pipeline.taps import Tap
+from pipeline.tokens import TokenBatch, lists_of
 
 log = logging.getLogger("maxray.recompress")
 
@@ -56,7 +56,7 @@ class RecompressSpec(Spec):
     sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
     commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
     fit_items: PositiveInt = 256
-    fit_seed: int = 0
+    fit_seed: int = Field(0, ge=0, lt=2**32)
 
 
 class RecompressResources(Spec):
@@ -117,7 +117,7 @@ def run(
     check_taps(index, facts.about(aspect), wanted)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
-        artefacts = _prepare_columns(session, spec, facts, wanted)
+        learned = _prepare_columns(session, spec, facts, wanted)
         dataset = session.writer.dataset
         left = columns_left(dataset, [r.id for r in wanted])
         progress.fragments = len(dataset.get_fragments())
@@ -128,7 +128,7 @@ def run(
         )
         for names, fragments in left.items():
             missing = [r for r in wanted if r.id in names]
-            stage = Compress(facts, missing, artefacts, encoder_columns=())
+            stage = Compress(facts, missing, learned, encoder_columns=())
             _fill(session, spec, resources, stage, fragments, progress, report)
     return progress
 
@@ -192,25 +192,19 @@ def columns_left(
 
 def _prepare_columns(
     session: Session, spec: RecompressSpec, facts: EncoderFacts, wanted: Sequence[Representation]
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, Learned]:
     schema = session.writer.dataset.schema
-    artefacts, added = {}, []
+    learned, added = {}, []
     for r in wanted:
         if r.id in schema.names:
             there = metadata_of(schema.field(r.id))
             refuse_other_settings(r, facts, there)
-            if there["artefact"]:
-                name = there["artefact"]
-                artefacts[r.id] = load_artefact(spec.index, name, fitted_for(there))
+            learned[r.id] = stored_learned(spec.index, there)
             continue
-        name = None
-        if COMPRESSORS.build(r.compressor).needs_fit:
-            artefacts[r.id] = ray.get(_fit.remote(spec, facts, r))
-            about = {"fingerprint": facts.fingerprint, "compressor": dump(r.compressor)}
-            name = save_artefact(spec.index, artefacts[r.id], about)
-        added += representation_fields(r, facts, name)
+        learned[r.id] = ray.get(_fit.remote(spec, facts, r)) if needs_fit(r) else Learned()
+        added += fitted_fields(spec.index, r, facts, learned[r.id])
     session.writer.add_columns(added)
-    return artefacts
+    return learned
 
 
 def _fill(
@@ -295,6 +289,7 @@ class FillFragment:
             facts = self.stage.facts
             taps = taps_of(self.stage.representations, facts.num_layers)
             table = read_tokens(fragment, self.source, facts.about(self.aspect), taps)
+        table = with_vectors(table, self.index.codec(self.source), facts.dim)
         read = time.perf_counter()
         found = Found()
         for rows, tokens in batches_of(table, self.stage.facts):
@@ -326,7 +321,10 @@ class FillFragment:
 def read_tokens(
     fragment: lance.LanceFragment, source: str, facts: EncoderFacts, taps: Sequence[Tap]
 ) -> pa.Table:
-    """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`."""
+    """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`.
+
+    The vectors are as they are stored.
+    """
     schema = fragment.schema
     columns = {"vectors": source}
     for kind in ("spans", "extents"):
@@ -339,11 +337,17 @@ def read_tokens(
     return table.select([*columns.values(), "_rowid"]).rename_columns([*columns, "_rowid"])
 
 
+def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
+    """The rows of a table with their stored `vectors` as lists of numbers."""
+    place = table.schema.get_field_index("vectors")
+    numbers = lists_of(*codec.decode(table["vectors"], dim))
+    return table.set_column(place, "vectors", numbers)
+
+
 @ray.remote
-def _fit(
-    spec: RecompressSpec, facts: EncoderFacts, representation: Representation
-) -> dict[str, np.ndarray]:
-    dataset = lance.dataset(part(spec.index, ITEMS))
+def _fit(spec: RecompressSpec, facts: EncoderFacts, representation: Representation) -> Learned:
+    index = Index(spec.index)
+    dataset = index.dataset
     rows = np.random.default_rng(spec.fit_seed).permutation(dataset.count_rows())
     own = facts.about(representation.of)
     columns = {"vectors": spec.source}
@@ -351,6 +355,10 @@ def _fit(
     columns |= {TAP + tap.name: tap_column(own, tap) for tap in taps}
     table = dataset.take(np.sort(rows[: spec.fit_items]).tolist(), columns=list(columns.values()))
     table = table.rename_columns(list(columns)).filter(pa.compute.field("vectors").is_valid())
-    compressor = COMPRESSORS.build(representation.compressor)
-    batches = (with_taps(b, compressor.needs_taps, facts) for _, b in batches_of(table, facts))
-    return compressor.fit(compressor.spec, batches)
+    table = with_vectors(table, index.codec(spec.source), facts.dim)
+    taps = COMPRESSORS.build(representation.compressor).needs_taps
+
+    def sample() -> Iterator[TokenBatch]:
+        return (with_taps(batch, taps, facts) for _, batch in batches_of(table, facts))
+
+    return fit(representation, sample, spec.fit_seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import lance
@@ -28,6 +28,7 @@ from pipeline.index.columns import (
     tap_column,
     token_column,
 )
+from pipeline.index.fitting import Learned
 from pipeline.index.reader import ITEMS, part
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject
@@ -117,7 +118,12 @@ class Encode(Stage):
 
 
 class Compress(Stage):
-    """Turns token vectors into the columns of every representation."""
+    """Turns token vectors into the columns of every representation.
+
+    Args:
+        learned: what representations learned, by their id, of those that need it.
+        encoder_columns: the encoder's own columns that are stored.
+    """
 
     name = "compress"
 
@@ -125,11 +131,12 @@ class Compress(Stage):
         self,
         facts: EncoderFacts,
         representations: Sequence[Representation],
-        artefacts: dict[str, dict[str, np.ndarray]],
+        learned: Mapping[str, Learned],
         encoder_columns: Sequence[str],
     ):
-        self.facts, self.representations, self.artefacts = facts, representations, artefacts
-        self.encoder_columns = encoder_columns  # those of the encoder that are stored
+        self.facts, self.representations = facts, representations
+        self.learned = {r.id: learned.get(r.id, Learned()) for r in representations}
+        self.encoder_columns = encoder_columns
         self.aspects = aspects_of(representations)
         self.needs = tuple(token_column(aspect, "vectors") for aspect in self.aspects)
         self.adds = (
@@ -142,8 +149,8 @@ class Compress(Stage):
         self._compressors: list[tuple[Representation, Compressor, Codec]] = [
             (
                 r,
-                COMPRESSORS.build(r.compressor, self.artefacts.get(r.id)),
-                CODECS.build(r.codec),
+                COMPRESSORS.build(r.compressor, self.learned[r.id].compressor),
+                CODECS.build(r.codec, self.learned[r.id].codec),
             )
             for r in self.representations
         ]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.index.columns import codec_name
 from pipeline.index.reader import JOBS, Index, open_folder
 
 
@@ -70,12 +71,13 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         "method": about["compressor"]["name"],
         "num_vectors": about["compressor"].get("num_vectors"),
         "ratio": about["compressor"].get("ratio"),
-        "codec": about["codec"]["name"],
+        "codec": codec_name(about["codec"]),
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,
         "filled": num_filled / max(1, num_rows),
         "artefact": about["artefact"],
+        "codec_artefact": about.get("codec_artefact"),
     }
 
 

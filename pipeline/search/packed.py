@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.codecs import Codec
-from pipeline.codecs.float16 import Float16
+from pipeline.codecs.floats import Float16
 
 #: The codec of vectors that are there as numbers.
 FLOATS = Float16(Float16.Spec())

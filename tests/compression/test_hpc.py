@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.compression.hpc import HPC, drawn
+from pipeline.compression.hpc import HPC
+from pipeline.compression.random import drawn
 from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch, unit_vectors
 

@@ -1,8 +1,8 @@
-"""IEEE half precision: 2 bytes a number, the default."""
+"""IEEE floats: half precision, 2 bytes a number, is the default; single precision takes 4."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -14,17 +14,20 @@ from pipeline.schema import vectors_type
 from pipeline.tokens import TokenBatch, flat_from_arrow, ragged_to_arrow
 
 
-class Float16(Codec):
-    """A part `values` (T, D) float16; where tokens are scored it may be of any float type."""
+class Floats(Codec):
+    """A part `values` (T, D); where tokens are scored it may be of any float type.
 
-    class Spec(config.Spec):
-        name: Literal["float16"] = "float16"
+    Columns hold numbers and not bytes: others can read them.
+    """
+
+    dtype: ClassVar[torch.dtype]
+    arrow: ClassVar[pa.DataType]
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
-        return {"values": (torch.float16, dim)}
+        return {"values": (self.dtype, dim)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"values": vectors_TD.half()}
+        return {"values": vectors_TD.to(self.dtype)}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         return parts["values"].float()
@@ -32,13 +35,11 @@ class Float16(Codec):
     def numbers(self, parts: Parts, dim: int) -> torch.Tensor:
         return parts["values"]  # made float32 where it is copied to
 
-    # Columns hold numbers and not bytes: others can read them.
-
     def column_type(self, dim: int) -> pa.DataType:
-        return vectors_type(dim, pa.float16())
+        return vectors_type(dim, self.arrow)
 
     def encode(self, batch: TokenBatch) -> pa.Array:
-        return ragged_to_arrow(batch.vectors, batch.mask, pa.float16())
+        return ragged_to_arrow(batch.vectors, batch.mask, self.arrow)
 
     def unpack(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
@@ -50,3 +51,21 @@ class Float16(Codec):
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[np.ndarray, np.ndarray]:
         return flat_from_arrow(column)
+
+
+class Float16(Floats):
+    """Half precision: no loss that a benchmark shows."""
+
+    class Spec(config.Spec):
+        name: Literal["float16"] = "float16"
+
+    dtype, arrow = torch.float16, pa.float16()
+
+
+class Float32(Floats):
+    """Single precision: the vectors as they were computed."""
+
+    class Spec(config.Spec):
+        name: Literal["float32"] = "float32"
+
+    dtype, arrow = torch.float32, pa.float32()

@@ -1,0 +1,87 @@
+"""What compressors and codecs learn from a sample before the first commit, and where it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.compression.random import drawn
+from pipeline.config import dump, within
+from pipeline.index.artefacts import load_artefact, save_artefact
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    codec_fitted_for,
+    fitted_for,
+    representation_fields,
+)
+from pipeline.registry import CODECS, COMPRESSORS
+from pipeline.tokens import TokenBatch
+
+
+class Learned(NamedTuple):
+    """What a representation's compressor and codec learned; None where they need nothing."""
+
+    compressor: dict[str, np.ndarray] | None = None
+    codec: dict[str, np.ndarray] | None = None
+
+
+def needs_fit(representation: Representation) -> bool:
+    """Whether a representation must learn from a sample before anything is stored."""
+    compressor = COMPRESSORS.build(representation.compressor)
+    return compressor.needs_fit or CODECS.build(representation.codec).needs_fit
+
+
+def fit(
+    representation: Representation, sample: Callable[[], Iterable[TokenBatch]], seed: int
+) -> Learned:
+    """Fits the compressor, and then the codec on the vectors that the compressor makes.
+
+    Args:
+        sample: gives the batches of the sample, with the taps that the compressor needs. If both
+            learn, it is called twice: of a second pass nothing need be held.
+        seed: of what the codec draws.
+
+    Raises:
+        SpecError: the sample is too small for the settings.
+    """
+    compressor = COMPRESSORS.build(representation.compressor)
+    learned = compressor.fit(compressor.spec, sample()) if compressor.needs_fit else None
+    codec = CODECS.build(representation.codec)
+    if not codec.needs_fit:
+        return Learned(learned)
+    compressor = COMPRESSORS.build(representation.compressor, learned)
+    compressed = map(compressor.compress, sample())
+    tokens_TD = drawn(compressed, seed, codec.num_fit_tokens, scaled=False)
+    with within(f"representations.{representation.id}"):
+        return Learned(learned, codec.fit(codec.spec, tokens_TD, seed))
+
+
+def fitted_fields(
+    index: str, representation: Representation, facts: EncoderFacts, learned: Learned
+) -> list[pa.Field]:
+    """Stores what was learned; gives the representation's columns, whose metadata names it."""
+    about = {"fingerprint": facts.fingerprint, "compressor": dump(representation.compressor)}
+    artefact = codec_artefact = None
+    if learned.compressor is not None:
+        artefact = save_artefact(index, learned.compressor, about)
+    if learned.codec is not None:
+        about |= {"artefact": artefact, "codec": dump(representation.codec)}
+        codec_artefact = save_artefact(index, learned.codec, about)
+    return representation_fields(representation, facts, artefact, codec_artefact)
+
+
+def stored_learned(index: str, about: dict[str, Any]) -> Learned:
+    """What a stored representation had learned, by its metadata.
+
+    Raises:
+        SpecError: the index has lost it, or it was fitted for something else.
+    """
+    artefact, codec_artefact = about["artefact"], about.get("codec_artefact")
+    return Learned(
+        artefact and load_artefact(index, artefact, fitted_for(about)),
+        codec_artefact and load_artefact(index, codec_artefact, codec_fitted_for(about)),
+    )

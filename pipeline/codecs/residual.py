@@ -51,7 +51,7 @@ class Residual(Codec):
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
         self.num_fit_tokens = TOKENS_PER_CENTROID * spec.num_centroids
-        self._codebooks: dict[torch.device, _Codebook] = {}
+        self._codebooks: dict[torch.device, Codebook] = {}
 
     @classmethod
     def fit(cls, spec: Spec, sample_TD: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
@@ -100,7 +100,7 @@ class Residual(Codec):
         return {"centroids": (torch.int32, 1), "residuals": (torch.uint8, width)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        learned = self._codebook(vectors_TD.device)
+        learned = self.codebook(vectors_TD.device)
         index_T = nearest(vectors_TD, learned.centroids_CD)
         residuals = vectors_TD.new_empty(
             len(vectors_TD), packed_width(vectors_TD.shape[1], self.spec.bits), dtype=torch.uint8
@@ -112,22 +112,27 @@ class Residual(Codec):
         return {"centroids": index_T.int().unsqueeze(1), "residuals": residuals}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        learned = self._codebook(parts["residuals"].device)
+        learned = self.codebook(parts["residuals"].device)
         vectors_TD = look_up(parts["residuals"], learned.weights, dim)
         vectors_TD = vectors_TD + learned.centroids_CD[parts["centroids"].squeeze(1)]
         return normalise(vectors_TD) if learned.normalised else vectors_TD
 
-    def _codebook(self, device: torch.device) -> _Codebook:
+    def codebook(self, device: torch.device) -> Codebook:
         """What `fit` learned, once on each device."""
         if device not in self._codebooks:
             assert self.artefact is not None, "fit first"
             names = ("centroids", "cutoffs", "weights")
             tensors = (torch.tensor(self.artefact[name], device=device) for name in names)
-            self._codebooks[device] = _Codebook(*tensors, bool(self.artefact["normalised"]))
+            self._codebooks[device] = Codebook(*tensors, bool(self.artefact["normalised"]))
         return self._codebooks[device]
 
 
-class _Codebook(NamedTuple):
+class Codebook(NamedTuple):
+    """What `fit` learned: centroids (C, D), cutoffs, what each bucket stands for, float32.
+
+    And whether a sum of centroid and residual is brought to unit length.
+    """
+
     centroids_CD: torch.Tensor
     cutoffs: torch.Tensor
     weights: torch.Tensor

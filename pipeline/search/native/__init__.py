@@ -270,8 +270,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _documents(segment: Segment, kind: int, places: _Places, begin: int, end: int) -> _Documents:
     """Some of the documents as the library reads them."""
     parts = segment.parts
-    codes = next(iter(parts.values())) if kind == _BINARY else None
-    values = codes if codes is not None else parts.get("values", parts.get("residuals"))
+    values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(kind, "values")]
     documents = _Documents(
         kind=kind,
         dim=segment.dim,
@@ -285,12 +284,11 @@ def _documents(segment: Segment, kind: int, places: _Places, begin: int, end: in
     if kind == _INT8:
         documents.scales = parts["scales"].data_ptr()
     if kind == _RESIDUAL:
-        codec = segment.codec
+        learned = segment.codec.codebook(values.device)  # lives as long as the codec
         documents.codes = parts["centroids"].data_ptr()
-        documents.centroids, documents.weights = (
-            tensor.data_ptr() for tensor in (codec.centroids, codec.weights)
-        )
-        documents.bits, documents.normalised = codec.spec.bits, codec.normalised
+        documents.centroids = learned.centroids_CD.data_ptr()
+        documents.weights = learned.weights.data_ptr()
+        documents.bits, documents.normalised = segment.codec.spec.bits, learned.normalised
     return documents
 
 

@@ -1,0 +1,303 @@
+"""MaxSim on CPUs beside the common scorer, maxsim-cpu, and what the machine can do at most.
+
+    python -m jobs.bench maxsim
+    python -m jobs.bench maxsim --only scoring --queries 1 --repeats 5 --out figures.json
+    python -m jobs.bench maxsim --only stored --documents 1000000
+    python -m jobs.bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
+
+`scoring` holds random unit vectors in memory; `corpus` is all queries against all images; `stored`
+searches an index of random int8 vectors through its memory-mapped file, from an empty cache folder.
+The peaks of the machine are measured before and after; if one moved by more than 20 %, all is taken
+once more, and marked if it did again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, table
+from pipeline.registry import CODECS
+from pipeline.search import native
+from pipeline.search.maxsim import backends, maxsim
+from pipeline.search.packed import PackedVectors, Segment
+from pipeline.tokens import normalise
+
+#: Documents that the common scorer pads to the longest of them, as colpali-engine does.
+PADDED_BATCH = 128
+#: How far a peak may move in a run.
+STEADY = 0.2
+LAYOUTS = {"64": (64, 64), "16-256": (16, 256), "1030": (1030, 1030)}
+#: Codecs, and a precision of torch's matrix product that is their limit.
+CODEC_SPECS = {
+    "float32": ({"name": "float32"}, "float32"),
+    "float16": ({"name": "float16"}, "bfloat16"),
+    "int8": ({"name": "int8"}, "int8"),
+    "binary": ({"name": "binary"}, "bfloat16"),
+    "residual": ({"name": "residual", "bits": 4}, "bfloat16"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--tokens", type=jobs.positive, default=1_280_000, help="of all documents")
+    parser.add_argument("--dim", type=jobs.positive, default=128, help="D")
+    parser.add_argument("--query-tokens", type=jobs.positive, default=32, help="M, of a query")
+    parser.add_argument("--queries", type=jobs.positive, nargs="+", default=[1, 32], metavar="Q")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--documents", type=jobs.positive, default=1_000_000, help="of `stored`")
+    parser.add_argument("--threads", type=jobs.positive, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=jobs.positive, default=5, help="of each measurement")
+    parser.add_argument("--folder", type=Path, help="of `stored`; default: a temporary one")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    bench = Bench("maxsim", arguments, args.out)
+    print(
+        f"kernels   {', '.join(native.available()) or 'none, torch alone'}; {args.threads} threads"
+    )
+    for name, figure in FIGURES.items():
+        if not args.only or name in args.only:
+            figure(bench, args)
+
+
+# -- what the machine can do -------------------------------------------------------------------
+
+
+def peaks() -> dict[str, float]:
+    """Bytes read a second, and multiplications and additions a second by number format."""
+    numbers = torch.ones(1 << 28)  # 1 GiB: past every cache
+    found = {"read": numbers.nbytes / best_time(lambda: numbers.sum())}
+    size = 3072
+    square = torch.randn(size, size)
+    half = square.bfloat16()
+    small = torch.randint(-127, 128, (size, size), dtype=torch.int8)
+    products: dict[str, Callable[[], Any]] = {
+        "float32": lambda: square @ square,
+        "bfloat16": lambda: half @ half,
+        "int8": lambda: torch._int_mm(small, small),
+    }
+    for name, product in products.items():
+        found[name] = 2 * size**3 / best_time(product)
+    return found
+
+
+def best_time(call: Callable[[], Any], calls: int = 5) -> float:
+    """The least time of some calls, after one that does not count."""
+    return min(seconds_of(call) for _ in range(calls + 1))
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """The time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def with_steady_peaks(take: Callable[[], Any]) -> tuple[Any, dict[str, float], str]:
+    """What `take` gives between two looks at the peaks, their mean, and what to say of them."""
+    for _ in range(2):
+        before = peaks()
+        taken = take()
+        after = peaks()
+        moved = {name: abs(after[name] / before[name] - 1) for name in before}
+        worst = max(moved, key=moved.get)
+        if moved[worst] <= STEADY:
+            break
+        print(f"the peak of {worst} moved by {moved[worst]:.0%}", flush=True)
+    mean = {name: (before[name] + after[name]) / 2 for name in before}
+    say = (
+        f"Peaks: {mean['read'] / 1e9:.1f} GB/s read;"
+        + ",".join(f" {name} {mean[name] / 1e9:,.0f}" for name in ("float32", "bfloat16", "int8"))
+        + f" GFLOP/s; moved by {max(moved.values()):.0%} at most"
+    )
+    if moved[worst] > STEADY:
+        say += " (**unsteady**, taken twice)"
+    return taken, mean, say
+
+
+def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Repeats]:
+    """Seconds of each side, round by round, each first in its turn; a first round does not count.
+
+    A call that is short is taken several times a round, of which the mean counts.
+    """
+    calls = {name: max(int(0.2 / seconds_of(side)), 1) for name, side in sides.items()}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            side = sides[name]
+
+            def some(side: Callable[[], Any] = side, number: int = calls[name]) -> None:
+                for _ in range(number):
+                    side()
+
+            taken[name].append(seconds_of(some) / calls[name])
+    return {name: Repeats(tuple(seconds)) for name, seconds in taken.items()}
+
+
+# -- scoring -----------------------------------------------------------------------------------
+
+
+def unit_vectors(num: int, dim: int, seed: int) -> torch.Tensor:
+    """Random unit vectors (num, dim)."""
+    return normalise(torch.randn(num, dim, generator=torch.Generator().manual_seed(seed)))
+
+
+def lengths_of(layout: str, num_tokens: int) -> torch.Tensor:
+    """How many tokens each document has, about `num_tokens` in all."""
+    least, most = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(0)
+    size = max(2 * num_tokens // (least + most), 1)
+    return torch.randint(least, most + 1, (size,), generator=generator)
+
+
+def packed_as(spec: dict[str, Any], vectors_TD: torch.Tensor, lengths: torch.Tensor):
+    """Vectors as a codec stores them."""
+    kind, spec = CODECS.load(spec["name"]), CODECS.resolve(spec)
+    sample = vectors_TD[: 1 << 15].numpy()
+    codec = kind(spec, kind.fit(spec, sample) if kind.needs_fit else None)
+    return PackedVectors([Segment(codec, vectors_TD.shape[1], codec.quantise(vectors_TD), lengths)])
+
+
+def pad_and_einsum(
+    queries_QMD: torch.Tensor, documents: Sequence[torch.Tensor], batch: int = PADDED_BATCH
+) -> torch.Tensor:
+    """The common scorer: pad some documents to the longest, one einsum, maximum, sum; (Q, B).
+
+    Without a mask, as it is common: where all similarities are negative, padding wins.
+    """
+    scores = []
+    for first in range(0, len(documents), batch):
+        some = torch.nn.utils.rnn.pad_sequence(documents[first : first + batch], batch_first=True)
+        scores.append(torch.einsum("qmd,bnd->qbmn", queries_QMD, some).amax(dim=3).sum(dim=2))
+    return torch.cat(scores, dim=1)
+
+
+def by_maxsim_cpu(
+    queries: Sequence[torch.Tensor], documents: Sequence[torch.Tensor], even: bool
+) -> Callable[[], Any] | None:
+    """The package maxsim-cpu, a query at a time as it scores; None where it is not installed."""
+    try:
+        import maxsim_cpu
+    except ImportError:
+        return None
+    arrays = [query.numpy() for query in queries]
+    if even:
+        stacked = torch.stack(list(documents)).numpy()
+        return lambda: [maxsim_cpu.maxsim_scores(query, stacked) for query in arrays]
+    ragged = [document.numpy() for document in documents]
+    return lambda: [maxsim_cpu.maxsim_scores_variable(query, ragged) for query in arrays]
+
+
+def scoring(bench: Bench, args: Any) -> None:
+    """Each codec and instruction set beside the common scorer and maxsim-cpu."""
+    for layout, num_queries in itertools.product(args.layouts, args.queries):
+        lengths = lengths_of(layout, args.tokens)
+        vectors = unit_vectors(int(lengths.sum()), args.dim, seed=1)
+        queries = [
+            unit_vectors(args.query_tokens, args.dim, seed=2 + i) for i in range(num_queries)
+        ]
+        sides, notes = scoring_sides(queries, vectors, lengths)
+        taken, peak, say = with_steady_peaks(lambda sides=sides: in_turns(sides, args.repeats))
+        work = 2 * num_queries * args.query_tokens * len(vectors) * args.dim
+        rows = []
+        for name, seconds in taken.items():
+            num_bytes, precision = notes[name]
+            rows.append(
+                [
+                    name,
+                    Repeats(tuple(1e3 * s for s in seconds.values)),
+                    f"{num_queries * len(lengths) / seconds.median:,.0f}",
+                    f"{work / seconds.median / 1e9:,.0f}",
+                    f"{work / seconds.median / peak[precision]:.0%} of {precision}",
+                    f"{num_bytes / seconds.median / peak['read']:.0%}",
+                    taken[COMMON].over(seconds),
+                    taken[THEIRS].over(seconds) if THEIRS in taken else "-",
+                ]
+            )
+        header = ["side", "ms", "documents/s", "GFLOP/s", "of the matrix peak", "of the read peak"]
+        header += ["x pad and einsum", "x maxsim-cpu"]
+        title = (
+            f"{num_queries} queries of {args.query_tokens} x {args.dim}, {len(lengths):,} documents"
+            f" of {layout} tokens ({len(vectors):,}), {args.threads} threads. {say}"
+        )
+        figures = {"seconds": taken, "peaks": peak, "documents": len(lengths)}
+        bench.add(f"scoring {layout} x {num_queries}", title, figures, table(header, rows))
+
+
+COMMON, THEIRS = "pad and einsum, float32", "maxsim-cpu, float32"
+
+
+def scoring_sides(
+    queries: Sequence[torch.Tensor], vectors: torch.Tensor, lengths: torch.Tensor
+) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[int, str]]]:
+    """The sides by name, and of each the bytes it reads and the precision it multiplies in."""
+    documents = vectors.split(lengths.tolist())
+    stacked = torch.stack(list(queries))
+    sides: dict[str, Callable[[], Any]] = {COMMON: lambda: pad_and_einsum(stacked, documents)}
+    notes = {COMMON: (vectors.nbytes, "float32")}
+    if theirs := by_maxsim_cpu(queries, documents, even=bool((lengths == lengths[0]).all())):
+        sides[THEIRS], notes[THEIRS] = theirs, (vectors.nbytes, "float32")
+    for name, (spec, precision) in CODEC_SPECS.items():
+        packed = packed_as(spec, vectors, lengths)
+        asked = [packed.codec.transform_queries(query) for query in queries]
+        there = backends(packed)
+        num_bytes = sum(part.nbytes for part in packed.segments[0].parts.values())
+        for backend in there if name == "int8" else there[-1:]:
+            side = f"{name}, {backend}"
+            sides[side] = functools.partial(maxsim, asked, packed, backend=backend)
+            notes[side] = (num_bytes, precision)
+    return sides, notes
+
+
+# -- a whole corpus ----------------------------------------------------------------------------
+
+
+def corpus(bench: Bench, args: Any) -> None:
+    """All queries against all images with their best: SaMer's Table 5, 1,000 x 5,000 at K = 64."""
+    num_images, num_queries, num_vectors, k = 1000, 5000, 64, 10
+    vectors = unit_vectors(num_images * num_vectors, args.dim, seed=1)
+    lengths = torch.full((num_images,), num_vectors)
+    queries = [unit_vectors(20, args.dim, seed=2 + i) for i in range(num_queries)]
+
+    def common() -> None:
+        documents = vectors.split(lengths.tolist())
+        for first in range(0, num_queries, 32):
+            scores = pad_and_einsum(torch.stack(queries[first : first + 32]), documents)
+            scores.topk(k, dim=1)
+
+    def ours(packed: PackedVectors) -> None:
+        asked = [packed.codec.transform_queries(query) for query in queries]
+        maxsim(asked, packed).topk(k, dim=1)
+
+    sides: dict[str, Callable[[], Any]] = {COMMON: common}
+    for name, (spec, _) in CODEC_SPECS.items():
+        sides[name] = functools.partial(ours, packed_as(spec, vectors, lengths))
+    taken, peak, say = with_steady_peaks(lambda: in_turns(sides, args.repeats))
+    work = 2 * num_queries * 20 * len(vectors) * args.dim
+    rows = []
+    for name, seconds in taken.items():
+        precision = CODEC_SPECS.get(name, ({}, "float32"))[1]
+        rate = Repeats(tuple(num_queries / s for s in seconds.values))
+        share = f"{work / seconds.median / peak[precision]:.0%} of {precision}"
+        rows.append([name, rate, share, taken[COMMON].over(seconds)])
+    header = ["codec", "queries/s", "of the matrix peak", "x pad and einsum"]
+    title = (
+        f"{num_queries:,} queries of 20 x {args.dim} against {num_images:,} images of"
+        f" {num_vectors} vectors, with the best {k}, {args.threads} threads. {say}"
+    )
+    bench.add("corpus", title, {"seconds": taken, "peaks": peak}, table(header, rows))
+
+
+FIGURES = {"scoring": scoring, "corpus": corpus}

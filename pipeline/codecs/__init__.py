@@ -64,9 +64,9 @@ class Codec(ABC):
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         """The vectors (T, D) float32 that parts stand for; whatever device they lie on."""
 
-    def numbers(self, parts: Parts, dim: int) -> torch.Tensor:
-        """`dequantise`, or numbers of a narrower float type that are equal to it."""
-        return self.dequantise(parts, dim)
+    def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`dequantise` in two factors: numbers (T, D) of any type, scales (T, 1) or None for 1."""
+        return self.dequantise(parts, dim), None
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
         """Query tokens (Q, D) float32 as they are compared with this codec's vectors."""

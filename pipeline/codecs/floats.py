@@ -32,8 +32,8 @@ class Floats(Codec):
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         return parts["values"].float()
 
-    def numbers(self, parts: Parts, dim: int) -> torch.Tensor:
-        return parts["values"]  # made float32 where it is copied to
+    def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return parts["values"], None
 
     def column_type(self, dim: int) -> pa.DataType:
         return vectors_type(dim, self.arrow)

@@ -45,6 +45,9 @@ class Int8(Codec):
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         return parts["values"].float() * parts["scales"]
 
+    def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return parts["values"], parts["scales"]
+
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
         """Query tokens rounded onto the grid; what lies on it already stays there."""
         return self.dequantise(self.quantise(tokens_QD.float()), tokens_QD.shape[1])

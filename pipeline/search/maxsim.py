@@ -266,8 +266,11 @@ def _similarities(
         lengths_b = lengths_B[first:last]
         docs_nD = buffer_nD[:block_tokens]
         parts = _rows(segment, starts_B[first:last], lengths_b, block_tokens)
-        docs_nD.copy_(segment.codec.numbers(parts, dim))
+        numbers_nD, scales_n1 = segment.codec.numbers(parts, dim)
+        docs_nD.copy_(numbers_nD)
         sim_nM = docs_nD @ query_MD.T
+        if scales_n1 is not None:
+            sim_nM *= scales_n1
         doc_of_n = torch.repeat_interleave(lengths_b, output_size=block_tokens)
         best_bM = torch.full((last - first, num_tokens), -torch.inf, device=device)
         best_bM.scatter_reduce_(0, doc_of_n.unsqueeze(1).expand(-1, num_tokens), sim_nM, "amax")

@@ -93,6 +93,7 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.POINTER(_Output),
                 ctypes.c_int,
             ]
+            library.maxray_level()  # asks the kernel for the tiles, once for all threads
             return library
     return None
 

@@ -7,11 +7,12 @@
 // with all query tokens, 32 at a time (a panel), and the maxima of a document's rows are kept until
 // the document ends. So no row is padded, and nothing larger than a block leaves the cache.
 
-typedef float f16v __attribute__((vector_size(64), aligned(64)));
-typedef float f16u __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i16v __attribute__((vector_size(64), aligned(64)));
+// The vectors of this level, and how many make a row of a panel's products.
+constexpr int LANES = LEVEL >= AVX512 ? 16 : LEVEL >= AVX2 ? 8 : 4, PARTS = 32 / LANES;
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 
-static inline f16v splat(float x) { return f16v{} + x; }
+static inline floats splat(float x) { return floats{} + x; }
 
 // -- rows as float32 ------------------------------------------------------------------------------
 
@@ -114,13 +115,24 @@ static inline float row_of_residual(const Documents& docs, int64_t row, int dim,
 
 // -- a block ready to be multiplied ----------------------------------------------------------------
 
+struct Span {  // rows of a block that belong to one document
+    int first, last;
+    int64_t row_in_document;
+};
+
 struct Block {
     int64_t first;  // the row of the documents that is row 0
     int rows;
-    const int8_t* bytes;  // int8 as they lie, or a copy at the end of the memory
+    Span spans[32];
+    int num_spans;
+    int64_t document, next;  // those that end here: from `document` to `next`
+    int64_t begun;           // rows of `next` that lie in this block and before
+    bool open;               // whether the first span goes on a document of the block before
+    const int8_t* bytes;     // int8 as they lie, or a copy at the end of the memory
     int64_t stride;
-    float* scales;  // one a row; null: all 1
-    bool scaled;
+    const float* scales;  // one a row; null: all 1
+    float own_scales[32];
+    Buffers* buffers;  // read by `multiply` alone
 };
 
 #if LEVEL >= AMX
@@ -141,9 +153,10 @@ static inline __mmask32 within(int d, int dim) {
 }
 
 // Rows as pairs of bfloat16, `width` apart.
-static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
-    const int dim = docs.dim, width = s.width;
-    block.scaled = docs.kind == BINARY || docs.kind == RESIDUAL;
+static void decode_pairs(const Documents& docs, Block& block, int width) {
+    const int dim = docs.dim;
+    Buffers& s = *block.buffers;
+    block.scales = docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -169,10 +182,10 @@ static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
                         bits, _mm512_set1_epi16(short(0xbf80)), _mm512_set1_epi16(0x3f80));
                     _mm512_store_si512(high + d, _mm512_maskz_mov_epi16(within(d, dim), signs));
                 }
-                s.scales[r] = 1 / std::sqrt(float(dim));
+                block.own_scales[r] = 1 / std::sqrt(float(dim));
                 break;
             default:
-                s.scales[r] = row_of_residual(docs, row, dim, s.floats);  // zeros lie behind it
+                block.own_scales[r] = row_of_residual(docs, row, dim, s.floats);  // zeros lie behind it
                 for (int d = 0; d < width; d += 32)
                     split(_mm512_load_ps(s.floats + d), _mm512_load_ps(s.floats + d + 16), high + d,
                           low + d);
@@ -188,16 +201,16 @@ static void start_tiles() {
 }
 
 // Tiles 0-3 hold the products of two times 16 rows with two times 16 query tokens.
-static inline void store_products(float* out, bool two) {
+static inline void store_products(int rows, float* out) {
     _tile_stored(0, out, 128);
     _tile_stored(1, out + 16, 128);
-    if (two) {
+    if (rows > 16) {
         _tile_stored(2, out + 16 * 32, 128);
         _tile_stored(3, out + 16 * 32 + 16, 128);
     }
 }
 
-static inline void multiply_int8(const Block& block, const int8_t* panel, int steps, float* out) {
+static inline void multiply_int8(const Block& block, const int8_t* panel, int steps) {
     const bool two = block.rows > 16;
     const int8_t *a = block.bytes, *a2 = a + 16 * block.stride;
     const int8_t* panel2 = panel + steps * 1024;
@@ -219,15 +232,15 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
             _tile_dpbssd(3, 5, 7);
         }
     }
-    store_products(out, two);
 }
 
 // high x high + high x low + low x high: what is left out is 2^-18 of a product.
-static inline void multiply_bfloat(
-    const Scratch& s, int rows, const uint16_t* panel, int64_t low_at, bool exact, float* out) {
-    const bool two = rows > 16;
-    const int steps = s.width / 32;
-    const int64_t stride = s.width * 2;
+static inline void multiply_pairs(
+    const Block& block, int width, const uint16_t* panel, int64_t low_at, bool exact) {
+    const Buffers& s = *block.buffers;
+    const bool two = block.rows > 16;
+    const int steps = width / 32;
+    const int64_t stride = width * 2;
     const uint16_t* panel2 = panel + steps * 512;
     _tile_zero(0);
     _tile_zero(1);
@@ -237,7 +250,7 @@ static inline void multiply_bfloat(
     }
     for (int k = 0; k < steps; ++k) {
         _tile_loadd(4, s.high + k * 32, stride);
-        if (two) _tile_loadd(5, s.high + 16 * s.width + k * 32, stride);
+        if (two) _tile_loadd(5, s.high + 16 * width + k * 32, stride);
         for (int low = 0; low < 2; ++low) {
             _tile_loadd(6, panel + low * low_at + k * 512, 64);
             _tile_loadd(7, panel2 + low * low_at + k * 512, 64);
@@ -255,12 +268,11 @@ static inline void multiply_bfloat(
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-            _tile_loadd(5, s.low + 16 * s.width + k * 32, stride);
+            _tile_loadd(5, s.low + 16 * width + k * 32, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    store_products(out, two);
 }
 #elif LEVEL >= AVX512
 // Of one operand the instruction takes unsigned bytes: the query's have 128 added, and 128 times the
@@ -293,9 +305,10 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
 
 #if LEVEL < AMX
 // Rows as float32, `width` apart, zero behind the last dimension and the last row.
-static void decode(const Documents& docs, Block& block, Scratch& s) {
-    const int dim = docs.dim, width = s.width;
-    block.scaled = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL;
+static void decode(const Documents& docs, Block& block, int width) {
+    const int dim = docs.dim;
+    Buffers& s = *block.buffers;
+    block.scales = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -304,223 +317,252 @@ static void decode(const Documents& docs, Block& block, Scratch& s) {
             case FLOAT32: memcpy(out, in, sizeof(float) * dim); break;
             case FLOAT16: row_of_half((const uint16_t*)in, dim, out); break;
             case BFLOAT16: row_of_bfloat((const uint16_t*)in, dim, out); break;
-            case INT8: row_of_int8((const int8_t*)in, dim, out); s.scales[r] = docs.scales[row]; break;
-            case BINARY: row_of_bits(in, dim, out); s.scales[r] = 1 / std::sqrt(float(dim)); break;
-            default: s.scales[r] = row_of_residual(docs, row, dim, out);
+            case INT8: row_of_int8((const int8_t*)in, dim, out); block.own_scales[r] = docs.scales[row]; break;
+            case BINARY: row_of_bits(in, dim, out); block.own_scales[r] = 1 / std::sqrt(float(dim)); break;
+            default: block.own_scales[r] = row_of_residual(docs, row, dim, out);
         }
     }
 }
 
-#if LEVEL >= AVX512
-constexpr int ROWS = 8;  // 16 of 32 registers hold sums
-#else
-constexpr int ROWS = 2;  // of 16 registers, or of 32 smaller ones
-#endif
+// Rows at a time: their sums fill half of the registers.
+constexpr int ROWS = LEVEL >= AVX512 ? 8 : LEVEL >= AVX2 ? 2 : 1;
 
-static inline void multiply_float(const Scratch& s, const float* panel, float* out) {
-    for (int r = 0; r < 32; r += ROWS) {
-        f16v sums[ROWS][2] = {};
-        for (int d = 0; d < s.width; ++d) {
-            const f16v q0 = *(const f16v*)(panel + d * 32), q1 = *(const f16v*)(panel + d * 32 + 16);
+static inline void multiply_float(const Block& block, int width, const float* panel, float* out) {
+    const float* rows = block.buffers->floats;
+    for (int r = 0; r < block.rows; r += ROWS) {
+        floats sums[ROWS][PARTS] = {};
+        for (int d = 0; d < width; ++d) {
+            const floats* query = (const floats*)(panel + d * 32);
             for (int i = 0; i < ROWS; ++i) {
-                const f16v x = splat(s.floats[(r + i) * s.width + d]);
-                sums[i][0] += x * q0;
-                sums[i][1] += x * q1;
+                const floats x = splat(rows[(r + i) * width + d]);
+                for (int p = 0; p < PARTS; ++p) sums[i][p] += x * query[p];
             }
         }
-        for (int i = 0; i < ROWS; ++i) {
-            *(f16v*)(out + (r + i) * 32) = sums[i][0];
-            *(f16v*)(out + (r + i) * 32 + 16) = sums[i][1];
-        }
+        memcpy(out + r * 32, sums, sizeof(sums));
     }
 }
 #endif
 
 // -- maxima ---------------------------------------------------------------------------------------
 
-struct Span {  // rows of a block that belong to one document
-    int first, last;
-    int64_t row_in_document;
-};
-
-static inline f16v similarity(const float* products, int place, bool integers) {
-    if (!integers) return *(const f16v*)(products + place);
-    return __builtin_convertvector(*(const i16v*)(products + place), f16v);
+static inline floats larger(floats a, floats b) {
+#if LEVEL >= AVX512
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
 }
 
 template <bool INTEGERS, bool ARGMAX>
 static inline void take_maxima(
-    const float* products, const Block& block, const Span& span, float* best, int32_t* index) {
-    f16v m0 = *(f16v*)best, m1 = *(f16v*)(best + 16);
-    i16v n0 = {}, n1 = {};
-    if (ARGMAX) n0 = *(i16v*)index, n1 = *(i16v*)(index + 16);
-    for (int r = span.first; r < span.last; ++r) {
-        f16v x0 = similarity(products, r * 32, INTEGERS);
-        f16v x1 = similarity(products, r * 32 + 16, INTEGERS);
-        if (INTEGERS || block.scaled) {
-            const f16v scale = splat(block.scales[r]);
-            x0 *= scale;
-            x1 *= scale;
-        }
-        if (ARGMAX) {
-            const i16v at = i16v{} + int32_t(span.row_in_document + r - span.first);
-            n0 = x0 > m0 ? at : n0;
-            n1 = x1 > m1 ? at : n1;
-        }
-#if LEVEL >= AVX512
-        m0 = (f16v)_mm512_max_ps((__m512)x0, (__m512)m0);
-        m1 = (f16v)_mm512_max_ps((__m512)x1, (__m512)m1);
-#else
-        m0 = x0 > m0 ? x0 : m0;
-        m1 = x1 > m1 ? x1 : m1;
-#endif
+    const float* products, const Block& block, const Span& span, bool open, float* best,
+    int32_t* index) {
+    floats most[PARTS];
+    integers place[PARTS];
+    for (int p = 0; p < PARTS; ++p) {
+        most[p] = open ? *(floats*)(best + p * LANES) : splat(LOWEST);
+        if (ARGMAX) place[p] = open ? *(integers*)(index + p * LANES) : integers{} - 1;
     }
-    *(f16v*)best = m0;
-    *(f16v*)(best + 16) = m1;
-    if (ARGMAX) *(i16v*)index = n0, *(i16v*)(index + 16) = n1;
+    for (int r = span.first; r < span.last; ++r) {
+        const floats scale = splat(block.scales ? block.scales[r] : 1);
+        const integers here = integers{} + int32_t(span.row_in_document + r - span.first);
+        for (int p = 0; p < PARTS; ++p) {
+            const float* at = products + r * 32 + p * LANES;
+            floats x = INTEGERS ? __builtin_convertvector(*(const integers*)at, floats)
+                                : *(const floats*)at;
+            if (INTEGERS || block.scales) x *= scale;
+            if (ARGMAX) place[p] = x > most[p] ? here : place[p];
+            most[p] = larger(x, most[p]);
+        }
+    }
+    memcpy(best, most, sizeof(most));
+    if (ARGMAX) memcpy(index, place, sizeof(place));
 }
 
-static inline float sum_of(const float* values, int64_t first, int64_t last) {
-    f16v sums = {};
-    int64_t i = first;
-    for (; i + 16 <= last; i += 16) sums += *(const f16u*)(values + i);
+static inline float sum_of(const float* values, int64_t count) {
+    floats sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats x;
+        memcpy(&x, values + i, sizeof(x));
+        sums += x;
+    }
     float sum = 0;
-    for (int lane = 0; lane < 16; ++lane) sum += sums[lane];
-    for (; i < last; ++i) sum += values[i];
+    for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
+    for (; i < count; ++i) sum += values[i];
     return sum;
 }
 
-static void finish(const Queries& queries, const Output& output, int64_t document, float* best,
-                   const int32_t* index) {
+static void write(
+    const Queries& queries, const Output& output, int64_t document, float* best, int32_t* index) {
     if (queries.scales)
         for (int64_t i = 0; i < queries.padded; ++i) best[i] *= queries.scales[i];
-    if (output.scores) {
-        for (int64_t q = 0; q < queries.count; ++q)
-            output.scores[q * output.stride + document] =
-                sum_of(best, queries.bounds[q], queries.bounds[q + 1]);
-    }
+    for (int64_t q = 0; output.scores && q < queries.count; ++q)
+        output.scores[q * output.stride + document] =
+            sum_of(best + queries.bounds[q], queries.bounds[q + 1] - queries.bounds[q]);
     if (output.best) {
         memcpy(output.best + document * queries.tokens, best, sizeof(float) * queries.tokens);
         memcpy(output.index + document * queries.tokens, index, sizeof(int32_t) * queries.tokens);
     }
 }
 
-static void finish_empty(const Queries& queries, const Output& output, int64_t document) {
-    const float lowest = -std::numeric_limits<float>::infinity();
+static void write_empty(const Queries& queries, const Output& output, int64_t document) {
     for (int64_t q = 0; output.scores && q < queries.count; ++q)
-        output.scores[q * output.stride + document] = lowest;
+        output.scores[q * output.stride + document] = LOWEST;
     for (int64_t i = 0; output.best && i < queries.tokens; ++i) {
-        output.best[document * queries.tokens + i] = lowest;
+        output.best[document * queries.tokens + i] = LOWEST;
         output.index[document * queries.tokens + i] = -1;
+    }
+}
+
+// The documents that end in a block; the maxima of one that goes on become the first ones.
+template <bool ARGMAX>
+static void finish(
+    const Documents& docs, const Queries& queries, const Output& output, const Block& block,
+    Scratch& s) {
+    int64_t slot = 0;
+    for (int64_t document = block.document; document < block.next; ++document) {
+        if (docs.lengths[document] == 0) {
+            write_empty(queries, output, document);
+            continue;
+        }
+        const int64_t at = slot++ * queries.padded;
+        write(queries, output, document, s.best + at, s.index + (ARGMAX ? at : 0));
+    }
+    if (block.begun && slot) {
+        std::copy_n(s.best + slot * queries.padded, queries.padded, s.best);
+        if (ARGMAX) std::copy_n(s.index + slot * queries.padded, queries.padded, s.index);
+    }
+}
+
+// -- blocks of documents ---------------------------------------------------------------------------
+
+// The rows of the next document, from `begun` on, and of those that lie behind it without a gap;
+// false where there is none. Documents without rows before it are written.
+static bool take_rows(const Documents& docs, const Queries& queries, const Output& output,
+                      int64_t document, int64_t begun, Block& block) {
+    while (document < docs.count && docs.lengths[document] == 0)
+        write_empty(queries, output, document++);
+    if (document == docs.count) return false;
+    block.document = document;
+    block.open = begun > 0;
+    block.first = docs.starts[document] + begun;
+    block.rows = block.num_spans = 0;
+    while (block.rows < 32 && document < docs.count) {
+        if (docs.lengths[document] > 0) {
+            if (docs.starts[document] + begun != block.first + block.rows) break;
+            const int rows = int(std::min<int64_t>(32 - block.rows, docs.lengths[document] - begun));
+            block.spans[block.num_spans++] = {block.rows, block.rows + rows, begun};
+            block.rows += rows;
+            begun += rows;
+            if (begun < docs.lengths[document]) break;
+        }
+        ++document, begun = 0;
+    }
+    block.next = document;
+    block.begun = begun;
+    return true;
+}
+
+// Makes the rows of a block what `multiply` reads.
+static void prepare(const Documents& docs, int width, Block& block) {
+#if LEVEL >= AVX512
+    if (docs.kind == INT8) {
+        block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
+        block.stride = docs.row_bytes;
+        block.scales = docs.scales + block.first;
+        // A whole block reads 32 rows of a multiple of 64 bytes.
+        const int64_t behind = (width + docs.row_bytes - 1) / docs.row_bytes;
+        if (block.first + 32 + behind > docs.total) {
+            int8_t* copy = (int8_t*)block.buffers->floats;
+            memset(copy, 0, 32 * width);
+            for (int r = 0; r < block.rows; ++r)
+                memcpy(copy + r * width, block.bytes + r * block.stride, docs.dim);
+            block.bytes = copy;
+            block.stride = width;
+        }
+        return;
+    }
+#endif
+#if LEVEL >= AMX
+    decode_pairs(docs, block, width);
+#else
+    decode(docs, block, width);
+#endif
+}
+
+template <bool INTEGERS, bool ARGMAX>
+static void score_as(
+    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
+    const int width = s.width;
+    const int64_t padded = queries.padded, num_panels = padded / 32, panel_size = 32 * width;
+    Block blocks[3];
+    for (int i = 0; i < 3; ++i) blocks[i].buffers = &s.buffers[i % 2];
+
+    auto maxima = [&](const Block& block, int64_t panel) {
+        for (int i = 0; i < block.num_spans; ++i) {
+            const int64_t at = i * padded + panel * 32;
+            take_maxima<INTEGERS, ARGMAX>(s.products, block, block.spans[i], i == 0 && block.open,
+                                          s.best + at, s.index + (ARGMAX ? at : 0));
+        }
+    };
+    // One block is decoded ahead, and the products of a panel are looked at while the tiles, which
+    // work beside the vector units, are busy with those of the next one.
+    int64_t turn = 0;
+    bool more = take_rows(docs, queries, output, 0, 0, blocks[0]);
+    if (more) prepare(docs, width, blocks[0]);
+    const Block* before = nullptr;
+    while (more) {
+        const Block& block = blocks[turn % 3];
+        Block& ahead = blocks[++turn % 3];
+        ahead.buffers = &s.buffers[turn % 2];
+        more = take_rows(docs, queries, output, block.next, block.begun, ahead);
+        if (more) prepare(docs, width, ahead);
+        for (int64_t panel = 0; panel < num_panels; ++panel) {
+#if LEVEL >= AMX
+            if (INTEGERS)
+                multiply_int8(block, (const int8_t*)queries.packed + panel * panel_size, width / 64);
+            else
+                multiply_pairs(block, width, (const uint16_t*)queries.packed + panel * panel_size,
+                               padded * width, docs.kind == BFLOAT16 || docs.kind == BINARY);
+#endif
+            if (panel)
+                maxima(block, panel - 1);
+            else if (before) {
+                maxima(*before, num_panels - 1);
+                finish<ARGMAX>(docs, queries, output, *before, s);
+            }
+#if LEVEL >= AMX
+            store_products(block.rows, s.products);
+#elif LEVEL >= AVX512
+            if (INTEGERS)
+                multiply_int8(block, (const int8_t*)queries.packed + panel * panel_size, width / 64,
+                              s.products);
+#endif
+#if LEVEL < AMX
+            if (!INTEGERS)
+                multiply_float(block, width, (const float*)queries.packed + panel * panel_size,
+                               s.products);
+#endif
+        }
+        before = &block;
+        if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
+    }
+    if (before && num_panels) {
+        maxima(*before, num_panels - 1);
+        finish<ARGMAX>(docs, queries, output, *before, s);
     }
 }
 
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int64_t padded = queries.padded, num_panels = padded / 32;
-    const bool integers = LEVEL >= AVX512 && docs.kind == INT8;
-    const int64_t panel_size = 32 * s.width;
-    const float lowest = -std::numeric_limits<float>::infinity();
 #if LEVEL >= AMX
     start_tiles();
-    const bool exact = docs.kind == BFLOAT16 || docs.kind == BINARY;
 #endif
-    int64_t document = 0, row_in_document = 0;
-    bool open = false;  // whether slot 0 holds the maxima of a document that has begun
-    while (document < docs.count) {
-        if (docs.lengths[document] == 0) {
-            finish_empty(queries, output, document++);
-            continue;
-        }
-        // Rows of this document and of those that lie behind it without a gap.
-        Span spans[32];
-        int num_spans = 0, rows = 0;
-        const int64_t start = docs.starts[document] + row_in_document;
-        int64_t next = document, at = row_in_document;
-        while (rows < 32 && next < docs.count) {
-            if (docs.lengths[next] == 0) {
-                if (num_spans && rows) { ++next; continue; }
-                break;
-            }
-            if (docs.starts[next] + at != start + rows) break;
-            const int64_t here = std::min<int64_t>(32 - rows, docs.lengths[next] - at);
-            spans[num_spans++] = {rows, int(rows + here), at};
-            rows += int(here);
-            at += here;
-            if (at < docs.lengths[next]) break;
-            ++next, at = 0;
-        }
-        Block block = {start, rows, nullptr, 0, s.scales, false};
-        for (int i = 0; i < num_spans; ++i) {
-            if (i == 0 && open) continue;
-            std::fill_n(s.best + i * padded, padded, lowest);
-            if (ARGMAX) std::fill_n(s.index + i * padded, padded, -1);
-        }
-        if (integers) {
-            block.bytes = (const int8_t*)docs.values + start * docs.row_bytes;
-            block.stride = docs.row_bytes;
-            block.scales = const_cast<float*>(docs.scales) + start;
-            block.scaled = true;
-            // A whole block reads 32 rows of a multiple of 64 bytes.
-            if (start + 32 + (s.width + docs.row_bytes - 1) / docs.row_bytes > docs.total) {
-                memset(s.bytes, 0, 32 * s.width);
-                for (int r = 0; r < rows; ++r)
-                    memcpy(s.bytes + r * s.width, block.bytes + r * block.stride, docs.dim);
-                block.bytes = s.bytes;
-                block.stride = s.width;
-            } else {
-                const int64_t ahead = start + 64;
-                if (ahead + 32 <= docs.total)
-                    for (int64_t b = 0; b < 32 * docs.row_bytes; b += 64)
-                        __builtin_prefetch((const int8_t*)docs.values + ahead * docs.row_bytes + b);
-            }
-        } else {
-#if LEVEL >= AMX
-            decode_pairs(docs, block, s);
-#else
-            decode(docs, block, s);
-#endif
-        }
-        for (int64_t panel = 0; panel < num_panels; ++panel) {
-            if (integers) {
-#if LEVEL >= AVX512
-                multiply_int8(block, (const int8_t*)queries.packed + panel * panel_size,
-                              s.width / 64, s.products);
-#endif
-            } else {
-#if LEVEL >= AMX
-                multiply_bfloat(s, rows, (const uint16_t*)queries.packed + panel * panel_size,
-                                padded * s.width, exact, s.products);
-#else
-                multiply_float(s, (const float*)queries.packed + panel * panel_size, s.products);
-#endif
-            }
-            for (int i = 0; i < num_spans; ++i) {
-                float* best = s.best + i * padded + panel * 32;
-                int32_t* index = s.index + i * padded + panel * 32;
-                if (integers)
-                    take_maxima<true, ARGMAX>(s.products, block, spans[i], best, index);
-                else
-                    take_maxima<false, ARGMAX>(s.products, block, spans[i], best, index);
-            }
-        }
-        // The documents that end here; the last one may go on in the next block.
-        int slot = 0;
-        for (; document < next; ++document) {
-            if (docs.lengths[document] == 0) {
-                finish_empty(queries, output, document);
-                continue;
-            }
-            finish(queries, output, document, s.best + slot * padded, s.index + slot * padded);
-            ++slot;
-        }
-        row_in_document = at;
-        open = at > 0;
-        if (open && slot > 0) {
-            std::copy_n(s.best + slot * padded, padded, s.best);
-            if (ARGMAX) std::copy_n(s.index + slot * padded, padded, s.index);
-        }
-    }
+    if (LEVEL >= AVX512 && docs.kind == INT8)
+        score_as<LEVEL >= AVX512, ARGMAX>(docs, queries, output, s);
+    else
+        score_as<false, ARGMAX>(docs, queries, output, s);
 #if LEVEL >= AMX
     _tile_release();
 #endif

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <utility>
 
 #define GENERIC 0
 #define AVX2 1
@@ -60,37 +61,44 @@ namespace {
 
 constexpr int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Working memory of one call: about (36 + 4 x 33) bytes a query token and 256 bytes a dimension.
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+// The rows of one block, decoded: float32, or pairs of bfloat16.
+struct Buffers {
+    float* floats;
+    uint16_t *high, *low;
+};
+
+// Working memory of one call: 132 bytes a query token (264 with places), 512 a dimension.
 struct Scratch {
     int width;  // of a row: the dimension, up to a multiple of 64
-    float *floats, *products, *scales, *best;
-    uint16_t *high, *low;
-    int8_t* bytes;
+    float *products, *best;
     int32_t* index;
-    char* memory;
+    Buffers buffers[2];
 
     Scratch(int dim, int64_t padded, bool argmax) : width(int(up(dim, 64))) {
-        const int64_t sizes[] = {32 * 4 * width, 32 * 32 * 4, 32 * 4,  33 * 4 * padded,
-                                 32 * 2 * width, 32 * 2 * width, 32 * width,
-                                 argmax ? 33 * 4 * padded : 64};
-        int64_t places[8], total = 0;
-        for (int i = 0; i < 8; ++i) places[i] = total, total += up(sizes[i], 64);
-        memory = (char*)std::aligned_alloc(64, up(total, 64));
+        const int64_t halves = 32 * 2 * width, maxima = 33 * 4 * padded;
+        const int64_t total = 32 * 32 * 4 + maxima * (1 + argmax) + 2 * 4 * halves;
+        memory = (char*)std::aligned_alloc(64, total);
         if (!memory) throw std::bad_alloc();
-        floats = (float*)memory;
-        products = (float*)(memory + places[1]);
-        scales = (float*)(memory + places[2]);
-        best = (float*)(memory + places[3]);
-        high = (uint16_t*)(memory + places[4]);
-        low = (uint16_t*)(memory + places[5]);
-        bytes = (int8_t*)(memory + places[6]);
-        index = (int32_t*)(memory + places[7]);
         // What lies behind a row's dimension, and behind the last row, counts as zero.
-        memset(memory, 0, places[3]);
-        memset(high, 0, places[7] - places[4]);
+        memset(memory, 0, total);
+        char* at = memory;
+        auto take = [&](int64_t size) { return std::exchange(at, at + size); };
+        products = (float*)take(32 * 32 * 4);
+        best = (float*)take(maxima);
+        index = (int32_t*)(argmax ? take(maxima) : nullptr);
+        for (Buffers& b : buffers) {
+            b.floats = (float*)take(2 * halves);
+            b.high = (uint16_t*)take(halves);
+            b.low = (uint16_t*)take(halves);
+        }
     }
     ~Scratch() { std::free(memory); }
     Scratch(const Scratch&) = delete;
+
+private:
+    char* memory;
 };
 
 namespace generic {

@@ -169,7 +169,9 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, unbroken: pa.Table):
     check_whole(index, unbroken)
 
 
-@pytest.mark.parametrize("stage", ["StageActor", "WriteFragments"])
+@pytest.mark.parametrize(
+    "stage", ["StageActor", pytest.param("WriteFragments", marks=pytest.mark.heavy)]
+)
 def test_sigkill_to_an_actor(folder: Path, cluster: str, unbroken: pa.Table, stage: str):
     index = folder / stage.lower()
     driver = start(folder, index.name, cluster)

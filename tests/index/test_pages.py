@@ -85,6 +85,7 @@ def test_samer_has_a_spatial_term_on_pages(cluster, tmp_path, folder):
     assert sum(len(edges) == 1 for edges in tops.values()) >= 2
 
 
+@pytest.mark.heavy
 def test_two_pools_and_recompression_see_the_same_boxes(cluster, tmp_path, folder):
     index(folder, tmp_path / "one", FULL, SAMER)
     index(folder, tmp_path / "two", FULL, SAMER, compress={"num_threads": 1})

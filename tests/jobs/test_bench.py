@@ -53,6 +53,7 @@ def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collect
     assert rows["bare"].equals(rows["ray"])
 
 
+@pytest.mark.heavy
 def test_the_comparison_has_both_sides_and_their_ratio(cluster, tmp_path):
     record = tmp_path / "figures.json"
     sizes = ("--sleeping-items", "128", "--commit-items", "64", "--repeats", "1")
@@ -94,6 +95,7 @@ def test_too_few_items_for_a_steady_state_are_refused(cluster):
     assert "items: 64 is not legal; legal: more than commit_items (64)" in error
 
 
+@pytest.mark.heavy
 def test_the_pages_bench(cluster, tmp_path):
     record = tmp_path / "figures.json"
     sizes = ("--copies", "1", "--repeats", "1", "--pages", "30", "--processes", "1")

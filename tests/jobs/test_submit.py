@@ -90,6 +90,7 @@ def answers(url: str) -> bool:
     return True
 
 
+@pytest.mark.heavy
 def test_the_index_job_is_submitted(head, tmp_path, collection):
     address, environment = head
     spec = {

@@ -3,8 +3,11 @@
 import io
 import json
 import math
-import multiprocessing
+import os
+import subprocess
+import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from pipeline.config import SpecError
 from pipeline.registry import OCR, SPEECH
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe.precomputed import Precomputed, PrecomputedSpeech, PrecomputedText
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -295,15 +299,24 @@ def test_changed_files_are_read_again(tmp_path):
     assert texts(PrecomputedText(spec(path)), "a") == ["newer"]
 
 
-def _look_up(path: str) -> list[str]:
-    return texts(PrecomputedText(spec(path)), "id-9999")
-
-
 def test_one_table_serves_all_processes(tmp_path, tables):
     lines = ({"id": f"id-{i}", "text": f"text {i}"} for i in range(20_000))
     path = write(tmp_path / "a.jsonl", *lines)
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        assert pool.map(_look_up, [str(path)] * 3) == [["text 9999"]] * 3
+    # Processes from scratch: a fork of this one, which has threads, may stand still for ever.
+    code = """
+import sys
+from pipeline.registry import OCR
+ocr = OCR.build(OCR.resolve({"name": "precomputed", "path": sys.argv[1]}))
+(line,) = ocr.lines({"item_id": "id-9999"})
+print(line.text)
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["text 9999\n"] * 3
     assert len(list(tables.rglob("*.sqlite"))) == 1
     assert not list(tables.rglob("*.tmp"))
 

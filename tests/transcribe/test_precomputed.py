@@ -316,7 +316,7 @@ print(line.text)
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    assert [process.communicate(timeout=60)[0] for process in processes] == ["text 9999\n"] * 3
+    assert [process.communicate(timeout=240)[0] for process in processes] == ["text 9999\n"] * 3
     assert len(list(tables.rglob("*.sqlite"))) == 1
     assert not list(tables.rglob("*.tmp"))
 

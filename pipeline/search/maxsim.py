@@ -105,15 +105,16 @@ def maxsim(
         return scores_QB
     query_MD = _joined(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
-    first = 0
-    for segment, chosen in packed.chosen(rows):
-        last = first + (len(segment.lengths) if chosen is None else len(chosen))
-        own_QB = scores_QB[:, first:last]
-        if backend == "torch":
-            _score(query_MD, query_lengths, segment, chosen, block_bytes, own_QB)
-        else:
-            native.score(query_MD, query_lengths, segment, chosen, own_QB, backend)
-        first = last
+    chosen = list(packed.chosen(rows))
+    if backend == "torch":
+        first = 0
+        for segment, documents in chosen:
+            last = first + (len(segment.lengths) if documents is None else len(documents))
+            own_QB = scores_QB[:, first:last]
+            _score(query_MD, query_lengths, segment, documents, block_bytes, own_QB)
+            first = last
+    else:
+        native.score(query_MD, query_lengths, chosen, scores_QB, backend)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB

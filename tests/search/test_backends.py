@@ -135,7 +135,7 @@ def stored_as(like: PackedVectors, values: torch.Tensor, lengths: list[int]) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_documents_and_queries_in_many_tasks(backend, monkeypatch):
-    monkeypatch.setattr(native, "TASK_TOKENS", 64)
+    monkeypatch.setattr(native, "TASK_PAIRS", 4096)
     monkeypatch.setattr(native, "QUERY_BYTES", 40 * 4 * 96)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 50, (300,), generator=generator).tolist()

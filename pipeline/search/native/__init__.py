@@ -23,7 +23,7 @@ import functools
 import importlib.machinery
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +38,20 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 #: Bytes of packed queries that are scored in one go: they are read again for each 32 tokens, and
 #: stay in the second-level cache.
 QUERY_BYTES = 1 << 19
-#: Document tokens of a thread's task, at least.
-TASK_TOKENS = 1 << 13
-#: Tasks a thread, so that one that is interrupted does not keep the others waiting for long.
+#: Pairs of a document's and a query's token that are a task of a thread, at least.
+TASK_PAIRS = 1 << 18
+#: Tasks a thread for a segment: one that is interrupted keeps the others waiting for a short time.
 TASKS = 8
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8, _BINARY, _RESIDUAL = 3, 4, 5
+_FLOATS = ("float16", "float32")
 _OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 
 _pointer = ctypes.c_void_p
 
 
-class _Documents(ctypes.Structure):
+class _DocumentsArgument(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "dim")),
         *((name, ctypes.c_int64) for name in ("row_bytes", "total")),
@@ -61,7 +62,7 @@ class _Documents(ctypes.Structure):
     ]
 
 
-class _Queries(ctypes.Structure):
+class _QueriesArgument(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("packed", "scales", "bounds")),
         *((name, ctypes.c_int64) for name in ("count", "tokens", "padded")),
@@ -76,6 +77,12 @@ class _Output(ctypes.Structure):
         ("index", _pointer),
     ]
 
+    def behind(self, num_documents: int, num_tokens: int) -> _Output:
+        """The output of the documents behind the first ones."""
+        scores = self.scores and self.scores + 4 * num_documents
+        places = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
+        return _Output(scores, self.stride, *places)
+
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
@@ -88,8 +95,8 @@ def _library() -> ctypes.CDLL | None:
             except OSError:  # built for another machine
                 return None
             library.maxray_score.argtypes = [
-                ctypes.POINTER(_Documents),
-                ctypes.POINTER(_Queries),
+                ctypes.POINTER(_DocumentsArgument),
+                ctypes.POINTER(_QueriesArgument),
                 ctypes.POINTER(_Output),
                 ctypes.c_int,
             ]
@@ -112,10 +119,8 @@ def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
 
 
 def _kind(segment: Segment) -> int | None:
-    values = segment.parts.get("values")
-    if values is not None and values.dtype in _KINDS:
-        return _KINDS[values.dtype]
-    return _OF_CODEC.get(segment.codec.spec.name)
+    name = segment.codec.spec.name
+    return _KINDS.get(segment.parts["values"].dtype) if name in _FLOATS else _OF_CODEC.get(name)
 
 
 def _level(kind: int, level: str) -> int:
@@ -136,41 +141,32 @@ def can_score(segment: Segment) -> bool:
 def score(
     query_MD: torch.Tensor,
     query_lengths: torch.Tensor,
-    segment: Segment,
-    documents: torch.Tensor | None,
+    chosen: Sequence[tuple[Segment, torch.Tensor | None]],
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the sums of maxima of Q queries for the documents, -inf for those without tokens.
+    """Writes the sums of maxima of Q queries for documents, -inf for those without tokens.
 
     Args:
         query_MD: float32, the tokens of all queries.
         query_lengths: (Q,) int64.
-        documents: ascending (B,) int64; None: all.
-        out_QB: float32, dense along B.
+        chosen: segments of one codec, and their documents, ascending; None: all.
+        out_QB: float32, dense along B, the documents of all segments.
         level: of `available()`.
     """
-    kind = _kind(segment)
-    level_number = _level(kind, level)
-    places = _Places.of(segment, documents)
-    bounds_Q = np.concatenate([[0], query_lengths.numpy()]).cumsum()
-    num_queries = len(bounds_Q) - 1
-    first = 0
-    while first < num_queries:
-        packed_bytes = _packed_bytes(kind, level_number, segment.dim)
-        limit = bounds_Q[first] + max(QUERY_BYTES // packed_bytes, 1)
-        last = max(int(np.searchsorted(bounds_Q, limit, side="right")) - 1, first + 1)
-        own_MD = query_MD[bounds_Q[first] : bounds_Q[last]]
-        bounds = np.ascontiguousarray(bounds_Q[first : last + 1] - bounds_Q[first])
-        packed = _Packed.of(own_MD, kind, level_number, bounds)
-
-        def task(begin: int, end: int, packed: _Packed = packed, first: int = first) -> None:
-            place = first * out_QB.stride(0) + begin
-            output = _Output(out_QB.data_ptr() + 4 * place, out_QB.stride(0), None, None)
-            _call(_documents(segment, kind, places, begin, end), packed, output, level_number)
-
-        _in_threads(task, segment, places)
-        first = last
+    kind = _kind(chosen[0][0])
+    number = _level(kind, level)
+    every = [_Documents.of(segment, kind, documents) for segment, documents in chosen]
+    packed_bytes = _packed_bytes(kind, number, query_MD.shape[1])
+    tasks = []
+    for queries, bounds in _groups(query_lengths, max(QUERY_BYTES // packed_bytes, 1)):
+        packed = _Queries.of(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
+        place = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
+        for documents in every:
+            output = _Output(place, out_QB.stride(0), None, None)
+            tasks += _tasks(documents, packed, output, number)
+            place += 4 * len(documents)
+    _run(tasks)
 
 
 def best(
@@ -183,46 +179,88 @@ def best(
         for a document without tokens.
     """
     kind = _kind(segment)
-    level_number = _level(kind, level)
-    places = _Places.of(segment, documents)
-    packed = _Packed.of(query_MD, kind, level_number, np.array([0, len(query_MD)]))
-    best_BM = torch.empty(len(places.lengths), len(query_MD))
+    number = _level(kind, level)
+    documents = _Documents.of(segment, kind, documents)
+    packed = _Queries.of(query_MD, kind, number, np.array([0, len(query_MD)]))
+    best_BM = torch.empty(len(documents), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
-
-    def task(begin: int, end: int) -> None:
-        rows = best_BM[begin:], index_BM[begin:]
-        output = _Output(None, 0, *(row.data_ptr() for row in rows))
-        _call(_documents(segment, kind, places, begin, end), packed, output, level_number)
-
-    _in_threads(task, segment, places)
+    output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
+    _run(_tasks(documents, packed, output, number))
     return best_BM, index_BM
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where the documents lie that are to be scored."""
+def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Runs of whole queries: the first one, and where its tokens and those of the others begin."""
+    bounds = np.concatenate([[0], query_lengths.numpy()]).cumsum()
+    first = 0
+    while first < len(bounds) - 1:
+        last = int(np.searchsorted(bounds, bounds[first] + max_tokens, side="right")) - 1
+        last = max(last, first + 1)
+        yield first, bounds[first : last + 1]
+        first = last
 
+
+@dataclass(frozen=True)
+class _Documents:
+    """Documents to be scored: what they are a part of, where each begins, and how long it is."""
+
+    segment: Segment
+    kind: int
     starts: torch.Tensor
     lengths: torch.Tensor
 
     @classmethod
-    def of(cls, segment: Segment, documents: torch.Tensor | None) -> _Places:
-        if documents is None:
-            return cls(segment.starts, segment.lengths)
-        return cls(segment.starts[documents], segment.lengths[documents])
+    def of(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
+        starts, lengths = segment.starts, segment.lengths
+        if documents is not None:
+            starts, lengths = starts[documents], lengths[documents]
+        return cls(segment, kind, starts, lengths)
 
-    def tasks(self, num_tasks: int) -> Iterator[tuple[int, int]]:
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def runs(self, max_runs: int, least_tokens: int) -> Iterator[tuple[int, int]]:
         """Runs of documents of about as many tokens each: (first, last + 1)."""
         ends = self.lengths.cumsum(0)
         total = int(ends[-1]) if len(ends) else 0
-        num_tasks = max(min(num_tasks, total // TASK_TOKENS), 1)
-        wanted = torch.arange(1, num_tasks) * (total // num_tasks)
+        num_runs = max(min(max_runs, total // least_tokens), 1)
+        wanted = torch.arange(1, num_runs) * (total // num_runs)
         bounds = [0, *torch.searchsorted(ends, wanted).tolist(), len(ends)]
         yield from ((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
+    def touch(self, begin: int, end: int) -> None:
+        """Has the vectors of a run checked, where they come from a file."""
+        first, last = self.starts[begin], self.starts[end - 1] + self.lengths[end - 1]
+        self.segment.touch(int(first), int(last))
+
+    def argument(self, begin: int, end: int) -> _DocumentsArgument:
+        """A run as the library reads it."""
+        parts, dim = self.segment.parts, self.segment.dim
+        values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(self.kind, "values")]
+        argument = _DocumentsArgument(
+            kind=self.kind,
+            dim=dim,
+            row_bytes=values.shape[1] * values.element_size(),
+            total=len(values),
+            values=values.data_ptr(),
+            starts=self.starts[begin:].data_ptr(),
+            lengths=self.lengths[begin:].data_ptr(),
+            count=end - begin,
+        )
+        if self.kind == _INT8:
+            argument.scales = parts["scales"].data_ptr()
+        if self.kind == _RESIDUAL:
+            codec = self.segment.codec
+            learned = codec.codebook(values.device)  # lives as long as the codec
+            argument.codes = parts["centroids"].data_ptr()
+            argument.centroids = learned.centroids_CD.data_ptr()
+            argument.weights = learned.weights.data_ptr()
+            argument.bits, argument.normalised = codec.spec.bits, learned.normalised
+        return argument
+
 
 @dataclass(frozen=True)
-class _Packed:
+class _Queries:
     """Query tokens in panels of 32, as a level of the library reads them."""
 
     panels: torch.Tensor
@@ -230,12 +268,19 @@ class _Packed:
     bounds: np.ndarray
     num_tokens: int
 
-    @property
-    def padded(self) -> int:
-        return -(-self.num_tokens // 32) * 32
+    def argument(self) -> _QueriesArgument:
+        """These queries as the library reads them."""
+        return _QueriesArgument(
+            packed=self.panels.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
+            bounds=self.bounds.ctypes.data,
+            count=len(self.bounds) - 1,
+            tokens=self.num_tokens,
+            padded=-(-self.num_tokens // 32) * 32,
+        )
 
     @classmethod
-    def of(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Packed:
+    def of(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Queries:
         """Packs tokens (M, D); padding tokens and numbers are 0."""
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
@@ -255,7 +300,7 @@ class _Packed:
             pairs = torch.stack([high, low]).view(2, num_panels, 2, 16, width // 2, 2)
             return cls(pairs.transpose(3, 4).contiguous(), None, bounds, num_tokens)
         panels = padded.view(num_panels, 32, width).transpose(1, 2).contiguous()
-        return cls(_aligned(panels), None, bounds, num_tokens)
+        return cls(panels, None, bounds, num_tokens)
 
 
 def _packed_bytes(kind: int, level: int, dim: int) -> int:
@@ -263,60 +308,29 @@ def _packed_bytes(kind: int, level: int, dim: int) -> int:
     return dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.data_ptr() % 64 == 0, "torch's memory begins at multiples of 64 bytes"
-    return tensor
-
-
-def _documents(segment: Segment, kind: int, places: _Places, begin: int, end: int) -> _Documents:
-    """Some of the documents as the library reads them."""
-    parts = segment.parts
-    values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(kind, "values")]
-    documents = _Documents(
-        kind=kind,
-        dim=segment.dim,
-        row_bytes=values.shape[1] * values.element_size(),
-        total=len(values),
-        values=values.data_ptr(),
-        starts=places.starts[begin:].data_ptr(),
-        lengths=places.lengths[begin:].data_ptr(),
-        count=end - begin,
-    )
-    if kind == _INT8:
-        documents.scales = parts["scales"].data_ptr()
-    if kind == _RESIDUAL:
-        learned = segment.codec.codebook(values.device)  # lives as long as the codec
-        documents.codes = parts["centroids"].data_ptr()
-        documents.centroids = learned.centroids_CD.data_ptr()
-        documents.weights = learned.weights.data_ptr()
-        documents.bits, documents.normalised = segment.codec.spec.bits, learned.normalised
-    return documents
-
-
-def _call(documents: _Documents, packed: _Packed, output: _Output, level: int) -> None:
-    queries = _Queries(
-        packed.panels.data_ptr(),
-        packed.scales.data_ptr() if packed.scales is not None else None,
-        packed.bounds.ctypes.data,
-        len(packed.bounds) - 1,
-        packed.num_tokens,
-        packed.padded,
-    )
-    if _library().maxray_score(documents, queries, output, level):
-        raise MemoryError("no memory to score in")
-
-
-def _in_threads(task: Callable[[int, int], None], segment: Segment, places: _Places) -> None:
-    """Runs a task for runs of documents, in as many threads as torch has."""
+def _tasks(
+    documents: _Documents, queries: _Queries, output: _Output, level: int
+) -> Iterator[Callable[[], None]]:
+    """Calls of the library that score all the documents, a run each."""
     num_threads = torch.get_num_threads()
-    tasks = list(places.tasks(num_threads * TASKS if num_threads > 1 else 1))
+    least = TASK_PAIRS // max(queries.num_tokens, 32)
+    for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
-    def run(begin: int, end: int) -> None:
-        first, last = places.starts[begin], places.starts[end - 1] + places.lengths[end - 1]
-        segment.touch(int(first), int(last))
-        task(begin, end)
+        def task(begin: int = begin, end: int = end) -> None:
+            documents.touch(begin, end)
+            own = output.behind(begin, queries.num_tokens)
+            argument = documents.argument(begin, end)
+            if _library().maxray_score(argument, queries.argument(), own, level):
+                raise MemoryError("no memory to score in")
 
-    if len(tasks) == 1:
-        run(*tasks[0])
+        yield task
+
+
+def _run(tasks: Sequence[Callable[[], None]]) -> None:
+    """Runs tasks in as many threads as torch has."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or len(tasks) == 1:
+        for task in tasks:
+            task()
     else:
-        list(_pool(num_threads, os.getpid()).map(run, *zip(*tasks, strict=True)))
+        list(_pool(num_threads, os.getpid()).map(lambda task: task(), tasks))

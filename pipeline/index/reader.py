@@ -259,6 +259,7 @@ class Index:
         batch_rows: int = 1024,
         fragments: Sequence[lance.LanceFragment] | None = None,
         with_address: bool = False,
+        ahead: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """The rows in storage order, in batches; memory does not grow with the index.
 
@@ -267,6 +268,7 @@ class Index:
             fragments: ascending, those to read; all by default.
             with_address: whether the batches have a column `_rowaddr` too, whose lower half is the
                 place of a row in its fragment; deleted rows leave gaps.
+            ahead: batches that are read before they are asked for; default as Lance has it.
 
         Raises:
             SpecError: data files are missing or damaged.
@@ -278,6 +280,7 @@ class Index:
             scan_in_order=True,
             fragments=fragments,
             with_row_address=with_address,
+            batch_readahead=ahead,
         )
         with self.reading():
             yield from scanner.to_batches()

@@ -122,7 +122,11 @@ class Column:
     ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
         """Batches of a fragment: parts (t, width), lengths (s,) and places in the fragment (s,)."""
         for batch in self.index.batches(
-            [self.name], fragments=[fragment], with_address=True, batch_rows=BATCH_ROWS
+            [self.name],
+            fragments=[fragment],
+            with_address=True,
+            batch_rows=BATCH_ROWS,
+            ahead=2,  # 16 by default, of a thousand vectors a row
         ):
             if self._size:
                 values, lengths = single_vectors(batch[self.name])

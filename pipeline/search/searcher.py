@@ -347,6 +347,11 @@ class Searcher:
             )
         return self._packed[column]
 
+    def _items(self, name: str, rows: np.ndarray) -> list[torch.Tensor]:
+        """The vectors (N, D) float32 of some items of a representation."""
+        packed = self._vectors(name)
+        return [packed.item(row) for row in rows.tolist()]
+
     def _hits(
         self,
         rankings: list[Ranking],
@@ -367,6 +372,7 @@ class Searcher:
 
         hits = []
         for query, ranking in enumerate(rankings):
+            vectors = self._items(name, ranking.rows) if explain else []
             hits.append([])
             for i, item_id in enumerate(ranking.item_ids):
                 row = stored[item_id]
@@ -380,9 +386,8 @@ class Searcher:
                     span=row.get("span"),
                 )
                 if explain:
-                    vectors = self._vectors(name).item(ranking.rows[i])
                     inputs = self._inputs_of(row, about)
-                    matches = _matches(queries, query, vectors, inputs, _positions(row, about))
+                    matches = _matches(queries, query, vectors[i], inputs, _positions(row, about))
                     hit = replace(hit, matches=matches)
                 hits[-1].append(hit)
         return hits

@@ -31,7 +31,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.codecs import Codec
-from pipeline.config import SpecError, absolute, digest, dump
+from pipeline.config import SpecError, absolute, digest, dump, within
 from pipeline.index.reader import Index, files_with
 from pipeline.search.packed import FLOATS, PackedVectors, Segment, packed_of, single_vectors
 from pipeline.search.packed_file import (
@@ -53,11 +53,15 @@ SUFFIX = ".packed"
 
 
 def cache_folder() -> Path:
-    """Where packed files lie: `MAXRAY_CACHE`, else `maxray` in the user's folder for caches."""
-    if chosen := os.environ.get("MAXRAY_CACHE"):
-        return Path(absolute(chosen))
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(absolute(caches)) / "maxray"
+    """Where packed files lie: `MAXRAY_CACHE`, else `maxray` in the user's folder for caches.
+
+    Raises:
+        SpecError: for `cache`: it begins with the home of nobody.
+    """
+    with within("cache"):
+        if chosen := os.environ.get("MAXRAY_CACHE"):
+            return Path(absolute(chosen))
+        return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,8 @@ def packed_column(
             must be opened again.
 
     Raises:
-        SpecError: the index cannot be read.
+        SpecError: the index cannot be read; while vectors are read, for `cache`, that a file is
+            damaged.
     """
     column = Column(index, name)
     keys = [column.key(fragment) for fragment in fragments]
@@ -175,7 +180,8 @@ def packed_column(
             if error.field != "cache":
                 raise
             log.warning("%s; the vectors are read into memory", error)
-            opened = _there(column, to_open, when_damaged)
+            with contextlib.suppress(SpecError):  # what was made is of use, if there is a folder
+                opened = _there(column, to_open, when_damaged)
     segments = []
     for key, fragment in zip(keys, fragments, strict=True):
         if key is None:

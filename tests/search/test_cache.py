@@ -389,6 +389,18 @@ def test_no_folder_at_all(uri, tmp_path, monkeypatch, caplog):
     assert "cannot hold them (Not a directory)" in caplog.text
 
 
+def test_where_files_lie(uri, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MAXRAY_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    expected = found(open_index(uri))
+    (folder,) = (tmp_path / "xdg" / "maxray").iterdir()
+    assert folder.name.startswith("index-")
+    assert [path.name for path in folder.iterdir()] == ["full"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/caches")
+    assert found(open_index(uri)) == expected
+    assert "cache: '~nobody-of-this-name/caches' names no user's home" in caplog.text
+
+
 # -- several processes -----------------------------------------------------------------------------
 
 

@@ -46,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory) -> Iterator[Path]:
+    """Packed vectors lie in a folder of this test run, also those of jobs and Ray workers."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAXRAY_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster of this test run; the test process is connected to it."""

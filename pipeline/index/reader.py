@@ -229,16 +229,58 @@ class Index:
         """`reading` of this index."""
         return reading(self.uri)
 
+    def fragments(self, shard: tuple[int, int] | None = None) -> list[lance.LanceFragment]:
+        """The Lance fragments in storage order: all, or those of a shard.
+
+        Args:
+            shard: (i, n), the i-th of n runs of fragments with about as many rows each; some are
+                empty where there are fewer fragments than shards.
+
+        Raises:
+            SpecError: no such shard.
+        """
+        every = self.dataset.get_fragments()
+        if shard is None:
+            return every
+        place, number = shard
+        if number < 1 or not 0 <= place < number:
+            raise SpecError("shard", shard, "(i, n) with n >= 1 and 0 <= i < n")
+        rows = np.array([fragment.count_rows() for fragment in every], np.int64)
+        # Where the middle of each fragment lies among all rows says which run it is in.
+        middles = 2 * rows.cumsum() - rows
+        shard_of = middles * number // (2 * max(int(rows.sum()), 1))
+        return [f for f, own in zip(every, shard_of.tolist(), strict=True) if own == place]
+
     def batches(
-        self, columns: Sequence[str], *, where: str | None = None, batch_rows: int = 1024
+        self,
+        columns: Sequence[str],
+        *,
+        where: str | None = None,
+        batch_rows: int = 1024,
+        fragments: Sequence[lance.LanceFragment] | None = None,
+        with_address: bool = False,
+        ahead: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """The rows in storage order, in batches; memory does not grow with the index.
+
+        Args:
+            where: a Lance SQL filter.
+            fragments: ascending, those to read; all by default.
+            with_address: whether the batches have a column `_rowaddr` too, whose lower half is the
+                place of a row in its fragment; deleted rows leave gaps.
+            ahead: batches that are read before they are asked for; default as Lance has it.
 
         Raises:
             SpecError: data files are missing or damaged.
         """
         scanner = self.dataset.scanner(
-            columns=list(columns), filter=where, batch_size=batch_rows, scan_in_order=True
+            columns=list(columns),
+            filter=where,
+            batch_size=batch_rows,
+            scan_in_order=True,
+            fragments=fragments,
+            with_row_address=with_address,
+            batch_readahead=ahead,
         )
         with self.reading():
             yield from scanner.to_batches()
@@ -277,22 +319,22 @@ class Index:
         the columns. So it reads no data, and it stays when other columns are added or when a commit
         touches no row.
         """
+        ids = self.field_ids(columns)
+        wanted = set(itertools.chain(*ids.values()))
+        fragments = [
+            [fragment.fragment_id, files_with(fragment, wanted), fragment.deletion_file()]
+            for fragment in self.dataset.get_fragments()
+        ]
+        return digest([ids, fragments])
+
+    def field_ids(self, columns: Iterable[str]) -> dict[str, list[int]]:
+        """The numbers by which data files know the columns; unknown columns are left out."""
         fields = {field.name(): field for field in self.dataset.lance_schema.fields()}
-        ids = {
+        return {
             name: [fields[name].id(), *(child.id() for child in fields[name].children())]
             for name in columns
             if name in fields
         }
-        wanted = set(itertools.chain(*ids.values()))
-        fragments = [
-            [
-                fragment.fragment_id,
-                sorted(file.path for file in fragment.data_files() if wanted & set(file.fields)),
-                fragment.deletion_file(),
-            ]
-            for fragment in self.dataset.get_fragments()
-        ]
-        return digest([ids, fragments])
 
     def rejects(self) -> pa.Table:
         """Everything that was rejected, with reasons."""
@@ -305,6 +347,12 @@ class Index:
         """Who writes at present; None if nobody, or nobody who is known to live."""
         lease = Lease.of(self.dataset)
         return None if lease is None or lease.is_free(time.time()) else lease
+
+
+def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[str]:
+    """The names of a fragment's data files that hold any of the fields, which never change."""
+    wanted = set(field_ids)
+    return sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
 
 
 def with_ids(item_ids: Iterable[str]) -> str:

@@ -136,6 +136,6 @@ def packed_of(
     while blocks:
         block, _ = blocks.pop()
         for name, part in block.items():
-            parts[name][end - len(part) : end] = torch.from_numpy(part)
+            parts[name].numpy()[end - len(part) : end] = part
         end -= len(part)
     return PackedVectors([Segment(codec, dim, parts, torch.from_numpy(lengths))])

@@ -32,9 +32,10 @@ from pipeline.index.columns import fitted_for
 from pipeline.index.reader import Index, first_line
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Place
+from pipeline.search.cache import packed_column
 from pipeline.search.explain import input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
-from pipeline.search.packed import FLOATS, PackedVectors, packed_of, single_vectors
+from pipeline.search.packed import PackedVectors
 from pipeline.search.queries import Queries
 
 Score = Literal["late", "single", "hybrid"]
@@ -64,20 +65,34 @@ class Ranking:
         return dict(zip(self.parent_ids, self.scores, strict=True))
 
 
-def open_index(uri: str, version: int | None = None) -> Searcher:
+def open_index(
+    uri: str,
+    version: int | None = None,
+    *,
+    shard: tuple[int, int] | None = None,
+    cache: bool = True,
+) -> Searcher:
     """Opens an index for search; vectors and query encoder are loaded when first needed.
 
+    Args:
+        version: the Lance version; default the newest.
+        shard: (i, n) to search the i-th of n parts of the items alone; see `Index.fragments`.
+        cache: whether vectors are packed into local files, and mapped (`pipeline.search.cache`
+            says where they lie); else they are read into memory.
+
     Raises:
-        SpecError: no index there, or a damaged or newer one.
+        SpecError: no index there, or a damaged or newer one; no such shard.
     """
-    return Searcher(Index(uri, version))
+    return Searcher(Index(uri, version), shard=shard, cache=cache)
 
 
 class Searcher:
-    """Exact search over one version of an index, with its vectors held in memory as float16."""
+    """Exact search over one version of an index, or over a shard of it."""
 
-    def __init__(self, index: Index):
+    def __init__(self, index: Index, *, shard: tuple[int, int] | None = None, cache: bool = True):
         self.index = index
+        self._fragments = index.fragments(shard)
+        self._cache = cache
         self._packed: dict[str, PackedVectors] = {}
         self._filtered: dict[str, np.ndarray] = {}
         self._encoders: dict[str, Encoder] = {}
@@ -285,7 +300,9 @@ class Searcher:
     def _ids(self) -> pa.Table:
         """The item and parent ids of all items, in storage order like everything packed."""
         columns = ["item_id", "parent_id"]
-        scanner = self.index.dataset.scanner(columns=columns, scan_in_order=True)
+        scanner = self.index.dataset.scanner(
+            columns=columns, scan_in_order=True, fragments=self._fragments
+        )
         with self.index.reading():
             return scanner.to_table().combine_chunks()
 
@@ -319,19 +336,21 @@ class Searcher:
         return self._filtered[where]
 
     def _vectors(self, column: str) -> PackedVectors:
-        """The vectors of a representation, or of the pooled ones, read once."""
+        """The vectors of a representation, or of the pooled ones, opened once."""
         if column not in self._packed:
-            field = self.index.schema.field(column)
-            batches = self.index.batches([column])
-            if pa.types.is_fixed_size_list(field.type):
-                codec, dim = FLOATS, field.type.list_size
-                singles = (single_vectors(batch[column]) for batch in batches)
-                blocks = [({"values": values}, lengths) for values, lengths in singles]
-            else:
-                codec, dim = self.index.codec(column), self.index.representation(column)["dim"]
-                blocks = [codec.unpack(batch[column], dim) for batch in batches]
-            self._packed[column] = packed_of(codec, dim, blocks)
+            self._packed[column] = packed_column(
+                self.index,
+                column,
+                self._fragments,
+                cache=self._cache,
+                when_damaged=lambda: self._packed.pop(column, None),
+            )
         return self._packed[column]
+
+    def _items(self, name: str, rows: np.ndarray) -> list[torch.Tensor]:
+        """The vectors (N, D) float32 of some items of a representation."""
+        packed = self._vectors(name)
+        return [packed.item(row) for row in rows.tolist()]
 
     def _hits(
         self,
@@ -353,6 +372,7 @@ class Searcher:
 
         hits = []
         for query, ranking in enumerate(rankings):
+            vectors = self._items(name, ranking.rows) if explain else []
             hits.append([])
             for i, item_id in enumerate(ranking.item_ids):
                 row = stored[item_id]
@@ -366,9 +386,8 @@ class Searcher:
                     span=row.get("span"),
                 )
                 if explain:
-                    vectors = self._vectors(name).item(ranking.rows[i])
                     inputs = self._inputs_of(row, about)
-                    matches = _matches(queries, query, vectors, inputs, _positions(row, about))
+                    matches = _matches(queries, query, vectors[i], inputs, _positions(row, about))
                     hit = replace(hit, matches=matches)
                 hits[-1].append(hit)
         return hits

@@ -1,0 +1,346 @@
+"""Token vectors packed in local files that searches map: made once a fragment, kept over versions.
+
+Below `MAXRAY_CACHE` (a folder; default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) lies a folder
+an index and column, and in it a file (`packed_file`) a Lance fragment. A file is named after what
+its vectors are made from: data files, which never change, the column's field and its codec. So
+appending rows adds files, deleting rows changes none (what is left is known from the version that
+is open), and a column that was made anew has files of its own. Files take about the space that the
+column takes in the index, and can be removed at any time.
+
+What cannot be cached, because there is no space or the folder cannot be written, is read into
+memory, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.codecs import Codec
+from pipeline.config import SpecError, absolute, digest, dump, within
+from pipeline.index.reader import Index, files_with
+from pipeline.search.packed import FLOATS, PackedVectors, Segment, packed_of, single_vectors
+from pipeline.search.packed_file import (
+    DamagedError,
+    PackedFile,
+    PackedWriter,
+    remove_unfinished,
+)
+
+log = logging.getLogger("maxray.cache")
+
+#: Rows read at once while a file is made; a row may have a thousand vectors.
+BATCH_ROWS = 256
+#: Seconds for which a file is kept that the newest version does not need: an older one may.
+KEPT_SECONDS = 24 * 3600
+#: Seconds after which the use of a file is noted again.
+NOTED_SECONDS = 3600
+SUFFIX = ".packed"
+
+
+def cache_folder() -> Path:
+    """Where packed files lie: `MAXRAY_CACHE`, else `maxray` in the user's folder for caches.
+
+    Raises:
+        SpecError: for `cache`: it begins with the home of nobody.
+    """
+    with within("cache"):
+        if chosen := os.environ.get("MAXRAY_CACHE"):
+            return Path(absolute(chosen))
+        return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of token vectors, or of single ones, and how it is read."""
+
+    index: Index
+    name: str
+
+    @functools.cached_property
+    def _size(self) -> int | None:
+        """The length of single vectors; None for a column of lists of vectors."""
+        type = self.index.schema.field(self.name).type
+        return type.list_size if pa.types.is_fixed_size_list(type) else None
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """What the stored vectors mean."""
+        return FLOATS if self._size else self.index.codec(self.name)
+
+    @functools.cached_property
+    def dim(self) -> int:
+        """D, of the vectors that the stored ones stand for."""
+        return self._size or self.index.representation(self.name)["dim"]
+
+    @functools.cached_property
+    def _fields(self) -> list[int]:
+        return self.index.field_ids([self.name])[self.name]
+
+    @functools.cached_property
+    def _meaning(self) -> list:
+        """What the bytes of a vector mean: it enters the names of files."""
+        about = {} if self._size else self.index.representation(self.name)
+        layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
+        return [dump(self.codec.spec), about.get("codec_artefact"), self.dim, layout]
+
+    @functools.cached_property
+    def layout(self) -> dict[str, tuple[torch.dtype, int]]:
+        """The parts of a vector."""
+        return self.codec.parts(self.dim)
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where the files of this column lie."""
+        uri = absolute(self.index.uri)
+        name = re.sub("[^A-Za-z0-9_.-]", "_", posixpath.basename(uri.rstrip("/")))
+        return cache_folder() / f"{name}-{digest(uri)}" / self.name
+
+    def key(self, fragment: lance.LanceFragment) -> str | None:
+        """What the vectors of a fragment are made from; None if there are none yet."""
+        files = files_with(fragment, self._fields)
+        uri = absolute(self.index.uri)
+        made_from = [uri, fragment.fragment_id, files, self._fields, self._meaning]
+        return digest(made_from) if files else None
+
+    def path(self, key: str) -> Path:
+        """The file of a fragment."""
+        return self.folder / f"{key}{SUFFIX}"
+
+    def batches(
+        self, fragment: lance.LanceFragment
+    ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
+        """Batches of a fragment: parts (t, width), lengths (s,) and places in the fragment (s,)."""
+        for batch in self.index.batches(
+            [self.name],
+            fragments=[fragment],
+            with_address=True,
+            batch_rows=BATCH_ROWS,
+            ahead=2,  # 16 by default, of a thousand vectors a row
+        ):
+            if self._size:
+                values, lengths = single_vectors(batch[self.name])
+                parts = {"values": values}
+            else:
+                parts, lengths = self.codec.unpack(batch[self.name], self.dim)
+            yield parts, lengths, _places(batch)
+
+    def without_vectors(self, num_documents: int) -> Segment:
+        """A segment of documents that have none."""
+        parts = {n: torch.empty(0, width, dtype=dtype) for n, (dtype, width) in self.layout.items()}
+        return Segment(self.codec, self.dim, parts, torch.zeros(num_documents, dtype=torch.int64))
+
+
+def _places(batch: pa.RecordBatch) -> np.ndarray:
+    return (batch["_rowaddr"].to_numpy() & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+def packed_column(
+    index: Index,
+    name: str,
+    fragments: Sequence[lance.LanceFragment],
+    *,
+    cache: bool = True,
+    when_damaged: Callable[[], None] = lambda: None,
+) -> PackedVectors:
+    """The vectors of some fragments of a column, a segment each, whether cached or in memory.
+
+    Args:
+        fragments: of the version that is open, in storage order.
+        cache: whether to use and make files.
+        when_damaged: called when a file turns out to be damaged while it is read: what is open
+            must be opened again.
+
+    Raises:
+        SpecError: the index cannot be read; while vectors are read, for `cache`, that a file is
+            damaged.
+    """
+    column = Column(index, name)
+    keys = [column.key(fragment) for fragment in fragments]
+    to_open = {key: f for key, f in zip(keys, fragments, strict=True) if key is not None}
+    opened: dict[str, Segment] = {}
+    if cache:
+        try:
+            opened = _open_all(column, to_open, when_damaged)
+        except SpecError as error:
+            if error.field != "cache":
+                raise
+            log.warning("%s; the vectors are read into memory", error)
+            with contextlib.suppress(SpecError):  # what was made is of use, if there is a folder
+                opened = _there(column, to_open, when_damaged)
+    segments = []
+    for key, fragment in zip(keys, fragments, strict=True):
+        if key is None:
+            segments.append(column.without_vectors(fragment.count_rows()))
+        elif key in opened:
+            segments.append(opened[key])
+        else:
+            blocks = [(parts, lengths) for parts, lengths, _ in column.batches(fragment)]
+            segments.extend(packed_of(column.codec, column.dim, blocks).segments)
+    return PackedVectors(segments or [column.without_vectors(0)])
+
+
+def _open_all(
+    column: Column,
+    fragments: dict[str, lance.LanceFragment],
+    when_damaged: Callable[[], None],
+) -> dict[str, Segment]:
+    """The segments of fragments by their keys; what is not there is made.
+
+    Raises:
+        SpecError: it cannot be made; the field is `cache` where that is the fault of the folder.
+    """
+    opened = _there(column, fragments, when_damaged)
+    missing = {key: f for key, f in fragments.items() if key not in opened}
+    if not missing:
+        return opened
+    try:
+        column.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(column.folder)
+        # Lance reads, and checksums are made, while other threads run.
+        workers = min(len(missing), len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(workers) as pool:
+            made = [pool.submit(_make, column, key, f) for key, f in missing.items()]
+            try:
+                for future in made:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    except OSError as error:
+        legal = "a folder that can be written, with space for the vectors (see MAXRAY_CACHE)"
+        problem = f"cannot hold them ({error.strerror or error})"
+        raise SpecError("cache", str(column.folder), legal, problem) from None
+    _remove_stale(column)
+    return opened | _there(column, missing, when_damaged)
+
+
+def _make(column: Column, key: str, fragment: lance.LanceFragment) -> None:
+    """Writes the file of a fragment; memory does not grow with the fragment.
+
+    Raises:
+        OSError: it cannot be written.
+        SpecError: the fragment cannot be read.
+    """
+    with PackedWriter(column.folder, column.layout) as writer:
+        for parts, lengths, places in column.batches(fragment):
+            writer.append(parts, lengths, places)
+        with contextlib.suppress(OSError, DamagedError):
+            if _segment(column, key, fragment, lambda: None):
+                return  # another process was quicker
+        writer.publish(column.path(key), key)
+
+
+def _there(
+    column: Column,
+    fragments: dict[str, lance.LanceFragment],
+    when_damaged: Callable[[], None],
+) -> dict[str, Segment]:
+    """The segments of those fragments whose files are there, whole, and hold every row."""
+    found = {}
+    for key, fragment in fragments.items():
+        try:
+            if segment := _segment(column, key, fragment, when_damaged):
+                found[key] = segment
+        except FileNotFoundError:
+            continue
+        except (OSError, DamagedError) as error:
+            log.warning("%s %s; it is made anew", column.path(key), error)
+    return found
+
+
+def _segment(
+    column: Column,
+    key: str,
+    fragment: lance.LanceFragment,
+    when_damaged: Callable[[], None],
+) -> Segment | None:
+    """The segment of a fragment from its file; None if the file lacks rows.
+
+    Raises:
+        DamagedError: the file is not whole.
+        OSError: there is none, or it cannot be read.
+    """
+    file = PackedFile.open(column.path(key), key)
+    live = _live(column, fragment, file.rows)
+    if live is None:
+        return None
+    _note_use(file.path)
+    return Segment(
+        column.codec,
+        column.dim,
+        file.parts,
+        file.lengths,
+        torch.from_numpy(live) if len(live) < len(file.rows) else None,
+        functools.partial(_touch, file, when_damaged),
+    )
+
+
+def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np.ndarray | None:
+    """Which of a file's documents the version has; None if it has others too.
+
+    That is so for a version that is older than the one for which the file was made.
+    """
+    if not fragment.num_deletions:
+        wanted = np.arange(fragment.physical_rows)
+    else:
+        batches = column.index.batches(
+            [], fragments=[fragment], with_address=True, batch_rows=1 << 20
+        )
+        wanted = np.concatenate([np.empty(0, np.int64), *map(_places, batches)])
+    if len(wanted) > len(rows):
+        return None
+    if len(wanted) == len(rows):
+        return np.arange(len(rows)) if np.array_equal(wanted, rows) else None
+    live = np.searchsorted(rows, wanted)
+    found = live < len(rows)
+    return live if found.all() and np.array_equal(rows[live], wanted) else None
+
+
+def _touch(file: PackedFile, when_damaged: Callable[[], None], first: int, end: int) -> None:
+    try:
+        file.check(first, end)
+    except DamagedError as error:
+        with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
+            file.path.unlink()
+        when_damaged()
+        legal = "a whole file (it is removed, and made anew by the next search)"
+        raise SpecError("cache", str(file.path), legal, str(error)) from None
+
+
+def _note_use(path: Path) -> None:
+    """Sets the time of access, which many systems do not keep, for `_remove_stale`."""
+    with contextlib.suppress(OSError):
+        status, now = path.stat(), time.time()
+        if now - status.st_atime > NOTED_SECONDS:
+            os.utime(path, ns=(int(now * 1e9), status.st_mtime_ns))
+
+
+def _remove_stale(column: Column) -> None:
+    """Removes files that the newest version does not need and nobody used for a day.
+
+    Whoever has one open keeps it: it goes when the last map does.
+    """
+    dataset = column.index.dataset
+    if dataset.latest_version != dataset.version:
+        return
+    needed = {column.key(fragment) for fragment in dataset.get_fragments()}
+    for path in column.folder.glob(f"*{SUFFIX}"):
+        if path.name.removesuffix(SUFFIX) in needed:
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEPT_SECONDS:
+                path.unlink()

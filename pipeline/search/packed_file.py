@@ -1,0 +1,334 @@
+"""The file of a segment: token vectors as they are scored, mapped into memory, never loaded.
+
+    header    one page: magic, format, length and CRC-32 of a JSON description, the description
+    parts     each (T, width), from a page's beginning, with zeros behind it
+    lengths   (S,) int64, how many vectors each document has
+    rows      (S,) int64, where each document stands in its fragment; left out if it is 0 ... S - 1
+    footer    (parts, blocks) uint32: CRC-32 of each block of vectors; a seal
+
+Numbers are little-endian, sections begin at pages. The seal is the CRC-32 of header, lengths, rows
+and checksums; with the length of the file it is what opening looks at, so that opening takes no
+longer for long vectors. What lies in a block is compared with its checksum when it is first read.
+
+S documents, T vectors in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import struct
+import tempfile
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+#: Rises with every change of what this module's docstring says.
+FORMAT = 1
+MAGIC = b"maxraypk"
+PAGE = 4096
+#: Bytes of vectors under one checksum, about: what the first touch of a vector reads at least.
+BLOCK_BYTES = 1 << 20
+#: Zeros behind a part: kernels that read tiles of 16 rows may run over its end.
+SLACK_ROWS = 16
+
+_START = struct.Struct("<8sIII")  # magic, format, length and checksum of the description
+_SEAL = struct.Struct("<I8s")  # checksum, magic
+
+#: The parts of a vector: (type, width) by name, as `Codec.parts` gives them.
+Layout = Mapping[str, tuple[torch.dtype, int]]
+
+
+class DamagedError(Exception):
+    """A file is not what was written, or of another format; says in what way."""
+
+
+def numpy_type(dtype: torch.dtype) -> np.dtype:
+    """The numpy type of a torch type."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+class PackedWriter:
+    """Writes the file of a segment batch by batch, under a name of its own until it is whole.
+
+    As a context manager; what was not published by its end is gone, and so is what a killed
+    process leaves behind as soon as `remove_unfinished` sees it.
+
+    Args:
+        folder: where the file will lie.
+        layout: the parts of a vector.
+
+    Raises:
+        OSError: there is no space, or the folder cannot be written; so do the methods.
+    """
+
+    def __init__(self, folder: Path, layout: Layout):
+        self._types = {name: numpy_type(dtype) for name, (dtype, _) in layout.items()}
+        self._widths = {name: width for name, (_, width) in layout.items()}
+        vector_bytes = sum(t.itemsize * self._widths[name] for name, t in self._types.items())
+        self._block = max(1, BLOCK_BYTES // max(vector_bytes, 1))
+        self._sums: dict[str, list[int]] = {name: [] for name in layout}
+        self._lengths: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+        self._num_vectors = 0
+        with contextlib.ExitStack() as stack:
+            self._path, file = _begin(folder)
+            self._file = stack.enter_context(_closing(file))
+            stack.callback(self._path.unlink, missing_ok=True)
+            self._file.write(bytes(PAGE))
+            # How long the first part gets is known at its end: the others wait in nameless files.
+            self._files = {name: self._file for name in layout}
+            for name in list(layout)[1:]:
+                nameless = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, the stack closes it
+                self._files[name] = stack.enter_context(_closing(nameless))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> PackedWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def append(
+        self, parts: Mapping[str, np.ndarray], lengths: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Adds documents.
+
+        Args:
+            parts: (t, width) each, of all of them.
+            lengths: (s,) how many vectors each has.
+            rows: (s,) where each stands in its fragment, ascending over all calls.
+        """
+        self._lengths.append(lengths.astype("<i8"))
+        self._rows.append(rows.astype("<i8"))
+        for name, part in parts.items():
+            part = np.ascontiguousarray(part, self._types[name])
+            self._files[name].write(part)
+            self._add_to_sums(self._sums[name], part)
+        self._num_vectors += int(lengths.sum())
+
+    def _add_to_sums(self, sums: list[int], part: np.ndarray) -> None:
+        done, end = self._num_vectors, self._num_vectors + len(part)
+        first = done
+        while done < end:
+            if done % self._block == 0:
+                sums.append(0)
+            upto = min(end, done - done % self._block + self._block)
+            sums[-1] = zlib.crc32(part[done - first : upto - first], sums[-1])
+            done = upto
+
+    def publish(self, path: Path, key: str) -> None:
+        """Ends the file and gives it its name; it takes the place of a file that has it."""
+        places = {}
+        for name, own in self._files.items():
+            if own is not self._file:
+                places[name] = self._file.tell()
+                own.seek(0)
+                shutil.copyfileobj(own, self._file, BLOCK_BYTES)
+            else:
+                places[name] = PAGE
+            row_bytes = self._types[name].itemsize * self._widths[name]
+            self._pad(max(PAGE, SLACK_ROWS * row_bytes))
+        lengths = np.concatenate([np.empty(0, "<i8"), *self._lengths])
+        rows = np.concatenate([np.empty(0, "<i8"), *self._rows])
+        if np.array_equal(rows, np.arange(len(rows))):
+            rows = rows[:0]
+        places["lengths"] = self._section(lengths)
+        places["rows"] = self._section(rows)
+        sums = np.array(list(self._sums.values()), "<u4")
+        about = {
+            "key": key,
+            "documents": len(lengths),
+            "vectors": self._num_vectors,
+            "block": self._block,
+            "parts": {
+                name: {"type": str(kind), "width": self._widths[name], "place": places[name]}
+                for name, kind in self._types.items()
+            },
+            "lengths": places["lengths"],
+            "rows": places["rows"] if len(rows) else None,
+            "footer": self._file.tell(),
+            "size": self._file.tell() + sums.nbytes + _SEAL.size,
+        }
+        described = json.dumps(about).encode()
+        start = _START.pack(MAGIC, FORMAT, len(described), zlib.crc32(described))
+        header = (start + described).ljust(PAGE, b"\0")
+        assert len(header) == PAGE
+        self._file.write(sums)
+        self._file.write(_SEAL.pack(_checksum(header, lengths, rows, sums), MAGIC))
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._path, path)
+        _sync_folder(path.parent)
+
+    def _section(self, numbers: np.ndarray) -> int:
+        place = self._file.tell()
+        self._file.write(numbers)
+        self._pad(0)
+        return place
+
+    def _pad(self, least: int) -> None:
+        """Zeros up to the next page, at least so many."""
+        size = least + -(self._file.tell() + least) % PAGE
+        self._file.write(bytes(size))
+
+
+#: How the names of files begin that are being written.
+UNFINISHED = ".unfinished-"
+
+
+def _begin(folder: Path) -> tuple[Path, BinaryIO]:
+    """A new file that is locked until its process ends, however it ends."""
+    while True:
+        path = folder / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
+        file = path.open("x+b")
+        with contextlib.suppress(OSError):  # some network file systems know no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # else it was removed before it was locked
+            return path, file
+        file.close()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what killed processes left: files that are begun, and that nobody holds."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """An open file: mapped tensors, of which reading takes memory only as the system has it.
+
+    Attributes:
+        path: the file; it may be removed or replaced while it is open.
+        parts: by name (T, width).
+        lengths: (S,) int64.
+        rows: ascending (S,) int64, where the documents stand in their fragment.
+    """
+
+    path: Path
+    parts: dict[str, torch.Tensor]
+    lengths: torch.Tensor
+    rows: np.ndarray
+    _block: int
+    _sums: np.ndarray  # (parts, blocks)
+    _verified: np.ndarray  # (blocks,) bool
+
+    @classmethod
+    def open(cls, path: Path, key: str) -> PackedFile:
+        """Maps a file, after a look at everything but the vectors.
+
+        Args:
+            key: what `publish` was given.
+
+        Raises:
+            DamagedError: it is not whole, or not of this format and key.
+            OSError: it is not there, or cannot be read.
+        """
+        if path.stat().st_size < PAGE + _SEAL.size:
+            raise DamagedError("is cut short")
+        with pa.memory_map(str(path)) as file:  # the map outlives it, and holds no file open
+            data = np.frombuffer(file.read_buffer(), np.uint8)
+        magic, version, size, checksum = _START.unpack_from(data)
+        if magic != MAGIC or version != FORMAT:
+            raise DamagedError(f"is not of the format {FORMAT}")
+        described = data[_START.size :][:size].tobytes()
+        if zlib.crc32(described) != checksum:
+            raise DamagedError("has a damaged header")
+        about = json.loads(described)
+        if about["key"] != key:
+            raise DamagedError("holds something else")
+        if about["size"] != len(data):
+            raise DamagedError("is cut short")
+        return cls._mapped(path, data, about)
+
+    @classmethod
+    def _mapped(cls, path: Path, data: np.ndarray, about: dict[str, Any]) -> PackedFile:
+        num_docs, num_vectors, block = about["documents"], about["vectors"], about["block"]
+        lengths = _view(data, about["lengths"], (num_docs,), "<i8")
+        rows = about["rows"] and _view(data, about["rows"], (num_docs,), "<i8")
+        num_blocks = -(-num_vectors // block)
+        sums = _view(data, about["footer"], (len(about["parts"]), num_blocks), "<u4")
+        there = rows if rows is not None else lengths[:0]
+        seal = _SEAL.pack(_checksum(data[:PAGE], lengths, there, sums), MAGIC)
+        if data[-_SEAL.size :].tobytes() != seal:
+            raise DamagedError("has a damaged header or footer")
+        parts = {
+            name: _tensor(_view(data, part["place"], (num_vectors, part["width"]), part["type"]))
+            for name, part in about["parts"].items()
+        }
+        rows = np.arange(num_docs) if rows is None else rows
+        return cls(path, parts, _tensor(lengths), rows, block, sums, np.zeros(num_blocks, bool))
+
+    def check(self, first: int, end: int) -> None:
+        """Compares the blocks of some vectors with their checksums, each once.
+
+        Threads may call it at once: at worst two of them look at the same block.
+
+        Raises:
+            DamagedError: they differ.
+        """
+        if end <= first:
+            return
+        blocks = slice(first // self._block, (end - 1) // self._block + 1)
+        if self._verified[blocks].all():
+            return
+        for block in blocks.start + np.flatnonzero(~self._verified[blocks]):
+            vectors = slice(block * self._block, (block + 1) * self._block)
+            for part, expected in zip(self.parts.values(), self._sums[:, block], strict=True):
+                if zlib.crc32(part[vectors].numpy()) != expected:
+                    raise DamagedError(f"is damaged in block {block}")
+            self._verified[block] = True
+
+
+def _view(data: np.ndarray, place: int, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Numbers of the mapped file."""
+    return np.ndarray(shape, kind, data, place)
+
+
+def _tensor(numbers: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor. It cannot be written, of which torch would warn each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(numbers)
+
+
+def _checksum(*sections: bytes | np.ndarray) -> int:
+    checksum = 0
+    for section in sections:
+        checksum = zlib.crc32(section, checksum)
+    return checksum
+
+
+@contextlib.contextmanager
+def _closing(file: BinaryIO):
+    """Closes a file that may have no space for what it has not written yet."""
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new name lasts when its folder is written."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

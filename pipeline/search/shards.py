@@ -1,0 +1,50 @@
+"""What the shards of an index found, put together as if it had been searched as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+
+from pipeline.search.searcher import Ranking
+
+
+def merge_rankings(
+    rankings: Sequence[Ranking], k: int, group_by: Literal["parent"] | None = None
+) -> Ranking:
+    """The k best items of one query, best first; equal scores in the order of the item ids.
+
+    Args:
+        rankings: of each shard its own k best, grouped alike; `rows` count over all shards.
+        k: the most items to keep.
+        group_by: "parent" keeps the best item alone of a parent that lies in several shards.
+
+    >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
+    >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
+    >>> merge_rankings([first, second], 3).item_ids
+    ['a', 'b', 'c']
+    >>> merge_rankings([first, second], 3, "parent").item_ids
+    ['a', 'b']
+    """
+    scores = list(chain.from_iterable(ranking.scores for ranking in rankings))
+    ids = list(chain.from_iterable(ranking.item_ids for ranking in rankings))
+    order = sorted(range(len(ids)), key=lambda i: (-scores[i], ids[i]))
+    if group_by:
+        parents = list(chain.from_iterable(ranking.parent_ids for ranking in rankings))
+        best: dict[str, int] = {}
+        for i in order:
+            best.setdefault(parents[i], i)
+        order = list(best.values())
+    values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
+    return Ranking(**{name: _taken(each, order[:k]) for name, each in values.items()})
+
+
+def _taken(each: Sequence[Any], chosen: Sequence[int]) -> Any:
+    """Some of the values that all rankings have of a field, whether arrays or lists."""
+    if isinstance(each[0], np.ndarray):
+        return np.concatenate(each)[np.array(chosen, np.int64)]
+    joined = list(chain.from_iterable(each))
+    return [joined[i] for i in chosen]

@@ -1,0 +1,446 @@
+"""Packed files of real indexes: equal results, what is made when, and every kind of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import lance
+import numpy as np
+import pytest
+
+from pipeline import open_index
+from pipeline.config import SpecError
+from pipeline.index.reader import ITEMS
+from pipeline.search.packed_file import BLOCK_BYTES, FORMAT
+from tests.conftest import ROOT
+from tests.search.vectors import COLUMNS, DIM, lists, rows, unit, write
+
+NAMES = [f"item{i:02}" for i in range(20)]
+LENGTHS = [3, 0, None, 1, 7, *range(1, 16)]
+QUERIES = list(unit((4, 3, DIM), seed=9).astype(np.float32))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The cache folder of one test."""
+    monkeypatch.setenv("MAXRAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def uri(tmp_path) -> str:
+    """Twenty items in four fragments."""
+    write(str(tmp_path / "index"), rows(NAMES, LENGTHS), max_rows_per_file=5)
+    return str(tmp_path / "index")
+
+
+def found(searcher, **options) -> list[tuple[list[str], list[float]]]:
+    rankings = searcher.rank(QUERIES, k=100, **options)
+    return [(ranking.item_ids, ranking.scores) for ranking in rankings]
+
+
+def files(cache: Path, column: str = "full") -> dict[str, tuple[int, int]]:
+    """Inode and time of change of the files of a column, and of whatever else is there."""
+    there = {path: path.stat() for path in cache.glob(f"*/{column}/*")}
+    there |= {path: path.stat() for path in cache.glob(f"*/{column}/.*")}
+    return {path.name: (status.st_ino, status.st_mtime_ns) for path, status in there.items()}
+
+
+def dataset(uri: str) -> lance.LanceDataset:
+    return lance.dataset(f"{uri}/{ITEMS}")
+
+
+def test_equal_with_and_without_files(uri, cache):
+    without = open_index(uri, cache=False)
+    expected = found(without)
+    assert not cache.exists()
+    assert len(expected[0][0]) == len([n for n in LENGTHS if n])
+    assert found(open_index(uri)) == expected
+    assert len(files(cache)) == 4
+    assert found(open_index(uri)) == expected
+    some = {"where": "item_id > 'item03'", "group_by": "parent"}
+    assert found(open_index(uri), **some) == found(without, **some)
+    for name in NAMES[:3]:
+        row = NAMES.index(name)
+        packed = open_index(uri).packed()
+        assert packed.item(row).tolist() == without.packed().item(row).tolist()
+
+
+def test_equal_for_every_score(index_uri, cache):
+    text = "the lift of a wing"
+    for score in ("late", "single", "hybrid"):
+        for name in ("full", "hpool_2"):
+            hits = open_index(index_uri, cache=False).search(text, name, k=100, score=score)
+            assert open_index(index_uri).search(text, name, k=100, score=score) == hits
+    assert len(files(cache, "minilm_pooled")) == 2
+
+
+def test_the_second_opening_makes_nothing(uri, cache):
+    found(open_index(uri))
+    before = files(cache)
+    found(open_index(uri))
+    assert files(cache) == before
+
+
+def test_the_tensors_are_the_file(uri, cache):
+    packed = open_index(uri).packed()
+    maps = Path("/proc/self/maps").read_text()
+    assert sum(str(cache) in line for line in maps.splitlines()) == len(files(cache))
+    handles = Path("/proc/self/fd").iterdir()
+    assert not any(str(cache) in os.readlink(h) for h in handles if h.is_symlink())
+    address = packed.segments[0].parts["values"].data_ptr()
+    ranges = [line.split()[0].split("-") for line in maps.splitlines() if str(cache) in line]
+    assert any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+    for segment in packed.segments:
+        assert all(part.data_ptr() % 4096 == 0 for part in segment.parts.values())
+
+
+def test_an_append_makes_the_file_of_the_new_fragment(uri, cache):
+    found(open_index(uri))
+    before = files(cache)
+    write(uri, rows(["new1", "new2"], [2, 3], seed=5), mode="append")
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    after = files(cache)
+    assert len(after) == 5 and before.items() <= after.items()
+
+
+def test_a_delete_makes_none_and_the_item_is_no_hit(uri, cache):
+    found(open_index(uri))
+    before = files(cache)
+    version = dataset(uri).version
+    dataset(uri).delete("item_id IN ('item00', 'item04', 'item19')")
+    searcher = open_index(uri)
+    assert found(searcher) == found(open_index(uri, cache=False))
+    assert not {"item00", "item04", "item19"} & set(found(searcher)[0][0])
+    assert files(cache) == before
+    assert "item04" in found(open_index(uri, version))[0][0]
+    assert files(cache) == before
+    dataset(uri).delete("item_id < 'item05'")  # a whole fragment
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert files(cache) == before
+
+
+def test_an_older_version_has_rows_that_the_file_lacks(uri, cache):
+    version = dataset(uri).version
+    dataset(uri).delete("item_id IN ('item04', 'item06')")
+    after = found(open_index(uri))
+    made = files(cache)
+    before = found(open_index(uri, version))
+    assert before == found(open_index(uri, version, cache=False)) and "item04" in before[0][0]
+    remade = files(cache)
+    assert remade.keys() == made.keys() and len(remade.items() - made.items()) == 2
+    assert found(open_index(uri)) == after  # the fuller files serve both
+    assert files(cache) == remade
+
+
+def test_a_replaced_row(uri, cache):
+    found(open_index(uri))
+    before = files(cache)
+    new = rows(["item07"], [4], seed=77)
+    dataset(uri).merge_insert("item_id").when_matched_update_all().execute(new)
+    expected = found(open_index(uri, cache=False))
+    assert found(open_index(uri)) == expected
+    assert before.items() <= files(cache).items() and len(files(cache)) == 5
+    row = open_index(uri).rank(QUERIES, k=100)[0]
+    place = row.rows[row.item_ids.index("item07")]
+    stored = np.array(new["full"][0].as_py(), np.float32)
+    assert open_index(uri).packed().item(place).tolist() == stored.tolist()
+
+
+def test_a_column_made_anew_is_packed_anew_and_no_other(uri, cache):
+    searcher = open_index(uri)
+    searcher.load(score="hybrid"), searcher._vectors("minilm_pooled")
+    full, pooled = files(cache), files(cache, "minilm_pooled")
+    changed = dataset(uri)
+    fragment = changed.get_fragments()[1]
+    table = fragment.to_table(columns=[], with_row_id=True)
+    table = table.append_column(COLUMNS[1], lists([2] * 5, seed=50).cast(COLUMNS[1].type))
+    made, modified = fragment.update_columns(table)
+    operation = lance.LanceOperation.Update(updated_fragments=[made], fields_modified=modified)
+    lance.LanceDataset.commit(changed.uri, operation, read_version=changed.version)
+    searcher = open_index(uri)
+    assert found(searcher) == found(open_index(uri, cache=False))
+    searcher._vectors("minilm_pooled")
+    assert files(cache, "minilm_pooled") == pooled
+    assert full.items() <= files(cache).items() and len(files(cache)) == 5
+
+
+def test_stale_files_go_after_a_day(uri, cache):
+    found(open_index(uri))
+    old = set(files(cache))
+    dataset(uri).optimize.compact_files()
+    found(open_index(uri))
+    assert old < set(files(cache))
+    day = 25 * 3600
+    for path in cache.glob("*/full/*"):
+        os.utime(path, (path.stat().st_atime - day, path.stat().st_mtime - day))
+    found(open_index(uri, cache=True))  # notes the use of what it opens, and makes nothing
+    assert old < set(files(cache))
+    write(uri, rows(["new"], [2], seed=5), mode="append")
+    before = found(open_index(uri))
+    assert not old & set(files(cache)) and len(files(cache)) == 2
+    assert found(open_index(uri)) == before
+
+
+def test_files_of_use_to_an_older_version_are_kept(uri, cache):
+    version = dataset(uri).version
+    found(open_index(uri, version))
+    old = files(cache)
+    dataset(uri).optimize.compact_files()
+    found(open_index(uri))
+    assert old.items() < files(cache).items()
+    assert found(open_index(uri, version)) == found(open_index(uri, version, cache=False))
+
+
+def test_an_empty_index_and_columns_without_vectors(tmp_path, cache):
+    uri = str(tmp_path / "empty")
+    write(uri, rows(NAMES[:1], [1]).slice(0, 0))
+    assert found(open_index(uri)) == [([], [])] * len(QUERIES)
+    assert found(open_index(uri), group_by="parent") == [([], [])] * len(QUERIES)
+    write(uri, rows(NAMES[:3], [None, None, 0]), mode="append")
+    assert found(open_index(uri)) == [([], [])] * len(QUERIES)
+    write(uri, rows(NAMES[3:5], [None, 2]), mode="append")
+    assert [ids for ids, _ in found(open_index(uri))] == [[NAMES[4]]] * len(QUERIES)
+
+
+def test_a_fragment_that_has_no_data_of_the_column(uri, cache):
+    """As a representation is before it is backfilled."""
+    short = rows(["late1", "late2"], [1, 1]).drop_columns(["full"])
+    lance.write_dataset(short, f"{uri}/{ITEMS}", mode="append")
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert len(files(cache)) == 4
+    names = open_index(uri).rank(QUERIES[:1], k=100)[0].item_ids
+    assert not {"late1", "late2"} & set(names)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(tmp_path, cache) -> tuple[str, Path]:
+    """An index of one fragment with three blocks of vectors, and its packed file."""
+    uri = str(tmp_path / "large")
+    per_item = BLOCK_BYTES // (2 * DIM) // 8
+    write(uri, rows(NAMES, [per_item] * 20))
+    open_index(uri).packed()
+    (path,) = cache.glob("*/full/*")
+    assert path.stat().st_size > 2 * BLOCK_BYTES
+    return uri, path
+
+
+def change(path: Path, place: int, bytes: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes)
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 70_000, -8, -1])
+def test_a_cut_file_is_made_anew(large, size, caplog):
+    uri, path = large
+    expected = found(open_index(uri, cache=False))
+    whole = path.read_bytes()
+    os.truncate(path, size if size >= 0 else len(whole) + size)
+    assert found(open_index(uri)) == expected
+    assert "is cut short; it is made anew" in caplog.text
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("place", [0, 9, 20, 50, 4000, -1, -10, -20, -4115])
+def test_a_flipped_byte_outside_the_vectors_is_found_at_opening(large, place, caplog):
+    uri, path = large
+    whole = path.read_bytes()
+    change(path, place % len(whole), bytes([whole[place] ^ 1]))
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert "it is made anew" in caplog.text
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_another_format_is_made_anew(large, caplog):
+    uri, path = large
+    whole = path.read_bytes()
+    change(path, 8, struct.pack("<I", FORMAT + 1))
+    found(open_index(uri))
+    assert f"is not of the format {FORMAT}; it is made anew" in caplog.text
+    assert path.read_bytes() == whole
+
+
+def test_a_damaged_block_is_found_when_it_is_read(large):
+    uri, path = large
+    expected = found(open_index(uri, cache=False))
+    whole = path.read_bytes()
+    change(path, 4096 + BLOCK_BYTES + 77, b"\x55\xaa")
+    searcher = open_index(uri)
+    packed = searcher.packed()
+    packed.item(0), packed.item(19)
+    with pytest.raises(SpecError) as caught:
+        packed.item(9)
+    assert caught.value.field == "cache"
+    assert "is damaged in block 1" in str(caught.value) and "made anew" in str(caught.value)
+    assert not path.exists()
+    packed.item(0)
+    assert found(searcher) == expected  # it opens the column again
+    assert path.read_bytes() == whole
+
+
+def test_scoring_reads_no_damaged_block(large):
+    uri, path = large
+    change(path, 4096 + BLOCK_BYTES + 77, b"\x55\xaa")
+    searcher = open_index(uri)
+    first = searcher.rank(QUERIES, where="item_id IN ('item00', 'item01')")
+    assert [sorted(r.item_ids) for r in first] == [["item00", "item01"]] * len(QUERIES)
+    with pytest.raises(SpecError, match="is damaged in block 1"):
+        searcher.rank(QUERIES)
+    assert found(searcher) == found(open_index(uri, cache=False))
+
+
+# -- folders that cannot be written ----------------------------------------------------------------
+
+
+def run(code: str, *arguments: str, **options) -> subprocess.Popen:
+    """Starts Python code in another process that opens indexes as this one does."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, **options,
+    )  # fmt: skip
+
+
+RANK = """
+import json, sys
+import numpy as np
+from pipeline import open_index
+query = np.load(sys.argv[2])
+rankings = open_index(sys.argv[1]).rank([query], k=100)
+print(json.dumps([rankings[0].item_ids, rankings[0].scores]))
+"""
+
+
+def test_without_space_the_vectors_are_read_into_memory(large, cache, tmp_path):
+    """A limit on the size of files stands for a full disk: writing fails half-way."""
+    uri, path = large
+    whole = path.read_bytes()
+    path.unlink()
+    np.save(tmp_path / "query.npy", QUERIES[0])
+    limit = len(whole) - 70_000
+    process = run(
+        RANK,
+        uri,
+        str(tmp_path / "query.npy"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    output, errors = process.communicate(timeout=120)
+    ids, scores = found(open_index(uri, cache=False))[0]
+    assert process.returncode == 0, errors
+    assert output.strip() == json.dumps([ids, scores])
+    (warning,) = [line for line in errors.splitlines() if "MAXRAY_CACHE" in line]
+    assert warning.startswith(f"cache: '{path.parent}' cannot hold them (File too large); legal: a")
+    assert files(cache) == {}
+    found(open_index(uri))
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk(large, tmp_path, monkeypatch, caplog):
+    uri, _ = large
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)])
+    if mounted.returncode:
+        pytest.skip("this system does not let root mount")
+    try:
+        monkeypatch.setenv("MAXRAY_CACHE", str(disk / "cache"))
+        assert found(open_index(uri)) == found(open_index(uri, cache=False))
+        assert "cannot hold them (No space left on device)" in caplog.text
+        assert files(disk / "cache") == {}
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_folder_that_can_only_be_read(uri, cache, caplog):
+    found(open_index(uri))
+    before = files(cache)
+    mounted = subprocess.run(["mount", "--bind", "-o", "ro", str(cache), str(cache)])
+    if mounted.returncode:
+        pytest.skip("this system does not let root mount")
+    try:
+        assert found(open_index(uri)) == found(open_index(uri, cache=False))
+        assert files(cache) == before and not caplog.text
+        write(uri, rows(["new1", "new2"], [2, 3], seed=5), mode="append")
+        assert found(open_index(uri)) == found(open_index(uri, cache=False))
+        assert files(cache) == before
+        assert "cannot hold them (Read-only file system)" in caplog.text
+    finally:
+        subprocess.run(["umount", "--lazy", str(cache)], check=True)
+
+
+def test_no_folder_at_all(uri, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MAXRAY_CACHE", str(tmp_path / "file"))
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert "cannot hold them (Not a directory)" in caplog.text
+
+
+def test_where_files_lie(uri, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MAXRAY_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    expected = found(open_index(uri))
+    (folder,) = (tmp_path / "xdg" / "maxray").iterdir()
+    assert folder.name.startswith("index-")
+    assert [path.name for path in folder.iterdir()] == ["full"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/caches")
+    assert found(open_index(uri)) == expected
+    assert "cache: '~nobody-of-this-name/caches' names no user's home" in caplog.text
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def test_two_processes_at_once(uri, cache, tmp_path):
+    np.save(tmp_path / "query.npy", QUERIES[0])
+    processes = [run(RANK, uri, str(tmp_path / "query.npy")) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    ids, scores = found(open_index(uri, cache=False))[0]
+    assert {output for output, _ in outputs} == {json.dumps([ids, scores]) + "\n"}
+    assert len(files(cache)) == 4
+    before = files(cache)
+    found(open_index(uri))
+    assert files(cache) == before
+
+
+KILLED = """
+import os, signal, sys
+import pipeline.search.packed_file as packed_file
+write = packed_file.PackedWriter.append
+def stop(self, *arguments):
+    write(self, *arguments)
+    self._file.flush()
+    os.write(1, b"begun\\n")
+    signal.pause()
+packed_file.PackedWriter.append = stop
+from pipeline import open_index
+open_index(sys.argv[1]).packed()
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_counts(uri, cache):
+    process = run(KILLED, uri)
+    assert process.stdout.readline() == "begun\n"
+    left = files(cache)
+    assert left and all(name.startswith(".unfinished-") for name in left)
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert left.keys() <= files(cache).keys()  # somebody is at work on it
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    write(uri, rows(["new1", "new2"], [2, 3], seed=5), mode="append")
+    found(open_index(uri))
+    assert len(files(cache)) == 5 and not left.keys() & files(cache).keys()

@@ -1,0 +1,183 @@
+"""Shards of an index, in this process and in Ray actors: the results of the whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from pipeline import open_index
+from pipeline.config import JobError, SpecError
+from pipeline.index.reader import Index
+from pipeline.search.shards import merge_rankings
+from tests.search.vectors import DIM, rows, unit, write
+
+#: Parents whose items lie in several fragments, and ids that are not in the order of storage.
+NAMES = [f"p{i % 4}/item{(i * 7) % 20:02}" for i in range(20)]
+LENGTHS = [3, 0, None, 1, 7, *range(1, 16)]
+QUERIES = list(unit((4, 3, DIM), seed=9).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory) -> str:
+    """Twenty items in seven fragments, and copies of some of them, which score alike."""
+    uri = str(tmp_path_factory.mktemp("shards") / "index")
+    table = rows(NAMES, LENGTHS)
+    write(uri, table, max_rows_per_file=3)
+    for i, name in ((4, "p0/a"), (4, "p9/z"), (7, "p1/b")):
+        copy = rows([name], [1]).drop_columns(["full"])
+        write(uri, copy.append_column("full", table["full"].slice(i, 1)), mode="append")
+    return uri
+
+
+def merged(uri: str, number: int, k: int, group_by: str | None = None, **options):
+    shards = [open_index(uri, shard=(i, number)) for i in range(number)]
+    found = [shard.rank(QUERIES, k=k, group_by=group_by, **options) for shard in shards]
+    return [merge_rankings(each, k, group_by) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 40])
+def test_shards_are_runs_of_all_fragments(uri, number):
+    index = Index(uri)
+    every = [f.fragment_id for f in index.fragments()]
+    parts = [[f.fragment_id for f in index.fragments((i, number))] for i in range(number)]
+    assert list(chain.from_iterable(parts)) == every
+    sizes = [sum(f.count_rows() for f in index.fragments((i, number))) for i in range(number)]
+    assert sum(sizes) == len(index)
+    assert max(sizes) <= len(index) / number + 3  # a fragment more than their share
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 40])
+@pytest.mark.parametrize("k", [1, 3, 5, 100])
+@pytest.mark.parametrize("group_by", [None, "parent"])
+@pytest.mark.parametrize("where", [None, "item_id > 'p1'", "item_id = 'nothing'"])
+def test_merged_shards_equal_the_whole(uri, number, k, group_by, where):
+    expected = open_index(uri).rank(QUERIES, k=k, group_by=group_by, where=where)
+    for ranking, other in zip(merged(uri, number, k, group_by, where=where), expected, strict=True):
+        assert ranking.item_ids == other.item_ids
+        assert ranking.parent_ids == other.parent_ids
+        assert ranking.scores == pytest.approx(other.scores, abs=1e-6)
+
+
+def test_ties_over_shards_are_in_the_order_of_the_ids(uri):
+    for each in merged(uri, 3, 100):
+        score = dict(zip(each.item_ids, each.scores, strict=True))
+        assert score["p0/a"] == score["p9/z"] == score[NAMES[4]]
+        place = each.item_ids.index("p0/a")
+        assert each.item_ids[place : place + 3] == ["p0/a", NAMES[4], "p9/z"]
+
+
+@pytest.mark.parametrize("shard", [(0, 0), (2, 2), (-1, 2)])
+def test_no_such_shard(uri, shard):
+    with pytest.raises(SpecError, match="n >= 1 and 0 <= i < n") as caught:
+        open_index(uri, shard=shard)
+    assert caught.value.field == "shard"
+
+
+# -- in Ray actors ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(cluster, index_uri):
+    from pipeline.search.sharded import ShardedSearcher
+
+    with ShardedSearcher(index_uri, num_shards=2, num_cpus=0.1) as searcher:
+        yield searcher
+
+
+@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
+    alone = open_index(index_uri)
+    sharded.load("hpool_4", score)
+    texts = ["the lift of a wing", "how to bake bread"]
+    for options in (
+        {"k": 3},
+        {"k": 100},
+        {"k": 3, "group_by": "parent"},
+        {"k": 5, "where": "parent_id <> 'bread'"},
+        {"k": 5, "where": "item_id = 'nothing'", "group_by": "parent"},
+    ):
+        expected = alone.search(texts, "hpool_4", score=score, **options)
+        hits = sharded.search(texts, "hpool_4", score=score, **options)
+        for found, others in zip(hits, expected, strict=True):
+            assert [hit.item_id for hit in found] == [hit.item_id for hit in others]
+            assert [h.score for h in found] == pytest.approx([h.score for h in others], abs=1e-5)
+            for hit, other in zip(found, others, strict=True):
+                assert (hit.rank, hit.title, hit.text) == (other.rank, other.title, other.text)
+                assert [m.document_token for m in hit.matches] == [
+                    m.document_token for m in other.matches
+                ]
+                assert [m.spans for m in hit.matches] == [m.spans for m in other.matches]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"k": 0}, "k"), ({"where": "colour = 'red'"}, "where"), ({"score": "best"}, "score")],
+)
+def test_illegal_arguments_are_said_as_without_shards(sharded, options, field):
+    with pytest.raises(SpecError) as caught:
+        sharded.search("lift", **options)
+    assert caught.value.field == field
+
+
+def test_more_shards_than_fragments_and_an_empty_index(cluster, index_uri, tmp_path):
+    from pipeline.search.sharded import ShardedSearcher
+
+    with ShardedSearcher(index_uri, num_shards=9, num_cpus=0.1) as searcher:
+        assert len(searcher._actors) == 2
+        for group_by in (None, "parent"):
+            (found,) = searcher.rank(["lift"], k=100, group_by=group_by)
+            (other,) = open_index(index_uri).rank(["lift"], k=100, group_by=group_by)
+            assert found.item_ids == other.item_ids
+            assert found.rows.tolist() == other.rows.tolist()
+    empty = str(tmp_path / "empty")
+    write(empty, rows(["a"], [1]).slice(0, 0))
+    with ShardedSearcher(empty, num_shards=2, num_cpus=0.1) as searcher:
+        assert [r.item_ids for r in searcher.rank(QUERIES)] == [[]] * len(QUERIES)
+        with pytest.raises(SpecError):
+            searcher.rank(QUERIES, k=0)
+    with pytest.raises(JobError, match="are closed"):
+        searcher.rank(QUERIES)
+
+
+def test_an_actor_that_dies_is_started_again(cluster, uri):
+    import ray
+
+    from pipeline.search.sharded import ShardedSearcher
+
+    @ray.remote(num_cpus=0)
+    def kill(process: int) -> None:
+        os.kill(process, signal.SIGKILL)
+
+    def processes(searcher) -> list[int]:
+        return ray.get([a.__ray_call__.remote(lambda _: os.getpid()) for a in searcher._actors])
+
+    expected = [r.item_ids for r in open_index(uri).rank(QUERIES)]
+    with ShardedSearcher(uri, num_shards=2, num_cpus=0.1, max_restarts=1) as searcher:
+        assert [r.item_ids for r in searcher.rank(QUERIES)] == expected
+        before = processes(searcher)
+        ray.get(kill.remote(before[1]))
+        assert [r.item_ids for r in searcher.rank(QUERIES)] == expected
+        after = processes(searcher)
+        assert after[0] == before[0] and after[1] != before[1]
+        ray.get(kill.remote(after[1]))
+        with pytest.raises(JobError, match="a shard of .* ended for good"):
+            for _ in range(20):
+                searcher.rank(QUERIES)
+
+
+def test_actors_that_find_no_place(cluster, uri):
+    from pipeline.search.sharded import ShardedSearcher
+
+    with pytest.raises(JobError, match="2 actors with 0 CPUs and 5 GPUs each"):
+        ShardedSearcher(uri, num_shards=2, num_cpus=0, num_gpus=5, start_seconds=3)
+
+
+def test_an_illegal_number_of_shards(cluster, uri):
+    from pipeline.search.sharded import ShardedSearcher
+
+    with pytest.raises(SpecError, match="num_shards: 0"):
+        ShardedSearcher(uri, num_shards=0)

@@ -1,0 +1,66 @@
+"""Indexes of small random vectors, written as the index job writes them, without an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lance
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import parse
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    encoder_fields,
+    representation_fields,
+)
+from pipeline.index.reader import ITEMS
+from pipeline.schema import ITEM, Item
+from pipeline.tokens import lists_of
+
+DIM = 16
+FACTS = EncoderFacts(
+    spec={"name": "minilm"},
+    dim=DIM,
+    pooled_dim=DIM,
+    normalised=True,
+    has_spans=False,
+    has_extents=False,
+    fingerprint="f",
+    prefix="minilm",
+)
+COLUMNS = [
+    *encoder_fields(FACTS, keep_positions=False),
+    *representation_fields(parse(Representation, {"compressor": "none"}), FACTS, None),
+]
+SCHEMA = pa.schema([*ITEM, *COLUMNS])
+
+
+def unit(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random float16 vectors of unit length."""
+    values = np.random.default_rng(seed).normal(size=shape)
+    return (values / np.linalg.norm(values, axis=-1, keepdims=True)).astype(np.float16)
+
+
+def lists(lengths: Sequence[int | None], seed: int) -> pa.ListArray:
+    """A column of so many vectors each; None: null."""
+    column = lists_of(unit((sum(n or 0 for n in lengths), DIM), seed), [n or 0 for n in lengths])
+    if None not in lengths:
+        return column
+    return pa.array([v if n is not None else None for v, n in zip(column, lengths, strict=True)])
+
+
+def rows(names: Sequence[str], lengths: Sequence[int | None], seed: int = 0) -> pa.Table:
+    """Items with `full` and single vectors; what stands before a slash is the parent."""
+    items = [Item(n, n.split("/")[0], "test", "text", "r1", text=f"The text of {n}") for n in names]
+    table = pa.Table.from_pylist([item.row() for item in items], schema=ITEM)
+    pooled = pa.FixedSizeListArray.from_arrays(unit((len(names), DIM), seed + 1).ravel(), DIM)
+    for field, column in zip(COLUMNS, (pooled, lists(lengths, seed)), strict=True):
+        table = table.append_column(field, column.cast(field.type))
+    return table
+
+
+def write(uri: str, table: pa.Table, **options) -> lance.LanceDataset:
+    """Writes rows as an index."""
+    return lance.write_dataset(table.cast(SCHEMA), f"{uri}/{ITEMS}", schema=SCHEMA, **options)

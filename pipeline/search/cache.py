@@ -310,9 +310,14 @@ def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np
     return live if found.all() and np.array_equal(rows[live], wanted) else None
 
 
-def _touch(file: PackedFile, when_damaged: Callable[[], None], first: int, end: int) -> None:
+def _touch(
+    file: PackedFile,
+    when_damaged: Callable[[], None],
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
     try:
-        file.check(first, end)
+        file.check(starts, lengths)
     except DamagedError as error:
         with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
             file.path.unlink()

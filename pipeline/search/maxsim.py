@@ -294,8 +294,8 @@ def _rows(
     segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
 ) -> dict[str, torch.Tensor]:
     """The parts of the tokens of some documents: views if they lie side by side, else copies."""
+    segment.touch(starts_b, lengths_b)
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
-    segment.touch(start, end)
     if end - start == num_tokens:
         return {name: part[start:end] for name, part in segment.parts.items()}
     # Token t of the block lies `shift` of its document behind t.

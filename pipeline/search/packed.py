@@ -27,8 +27,8 @@ class Segment:
         parts: by name (T, width), contiguous; they may be mapped from a file.
         lengths: (S,) int64, how many vectors each document has; 0 where it has none.
         live: ascending (L,) int64, the documents that are not deleted; None: all S.
-        touch: called with the first and the last + 1 of the vectors that are about to be read;
-            raises `SpecError` if what lies there is damaged.
+        touch: called with the starts and lengths (n,) int64 of the documents whose vectors are
+            about to be read; raises `SpecError` if what lies there is damaged.
     """
 
     codec: Codec
@@ -36,7 +36,9 @@ class Segment:
     parts: dict[str, torch.Tensor]
     lengths: torch.Tensor
     live: torch.Tensor | None = None
-    touch: Callable[[int, int], None] = field(default=lambda first, end: None, repr=False)
+    touch: Callable[[torch.Tensor, torch.Tensor], None] = field(
+        default=lambda starts, lengths: None, repr=False
+    )
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
@@ -52,7 +54,7 @@ class Segment:
         """The vectors (N, D) float32 of one of the S documents."""
         start = int(self.starts[document])
         end = start + int(self.lengths[document])
-        self.touch(start, end)
+        self.touch(*(places[document : document + 1] for places in (self.starts, self.lengths)))
         chosen = {name: part[start:end] for name, part in self.parts.items()}
         return self.codec.dequantise(chosen, self.dim)
 

@@ -275,20 +275,28 @@ class PackedFile:
         rows = np.arange(num_docs) if rows is None else rows
         return cls(path, parts, _tensor(lengths), rows, block, sums, np.zeros(num_blocks, bool))
 
-    def check(self, first: int, end: int) -> None:
-        """Compares the blocks of some vectors with their checksums, each once.
+    def check(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Compares the blocks of some documents' vectors with their checksums, each once.
 
         Threads may call it at once: at worst two of them look at the same block.
+
+        Args:
+            starts: (S,) int64, where the documents' vectors begin.
+            lengths: (S,) int64, how many they have.
 
         Raises:
             DamagedError: they differ.
         """
-        if end <= first:
+        if self._verified.all():
             return
-        blocks = slice(first // self._block, (end - 1) // self._block + 1)
-        if self._verified[blocks].all():
-            return
-        for block in blocks.start + np.flatnonzero(~self._verified[blocks]):
+        first, size = starts.numpy(), lengths.numpy()
+        first, size = first[size > 0], size[size > 0]
+        # Where more documents have begun than ended, block by block.
+        num_blocks = len(self._verified) + 1
+        begun = np.bincount(first // self._block, minlength=num_blocks)
+        ended = np.bincount((first + size - 1) // self._block + 1, minlength=num_blocks)
+        is_read = np.cumsum(begun - ended)[: len(self._verified)] > 0
+        for block in np.flatnonzero(is_read & ~self._verified):
             vectors = slice(block * self._block, (block + 1) * self._block)
             for part, expected in zip(self.parts.values(), self._sums[:, block], strict=True):
                 if zlib.crc32(part[vectors].numpy()) != expected:

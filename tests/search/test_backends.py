@@ -164,16 +164,21 @@ def test_segments_and_deleted_documents(backend):
 
 
 def test_what_is_read_is_touched_first():
-    touched = []
+    touched: list[int] = []
+
+    def touch(starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            touched.extend(range(start, start + length))
+
     segment = stored({"name": "float16"}, vectors(sum(LENGTHS), 64)).segments[0]
-    watched = Segment(
-        segment.codec, 64, segment.parts, segment.lengths, touch=lambda *ends: touched.append(ends)
-    )
+    watched = Segment(segment.codec, 64, segment.parts, segment.lengths, touch=touch)
     for backend in BACKENDS:
         touched.clear()
         maxsim(queries(64), PackedVectors([watched]), backend=backend)
-        assert min(first for first, _ in touched) == 0
-        assert max(end for _, end in touched) == sum(LENGTHS)
+        assert sorted(touched) == list(range(sum(LENGTHS)))
+        touched.clear()
+        maxsim(queries(64), PackedVectors([watched]), rows=torch.tensor([0, 6, 8]), backend=backend)
+        assert sorted(touched) == [0, 1, 2, *range(11, 36), *range(37, 41)]
 
 
 def test_an_unknown_backend_or_dimension_is_refused():

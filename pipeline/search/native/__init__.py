@@ -228,11 +228,6 @@ class _Documents:
         bounds = [0, *torch.searchsorted(ends, wanted).tolist(), len(ends)]
         yield from ((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
-    def touch(self, begin: int, end: int) -> None:
-        """Has the vectors of a run checked, where they come from a file."""
-        first, last = self.starts[begin], self.starts[end - 1] + self.lengths[end - 1]
-        self.segment.touch(int(first), int(last))
-
     def argument(self, begin: int, end: int) -> _DocumentsArgument:
         """A run as the library reads it."""
         parts, dim = self.segment.parts, self.segment.dim
@@ -317,7 +312,7 @@ def _tasks(
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
         def task(begin: int = begin, end: int = end) -> None:
-            documents.touch(begin, end)
+            documents.segment.touch(documents.starts[begin:end], documents.lengths[begin:end])
             own = output.behind(begin, queries.num_tokens)
             argument = documents.argument(begin, end)
             if _library().maxray_score(argument, queries.argument(), own, level):

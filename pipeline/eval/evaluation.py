@@ -46,7 +46,8 @@ from pipeline.eval.results import (
     method_name,
 )
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.reader import Index, both, first_line
+from pipeline.index.filters import filtering
+from pipeline.index.reader import Index, both
 from pipeline.index.status import stored
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
@@ -573,11 +574,9 @@ def _count(index: Index, where: str | None) -> int:
     Raises:
         SpecError: the filter is none, or lets nothing through.
     """
-    try:
+    with filtering(index, where):
         number = index.dataset.count_rows(filter=where)
-    except (ValueError, OSError) as error:
-        raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
-    if where and not number:
+    if where is not None and not number:
         raise SpecError("where", where, "a filter that lets items through", "lets none through")
     return number
 

@@ -53,7 +53,7 @@ class Queries:
             array = np.asarray(query)
             if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
                 legal = "a matrix of numbers of shape (query tokens, dim)"
-                raise bad_query(f"shape {array.shape}", legal, place, len(queries))
+                raise bad_query(f"an array of shape {array.shape}", legal, place, len(queries))
             with np.errstate(over="ignore"):
                 array = array.astype(np.float32)
             if not np.isfinite(array).all():

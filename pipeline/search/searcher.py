@@ -136,9 +136,9 @@ class Searcher:
             SpecError: an argument is not legal, or the index needs another query encoder.
         """
         name, about = self.representation(representation)
+        rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
         alone = isinstance(query, str | np.ndarray)
         queries = self.queries([query] if alone else query, name)
-        rows = self._rows(where, ids, parents)
         rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
         hits = self._hits(rankings, queries, name, about, explain)
         return hits[0] if alone else hits
@@ -158,8 +158,23 @@ class Searcher:
     ) -> list[Ranking]:
         """What `search` finds as ids and scores alone: for runs over many queries."""
         name, about = self.representation(representation)
-        queries, rows = self.queries(queries, name), self._rows(where, ids, parents)
+        rows, queries = self._rows(where, ids, parents), self.queries(queries, name)
         return self._rank(queries, name, about, k, score, weights, group_by, rows)
+
+    def num_items(
+        self,
+        *,
+        where: str | None = None,
+        ids: Collection[str] | None = None,
+        parents: Collection[str] | None = None,
+    ) -> int:
+        """How many items a search with these restrictions looks at.
+
+        Raises:
+            SpecError: one of them is not legal.
+        """
+        rows = self._rows(where, ids, parents)
+        return len(self._ids) if rows is None else len(rows)
 
     def num_known(self, ids: Collection[str], field: Literal["ids", "parents"] = "ids") -> int:
         """How many of some items, or parents, are in the index; one that is named twice is one."""
@@ -275,7 +290,7 @@ class Searcher:
         if group_by not in (None, "parent"):
             raise SpecError("group_by", group_by, "parent, or nothing")
         _check_score(score, about, queries)
-        _check_weights(weights, score)
+        check_weights(weights, score)
         parents = self._parents if group_by else None
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
@@ -539,7 +554,8 @@ def are_weights(weights: Any) -> bool:
     )
 
 
-def _check_weights(weights: Weights, score: str) -> None:
+def check_weights(weights: Weights, score: str) -> None:
+    """Raises `SpecError` if these are no weights, or the score has none."""
     if not are_weights(weights):
         raise SpecError("weights", weights, LEGAL_WEIGHTS)
     if score != "hybrid" and tuple(weights) != EQUAL:

@@ -188,8 +188,8 @@ def test_a_query_of_zeros_has_no_direction(index_of, rng):
     ("query", "sentence"),
     [
         (np.ones((2, 5)), "'vectors of 5 numbers' is not legal; legal: 384"),
-        (np.ones((0, 384)), "'shape (0, 384)' is not legal; legal: a matrix of numbers of shape "
-         "(query tokens, dim)"),
+        (np.ones((0, 384)), "'an array of shape (0, 384)' is not legal; legal: a matrix of numbers "
+         "of shape (query tokens, dim)"),
         (np.full((1, 384), np.nan), NOT_FINITE),
         (np.full((1, 384), -np.inf), NOT_FINITE),
         (np.full((1, 384), 1e300), NOT_FINITE),

@@ -203,7 +203,7 @@ class _Rank:
                 self.num_hits += len(scores)
                 yield query_id, scores
             self._done += len(part)
-            if time.monotonic() - said > SAY_EVERY:
+            if self._done < len(self._queries) and time.monotonic() - said > SAY_EVERY:
                 said = time.monotonic()
                 jobs.say(f"{self._done:,} of {len(self._queries):,} queries; {self.speed()}")
 

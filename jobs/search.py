@@ -2,12 +2,16 @@
 
     python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
     python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
+    python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
     python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
+    python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --query-vectors query.npy
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
 
-Prints hits, the words that matched best marked; with --run it writes a run in TREC's form instead.
+Prints hits, the words that matched best marked, or with --json all that is known of each as a line
+of JSON. With --run it writes a run in TREC's form instead, and says how many queries were encoded
+and scored a second.
 With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
 of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
 as JSON.
@@ -17,35 +21,112 @@ tokens, dim) or as Parquet with the columns `id` and `vectors`.
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.config import SpecError
-from pipeline.schema import Hit, Place
+from pipeline.config import SpecError, Stopped
+from pipeline.schema import Hit, Parts, Place
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
 
-    from pipeline.search.searcher import Searcher
+    from pipeline.search.searcher import Ranking, Searcher
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
+
+#: Queries of a file that are encoded and scored together: bounds memory, however many there are.
+QUERIES_AT_ONCE = 256
+#: Seconds between two lines of progress.
+SAY_EVERY = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and searches."""
+    parser = _parser()
+    args = parser.parse(arguments)
+    if args.save_maps and (args.run or args.queries or args.json):
+        parser.error("--save-maps is for one query, without --run and --json")
+    if args.json and args.run:
+        parser.error("--json is of printed hits, without --run")
+    if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
+        parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
+
+    from pipeline.atomic import check_writable
+    from pipeline.eval.topics import read_ids, read_queries, read_query_vectors
+    from pipeline.search.searcher import check_weights, open_index
+
+    weights = tuple(args.weights)
+    check_weights(weights, args.score)
+    if args.queries:
+        queries = read_queries(args.queries)
+    elif args.query_vectors:
+        queries = read_query_vectors(args.query_vectors)
+    else:
+        queries = {"1": " ".join(args.query)}
+    named = {field: getattr(args, field) for field in ("ids", "parents")}
+    named = {field: path and read_ids(path, field) for field, path in named.items()}
+    if args.run is not None:
+        check_writable(args.run, "run", as_file=True)
+    if args.save_maps:
+        check_writable(args.save_maps, "save-maps")
+    searcher = open_index(args.index, args.version)
+    name, _ = searcher.representation(args.representation)
+    for field, ids in named.items():
+        if ids is not None:
+            known = f"{field}: {searcher.num_known(ids, field):,} of {len(ids):,} are in the index"
+            print(known, file=sys.stderr if args.json else sys.stdout)
+    if args.query_vectors:
+        _check_vectors(searcher, queries, name)
+    restricted = {"where": args.where, **named}
+    how = {"representation": name, "k": args.k, "group_by": args.group_by, **restricted}
+    how |= {"score": args.score, "weights": weights}
+    if args.run:
+        num_items = searcher.num_items(**restricted)
+        _write_run(args.run, searcher, queries, num_items, how)
+        return
+    for part in _some_at_a_time(queries):
+        found = searcher.search(list(part.values()), explain=not args.json, **how)
+        for (query_id, query), hits in zip(part.items(), found, strict=True):
+            if args.json:
+                for hit in hits:
+                    print(json.dumps({"query_id": query_id, **asdict(hit)}, ensure_ascii=False))
+                continue
+            if len(queries) > 1:
+                print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
+            print(page(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
+            if args.save_maps:
+                write_maps(searcher, query, hits, name, args.save_maps, args.documents)
+
+
+def _parser() -> jobs.Parser:
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="the URI of an index")
     parser.add_argument("query", nargs="*", default=[], help="a text")
     parser.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
     parser.add_argument("--representation", help="default: full if there is one, else the first")
-    parser.add_argument("--k", type=jobs.positive, default=10, help="hits for each query")
-    parser.add_argument("--score", default="late", help="late, single or hybrid")
+    parser.add_argument("-k", "--k", type=jobs.positive, default=10, help="hits for each query")
+    parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
+    parser.add_argument(
+        "--weights",
+        nargs=2,
+        type=float,
+        default=(1.0, 1.0),
+        metavar=("SINGLE", "LATE"),
+        help="of the two in the hybrid score; default: 1 1",
+    )
     parser.add_argument("--group-by", choices=["parent"], help="the best item of each parent only")
     parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
+    parser.add_argument("--ids", metavar="FILE", help="search these items alone: an id a line")
+    parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each hit")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
     parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")
     parser.add_argument(
@@ -55,54 +136,95 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="where the files of the hits lie now; may stand several times",
     )
-    args = parser.parse(arguments)
-    if args.save_maps and (args.run or args.queries):
-        parser.error("--save-maps is for one query, without --run")
-    if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
-        parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
+    return parser
 
-    from pipeline.atomic import check_writable
+
+def _check_vectors(searcher: Searcher, queries: Mapping[str, np.ndarray], name: str) -> None:
+    """Raises `SpecError` if a query of a file is none: before others of it take their time."""
+    for query_id, vectors in queries.items():
+        try:
+            searcher.queries([vectors], name)
+        except SpecError as error:
+            problem = f"holds {error.value}"
+            raise SpecError("query-vectors", query_id, error.legal, problem) from None
+
+
+def _some_at_a_time(queries: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The queries, so many at a time that memory is bounded."""
+    pairs = list(queries.items())
+    for first in range(0, len(pairs), QUERIES_AT_ONCE):
+        yield dict(pairs[first : first + QUERIES_AT_ONCE])
+
+
+def _write_run(
+    out: str,
+    searcher: Searcher,
+    queries: Mapping[str, Any],
+    num_items: int,
+    how: Mapping[str, Any],
+) -> None:
+    """Ranks the items for all queries, writes the run, and says how quick that was."""
     from pipeline.eval.metrics import write_run
-    from pipeline.eval.topics import read_queries, read_query_vectors
-    from pipeline.search.searcher import open_index
+    from pipeline.search.searcher import EQUAL
 
-    if args.queries:
-        queries = read_queries(args.queries)
-    elif args.query_vectors:
-        queries = read_query_vectors(args.query_vectors)
-    else:
-        queries = {"1": " ".join(args.query)}
-    if args.run is not None:
-        check_writable(args.run, "run", as_file=True)
-    if args.save_maps:
-        check_writable(args.save_maps, "save-maps")
-    searcher = open_index(args.index, args.version)
-    name, _ = searcher.representation(args.representation)
-    how = {
-        "representation": name,
-        "k": args.k,
-        "score": args.score,
-        "group_by": args.group_by,
-        "where": args.where,
-    }
-    if args.run:
-        rankings = searcher.rank(list(queries.values()), **how)
-        run = {
-            query_id: ranking.scores_by_parent() if args.group_by else ranking.scores_by_item()
-            for query_id, ranking in zip(queries, rankings, strict=True)
-        }
-        write_run(args.run, run, tag=f"{name}.{args.score}")
-        print(f"{len(run)} queries, {sum(map(len, run.values()))} hits: {args.run}")
-        return
-    marks = BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS
-    for (query_id, query), hits in zip(
-        queries.items(), searcher.search(list(queries.values()), **how), strict=True
-    ):
-        if len(queries) > 1:
-            print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
-        print(page(hits, marks))
-        if args.save_maps:
-            write_maps(searcher, query, hits, name, args.save_maps, args.documents)
+    signal.signal(signal.SIGTERM, _stop)
+    rank = _Rank(searcher, queries, how)
+    print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
+    weights = "".join(f"-{weight:g}" for weight in how["weights"] if how["weights"] != EQUAL)
+    write_run(out, rank.scores(), tag=f"{how['representation']}.{how['score']}{weights}")
+    print(f"{rank.speed()}\n{len(queries):,} queries, {rank.num_hits:,} hits: {out}")
+
+
+class _Rank:
+    """Ranks for many queries, and keeps the time.
+
+    Args:
+        how: what `Searcher.rank` takes.
+    """
+
+    def __init__(self, searcher: Searcher, queries: Mapping[str, Any], how: Mapping[str, Any]):
+        self._searcher, self._queries, self._how = searcher, queries, how
+        self._are_texts = all(isinstance(query, str) for query in queries.values())
+        self._encoding = self._scoring = 0.0  # seconds
+        self._done = self.num_hits = 0
+
+    def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """The ids of the queries and what they found, best first."""
+        name = self._how["representation"]
+        if self._are_texts:
+            self._searcher.encoder(name)  # what is loaded once is not timed
+        self._searcher.load(name, self._how["score"])
+        said = time.monotonic()
+        for part in _some_at_a_time(self._queries):
+            rankings = self._rank(list(part.values()))
+            for query_id, ranking in zip(part, rankings, strict=True):
+                grouped = self._how["group_by"]
+                scores = ranking.scores_by_parent() if grouped else ranking.scores_by_item()
+                self.num_hits += len(scores)
+                yield query_id, scores
+            self._done += len(part)
+            if self._done < len(self._queries) and time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                jobs.say(f"{self._done:,} of {len(self._queries):,} queries; {self.speed()}")
+
+    def _rank(self, queries: list[Any]) -> list[Ranking]:
+        start = time.perf_counter()
+        ready = self._searcher.queries(queries, self._how["representation"])
+        encoded = time.perf_counter()
+        rankings = self._searcher.rank(ready, **self._how)
+        self._encoding += encoded - start
+        self._scoring += time.perf_counter() - encoded
+        return rankings
+
+    def speed(self) -> str:
+        """How many queries were encoded and scored a second."""
+        scored = f"scored {self._done / self._scoring:,.1f} queries/s"
+        encoded = f"encoded {self._done / self._encoding:,.1f} queries/s, "
+        return (encoded if self._are_texts else "") + scored
+
+
+def _stop(*_: object) -> None:
+    raise Stopped("stopped; nothing was written")
 
 
 def write_maps(
@@ -149,12 +271,25 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     for hit in hits:
         head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, span(hit.span), hit.title or ""]
         lines.append("  ".join(printable(part) for part in head if part))
+        if made := parts(hit.parts):
+            lines.append(f"     {made}")
         ranges = [words for match in best_half(hit.matches) for words in match.spans]
         if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
             lines.append(f"     {shown}")
         if hit.text and (where := best_place(hit.text, hit.matches)):
             lines.append(f"     {place(where)}")
     return "\n".join(lines)
+
+
+def parts(parts: Parts) -> str:
+    """What a score is made of, where it is of more than one part.
+
+    >>> parts(Parts(late=4.5, late_mean=0.75, single=0.5)), parts(Parts(late=4.5, late_mean=0.75))
+    ('single 0.5000, late 4.5000 (mean 0.7500)', '')
+    """
+    if parts.late is None or parts.single is None:
+        return ""
+    return f"single {parts.single:.4f}, late {parts.late:.4f} (mean {parts.late_mean:.4f})"
 
 
 def span(span: dict[str, Any] | None) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import fsspec
+from fsspec import AbstractFileSystem
 
 from pipeline.config import SpecError, absolute
 
@@ -44,6 +48,27 @@ def write_atomic(uri: str, data: str | bytes) -> None:
     Raises:
         OSError: it cannot be written there, or is a folder.
     """
+    with _renamed(uri) as (filesystem, unfinished):
+        filesystem.pipe_file(unfinished, data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def writing_atomic(uri: str) -> Iterator[TextIO]:
+    """A text file to be written bit by bit, which is there when the block ends without an error.
+
+    Raises:
+        OSError: as `write_atomic`.
+    """
+    with (
+        _renamed(uri) as (filesystem, unfinished),
+        filesystem.open(unfinished, "w", encoding="utf-8", newline="\n") as file,
+    ):
+        yield file
+
+
+@contextlib.contextmanager
+def _renamed(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
+    """Where to write a file that gets its name at the end, and goes if there is an error."""
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if filesystem.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", uri)
@@ -51,7 +76,7 @@ def write_atomic(uri: str, data: str | bytes) -> None:
     filesystem.makedirs(folder, exist_ok=True)
     unfinished = posixpath.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
-        filesystem.pipe_file(unfinished, data.encode() if isinstance(data, str) else data)
+        yield filesystem, unfinished
         filesystem.mv(unfinished, path)
     finally:
         if filesystem.exists(unfinished):

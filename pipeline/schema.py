@@ -202,6 +202,21 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What the score of a hit is made of; None where that was not asked for.
+
+    Attributes:
+        late: MaxSim: the sum over the query tokens.
+        late_mean: the same divided by the number of query tokens, as the hybrid score has it.
+        single: the similarity of the pooled vectors.
+    """
+
+    late: float | None = None
+    late_mean: float | None = None
+    single: float | None = None
+
+
+@dataclass(frozen=True)
 class Hit:
     """One search result; `pipeline.search.searcher` says what its score is."""
 
@@ -213,3 +228,4 @@ class Hit:
     text: str | None = None
     span: dict[str, Any] | None = None
     matches: tuple[Match, ...] = ()
+    parts: Parts = Parts()

@@ -46,11 +46,21 @@ from pipeline.eval.results import (
     method_name,
 )
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.reader import Index, both, first_line
+from pipeline.index.filters import filtering
+from pipeline.index.reader import Index, both
 from pipeline.index.status import stored
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
-from pipeline.search.searcher import SCORES, Score, Searcher, open_index
+from pipeline.search.searcher import (
+    EQUAL,
+    LEGAL_WEIGHTS,
+    SCORES,
+    Score,
+    Searcher,
+    Weights,
+    are_weights,
+    open_index,
+)
 
 AnyQueries = EncodedQueries | list[np.ndarray]
 
@@ -71,6 +81,7 @@ class EvaluateSpec(Spec):
         query_vectors: for an index of your own vectors, the queries' too: Parquet with the columns
             `id` and `vectors`; empty: the encoder reads the queries' texts.
         scores: late, hybrid, single; empty for all that the index has vectors for.
+        weights: of the single and the late score in the hybrid one, such as [1, 0.25].
         measures: names of ir-measures.
         k: hits per query: no measure sees deeper.
         judged: what the judgments name: items, or their parents, of which the best item counts.
@@ -92,6 +103,7 @@ class EvaluateSpec(Spec):
     query_vectors: str = ""
     representations: list[str] = Field(default_factory=list)
     scores: list[Score] = Field(default_factory=list)
+    weights: Weights = EQUAL
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     k: PositiveInt = 100
     judged: Literal["parent", "item"] = "parent"
@@ -108,6 +120,20 @@ class EvaluateSpec(Spec):
         if not names:
             raise SpecError("", names, "at least one name of ir-measures")
         return names
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _legal_weights(cls, weights: Any) -> Any:
+        if not are_weights(weights):
+            raise SpecError("", weights, LEGAL_WEIGHTS)
+        return weights
+
+    @model_validator(mode="after")
+    def _weights_of_something(self) -> EvaluateSpec:
+        if self.weights != EQUAL and self.scores and "hybrid" not in self.scores:
+            problem = "mean nothing without the score hybrid"
+            raise SpecError("weights", list(self.weights), "hybrid among the scores", problem)
+        return self
 
     @model_validator(mode="after")
     def _deep_enough(self) -> EvaluateSpec:
@@ -170,7 +196,7 @@ def run(
             cell = ranker.cell(row)
             cells.write(key, cell)
             speed = f"{cell.queries_per_second:,.0f} queries/s"
-        result = _result(searcher, row, cell)
+        result = replace(_result(searcher, row, cell), weights=ranker.weights(row.score))
         if spec.diagnostics and row.score == "late":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cells))
         if phrases and row.score == "late":
@@ -370,7 +396,13 @@ class _Ranker:
             measures=self._spec.measures,
             k=self._spec.k,
             **({"where": self._spec.where} if self._spec.where else {}),
+            **({"weights": weights} if (weights := self.weights(row.score)) else {}),
         )
+
+    def weights(self, score: str) -> list[float] | None:
+        """The weights of a score, where they are not equal."""
+        weighted = score == "hybrid" and self._spec.weights != EQUAL
+        return list(self._spec.weights) if weighted else None
 
     def diagnosis_key(self, representation: str) -> str:
         """The hash of all that decides what `diagnosis` gives."""
@@ -458,7 +490,8 @@ class _Ranker:
         return rank
 
     def _how(self, score: str) -> dict[str, Any]:
-        return {"score": score, "group_by": self._group_by, "where": self._spec.where}
+        how = {"score": score, "group_by": self._group_by, "where": self._spec.where}
+        return {**how, "weights": self.weights(score) or EQUAL}
 
     def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
         """Some of the judged queries as vectors: the caller's, or those of the encoder."""
@@ -573,11 +606,9 @@ def _count(index: Index, where: str | None) -> int:
     Raises:
         SpecError: the filter is none, or lets nothing through.
     """
-    try:
+    with filtering(index, where):
         number = index.dataset.count_rows(filter=where)
-    except (ValueError, OSError) as error:
-        raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
-    if where and not number:
+    if where is not None and not number:
         raise SpecError("where", where, "a filter that lets items through", "lets none through")
     return number
 

@@ -7,12 +7,12 @@ number here is the one that trec_eval gives for the written run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote, unquote
 
 import ir_measures
 
-from pipeline.atomic import write_atomic
+from pipeline.atomic import writing_atomic
 from pipeline.config import SpecError
 from pipeline.eval.topics import lines_of
 
@@ -62,19 +62,20 @@ def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
 
 
-def write_run(uri: str, run: Run, tag: str) -> None:
+def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], tag: str) -> None:
     """Writes lines `query Q0 document rank score tag`, whole or not at all.
 
-    White space in ids, which the format cannot express, is written as %20 and the like; `read_run`
-    takes it back.
+    A run that is too long for memory can come as pairs of a query id and its scores. White space
+    in ids, which the format cannot express, is written as %20 and the like; `read_run` takes it
+    back.
     """
-    lines = []
-    for query_id, scores in run.items():
-        ranked = sorted(scores.items(), key=lambda entry: -entry[1])  # stable: ties stay in order
-        for rank, (document_id, score) in enumerate(ranked, start=1):
-            ids = f"{_word(query_id)} Q0 {_word(document_id)}"
-            lines.append(f"{ids} {rank} {score:.9g} {tag}\n")
-    write_atomic(uri, "".join(lines))
+    with writing_atomic(uri) as file:
+        for query_id, scores in run.items() if isinstance(run, Mapping) else run:
+            # Stable: equal scores stay in their order.
+            ranked = sorted(scores.items(), key=lambda entry: -entry[1])
+            for rank, (document_id, score) in enumerate(ranked, start=1):
+                ids = f"{_word(query_id)} Q0 {_word(document_id)}"
+                file.write(f"{ids} {rank} {score:.9g} {tag}\n")
 
 
 def _word(name: str) -> str:

@@ -23,7 +23,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             result.representation,
             method(result),
             budget(result),
-            result.score,
+            result.label,
             *(f"{value:.4f}" for value in result.means.values()),
             share(standing.retention),
             p_value(standing.p_reference),
@@ -246,13 +246,14 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 def metrics_csv(evaluation: Evaluation) -> str:
     """The rows as CSV, numbers unrounded."""
-    plain = ("representation", "method", "num_vectors", "score")
+    plain = ("representation", "method", "num_vectors")
     stands = ("retention", "reference", "p_reference", "p_bm25", "p_random", "pareto")
     costs = ("vectors_per_item", "vector_bytes", "all_bytes")
     costs += ("queries_per_second", "median_ms", "p95_ms")
     rows = [
         [
             *(getattr(result, name) for name in plain),
+            result.label,
             *result.means.values(),
             *(getattr(standing, name) for name in stands),
             *(getattr(result, name) for name in costs),
@@ -265,7 +266,7 @@ def metrics_csv(evaluation: Evaluation) -> str:
     ]
     spreads = [f"{name} sd" for name in (*evaluation.measures, OSR)]
     more = ["ratio", *diagnostics(evaluation.results[0]), "num_seeds", *spreads]
-    return as_csv([[*plain, *evaluation.measures, *stands, *costs, *more], *rows])
+    return as_csv([[*plain, "score", *evaluation.measures, *stands, *costs, *more], *rows])
 
 
 def per_query_csv(evaluation: Evaluation) -> str:

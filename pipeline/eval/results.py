@@ -68,6 +68,7 @@ class Result:
         compressor: its resolved spec; empty for BM25 and single vectors.
         diagnosis: what the diagnostics say; None for other than late rows, and without them.
         grounding: the grounding measures by name; empty where they were not asked for.
+        weights: of the single and the late score in a hybrid one; None where they are equal.
         seeds: of a row that is the mean over seeds, by representation, the means of the measures
             and the score retention; empty for methods without a seed.
     """
@@ -88,12 +89,21 @@ class Result:
     diagnosis: Diagnosis | None = None
     grounding: dict[str, float] = field(default_factory=dict)
     seeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    weights: list[float] | None = None
+
+    @property
+    def label(self) -> str:
+        """The score, with its weights where they are not equal: hybrid 1:0.25."""
+        if self.weights is None:
+            return self.score
+        return f"{self.score} {':'.join(f'{weight:g}' for weight in self.weights)}"
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """What the run is called, and its file: full.late, full.hybrid-1-0.25."""
         alone = self.score in (SINGLE, BM25)
-        return self.representation if alone else f"{self.representation}.{self.score}"
+        score = self.label.translate(str.maketrans(" :", "--"))
+        return self.representation if alone else f"{self.representation}.{score}"
 
     @functools.cached_property
     def means(self) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 import fsspec
@@ -11,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")  # halves that JSON can hold and UTF-8 cannot
 
 
 def lines_of(path: str, field: str) -> Iterator[tuple[int, str]]:
@@ -39,7 +43,7 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     queries: dict[str, str] = {}
     for number, line in lines_of(path, field):
         query_id, text = _query(line)
-        if not query_id or not text or not text.strip():
+        if not query_id or not text or not text.strip() or _SURROGATES.search(query_id + text):
             legal = 'lines {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
             raise SpecError(field, line[:80], legal, f"stands in line {number} of {path}")
         if query_id in queries:
@@ -56,10 +60,25 @@ def _query(line: str) -> tuple[str | None, str | None]:
             row = json.loads(line)
         except json.JSONDecodeError:
             return None, None
-        text = row.get("text")
-        return str(row.get("_id", "")), text if isinstance(text, str) else None
+        query_id, text = row.get("_id"), row.get("text")
+        return (
+            None if query_id is None else str(query_id).strip(),
+            text if isinstance(text, str) else None,
+        )
     query_id, _, text = line.partition("\t")
     return query_id.strip(), text
+
+
+def read_ids(path: str, field: str) -> list[str]:
+    """Ids, one a line; one that stands twice counts once.
+
+    Raises:
+        SpecError: for `field`: no such file, or no id in it.
+    """
+    ids = list(dict.fromkeys(line.strip() for _, line in lines_of(path, field)))
+    if not ids:
+        raise SpecError(field, path, "a file with at least one id", "is empty")
+    return ids
 
 
 def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
@@ -79,8 +98,11 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     except (OSError, ValueError, EOFError, pa.ArrowException):
         raise SpecError(field, path, legal) from None
     ids = [str(query_id) for query_id in table["id"].to_pylist()]
-    if not ids or len(set(ids)) < len(ids) or table["id"].null_count:
-        raise SpecError(field, path, "at least one query, each id once")
+    if not ids or table["id"].null_count:
+        raise SpecError(field, path, "at least one query, each with an id")
+    for query_id, number in Counter(ids).most_common(1):
+        if number > 1:
+            raise SpecError(field, query_id, "each id once", "is there twice")
     try:
         vectors = [np.array(value, dtype=np.float32) for value in table["vectors"].to_pylist()]
     except (ValueError, TypeError):

@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
+from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both, first_line
 from pipeline.schema import ITEM, METADATA_KEY, vectors_type
 from pipeline.sources.vector_files import NpyFiles
@@ -134,10 +135,8 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
 
 
 def _count(index: Index, condition: str, where: str | None, representation: str) -> int:
-    try:
+    with filtering(index, where):
         num_items = index.dataset.count_rows(condition)
-    except (ValueError, OSError) as error:
-        raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
     if num_items == 0:
         if where is not None:
             raise SpecError("where", where, "a filter", "lets through no item with vectors")

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries
-from pipeline.tokens import normalise, unit_vectors
+from pipeline.tokens import unit_vectors
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,32 @@ class Queries:
     def of_vectors(cls, queries: Sequence[np.ndarray]) -> Queries:
         """Token vectors (M_i, D), brought to unit length; a token's text is its number.
 
+        A token of zeros stays zero: it counts for nothing. A query of zeros alone, by which all
+        items would be equal, is no query.
+
         Raises:
-            SpecError: a query is not a finite matrix of at least one row.
+            SpecError: a query is not a finite matrix of at least one row that is not zero.
         """
         tokens = []
-        for query in queries:
+        for place, query in enumerate(queries):
             array = np.asarray(query)
             if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
                 legal = "a matrix of numbers of shape (query tokens, dim)"
-                raise SpecError("query", f"shape {array.shape}", legal)
+                raise bad_query(f"an array of shape {array.shape}", legal, place, len(queries))
             with np.errstate(over="ignore"):
                 array = array.astype(np.float32)
             if not np.isfinite(array).all():
-                raise SpecError("query", "NaN or infinity", "finite float32 numbers")
-            tokens.append(normalise(torch.from_numpy(array)))
+                raise bad_query("NaN or infinity", "finite float32 numbers", place, len(queries))
+            # In float64 no float32 is too long or too short to have a length.
+            norms = np.linalg.norm(array.astype(np.float64), axis=1, keepdims=True)
+            if not norms.any():
+                raise bad_query("zeros", "a vector with a direction", place, len(queries))
+            unit = array / np.where(norms > 0, norms, 1)
+            tokens.append(torch.from_numpy(unit.astype(np.float32)))
         return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])
+
+
+def bad_query(value: str, legal: str, place: int, num_queries: int) -> SpecError:
+    """The error of a query, which says which of several it is."""
+    which = f" (query {place + 1} of {num_queries})" if num_queries > 1 else ""
+    return SpecError("query", value, legal, f"is not legal{which}")

@@ -6,6 +6,9 @@ What a score is, by its name:
     single   similarity of the pooled vectors of query and item
     hybrid   single + late / number of query tokens: both are cosines (SMART, equations 5 and 4)
 
+SMART adds the two with equal weight "to keep SMART hyperparameter-free"; its code has a weight for
+each, both 1, and so has the hybrid score here: weights[0] * single + weights[1] * late / tokens.
+
 Query texts are encoded by the encoder that made the representation. Query vectors, its own or the
 caller's, are brought to unit length, so with a representation of unit vectors (the field's metadata
 says `normalised`) every similarity is a cosine.
@@ -15,9 +18,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -29,18 +32,27 @@ from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import fitted_for
-from pipeline.index.reader import Index, first_line
+from pipeline.index.filters import filtering
+from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Hit, Match, Place
+from pipeline.schema import Hit, Match, Parts, Place
 from pipeline.search.cache import packed_column
 from pipeline.search.explain import input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
 from pipeline.search.packed import PackedVectors
-from pipeline.search.queries import Queries
+from pipeline.search.queries import Queries, bad_query
 
+AnyQueries = Sequence[str] | Sequence[np.ndarray] | EncodedQueries | Queries
 Score = Literal["late", "single", "hybrid"]
 SCORES: tuple[str, ...] = get_args(Score)
 
+#: What the single and the late score count in the hybrid one.
+Weights = tuple[float, float]
+EQUAL: Weights = (1.0, 1.0)
+LEGAL_WEIGHTS = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
+
+#: The columns that lists of ids are about.
+ID_COLUMNS = {"ids": "item_id", "parents": "parent_id"}
 #: Queries scored at once: bounds the (queries, items) score matrix of a long list.
 QUERY_BATCH = 64
 #: Filters whose items are known: 8 bytes an item each.
@@ -55,6 +67,8 @@ class Ranking:
     parent_ids: list[str]
     scores: list[float]
     rows: np.ndarray  # (k,) int64, positions among the items of the index
+    late: np.ndarray | None = None  # (k,) float32, where the score has this part
+    single: np.ndarray | None = None
 
     def scores_by_item(self) -> dict[str, float]:
         """Scores by item id, best first: one query of a run."""
@@ -100,24 +114,33 @@ class Searcher:
 
     def search(
         self,
-        query: str | np.ndarray | Sequence[str] | Sequence[np.ndarray] | EncodedQueries,
+        query: str | np.ndarray | AnyQueries,
         representation: str | None = None,
         *,
         k: int = 10,
         score: Score = "late",
+        weights: Weights = EQUAL,
         group_by: Literal["parent"] | None = None,
         where: str | None = None,
+        ids: Collection[str] | None = None,
+        parents: Collection[str] | None = None,
         explain: bool = True,
     ) -> list[Hit] | list[list[Hit]]:
         """Finds the k best items for a query, exactly; equal scores in the order of the item ids.
 
         Args:
-            query: a text; or token vectors (M, D); or a list of either, or encoded queries.
+            query: a text; or token vectors (M, D); or a list of either, or encoded queries, or
+                what `queries` gave for this representation.
             representation: the column to search; default `full` if there is one, else the first.
             k: the most hits to return.
             score: "late", "single" or "hybrid"; see the module.
+            weights: of the single and the late score in the hybrid one; an item without either has
+                none, whatever their weights.
             group_by: "parent" gives the k best parents, each with its best item.
             where: a Lance SQL filter over the items' columns, such as "modality = 'text'".
+            ids: the items that can be hits; ids that are not in the index are none. With `where`
+                and `parents`, what all of them let through.
+            parents: the ids of the parents whose items can be hits.
             explain: whether hits carry `matches`, one a query token.
 
         Returns:
@@ -128,25 +151,50 @@ class Searcher:
             SpecError: an argument is not legal, or the index needs another query encoder.
         """
         name, about = self.representation(representation)
+        rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
         alone = isinstance(query, str | np.ndarray)
         queries = self.queries([query] if alone else query, name)
-        rankings = self._rank(queries, name, about, k, score, group_by, where)
+        rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
         hits = self._hits(rankings, queries, name, about, explain)
         return hits[0] if alone else hits
 
     def rank(
         self,
-        queries: Sequence[str] | Sequence[np.ndarray] | EncodedQueries,
+        queries: AnyQueries,
         representation: str | None = None,
         *,
         k: int = 10,
         score: Score = "late",
+        weights: Weights = EQUAL,
         group_by: Literal["parent"] | None = None,
         where: str | None = None,
+        ids: Collection[str] | None = None,
+        parents: Collection[str] | None = None,
     ) -> list[Ranking]:
         """What `search` finds as ids and scores alone: for runs over many queries."""
         name, about = self.representation(representation)
-        return self._rank(self.queries(queries, name), name, about, k, score, group_by, where)
+        rows, queries = self._rows(where, ids, parents), self.queries(queries, name)
+        return self._rank(queries, name, about, k, score, weights, group_by, rows)
+
+    def num_items(
+        self,
+        *,
+        where: str | None = None,
+        ids: Collection[str] | None = None,
+        parents: Collection[str] | None = None,
+    ) -> int:
+        """How many items a search with these restrictions looks at.
+
+        Raises:
+            SpecError: one of them is not legal.
+        """
+        rows = self._rows(where, ids, parents)
+        return len(self._ids) if rows is None else len(rows)
+
+    def num_known(self, ids: Collection[str], field: Literal["ids", "parents"] = "ids") -> int:
+        """How many of some items, or parents, are in the index; one that is named twice is one."""
+        named = pc.unique(_id_array(field, ids))
+        return pc.sum(pc.is_in(named, value_set=self._ids[ID_COLUMNS[field]])).as_py() or 0
 
     def representation(self, name: str | None = None) -> tuple[str, dict[str, Any]]:
         """The name and the metadata of a representation; default `full`, else the first.
@@ -189,31 +237,34 @@ class Searcher:
 
     def queries(
         self,
-        queries: Sequence[str] | Sequence[np.ndarray] | EncodedQueries,
+        queries: AnyQueries,
         representation: str | None = None,
     ) -> Queries:
         """Query vectors for a representation, from texts, vectors or what its encoder gave.
 
         Raises:
-            SpecError: an empty text, or vectors of another dimension.
+            SpecError: an empty text, or vectors of another dimension, or without a direction.
         """
+        if isinstance(queries, Queries):
+            return queries
         name, about = self.representation(representation)
         if isinstance(queries, EncodedQueries):
             ready = Queries.of_encoded(queries)
         elif len(queries) and all(isinstance(query, str) for query in queries):
-            for query in queries:
+            for place, query in enumerate(queries):
                 if not query.strip():
-                    raise SpecError("query", query, "a text with at least one word")
+                    raise bad_query(query, "a text with at least one word", place, len(queries))
                 if re.search("[\ud800-\udfff]", query):
-                    raise SpecError("query", query, "a text in UTF-8", "cannot be read")
+                    raise bad_query(query, "a text in UTF-8", place, len(queries))
             encoder = self.encoder(representation)
             ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
         else:
             ready = Queries.of_vectors(queries)
         dim = about.get("query_dim", about["dim"])
-        for tokens in ready.tokens:
+        for place, tokens in enumerate(ready.tokens):
             if tokens.shape[1] != dim:
-                raise SpecError("query", f"vectors of {tokens.shape[1]} numbers", str(dim))
+                value = f"vectors of {tokens.shape[1]} numbers"
+                raise bad_query(value, str(dim), place, len(ready))
         compressor, codec = self._compressor(about), self.index.codec(name)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in ready.tokens]
         return replace(ready, tokens=tokens)
@@ -245,22 +296,24 @@ class Searcher:
         about: dict[str, Any],
         k: int,
         score: str,
+        weights: Weights,
         group_by: str | None,
-        where: str | None,
+        rows: np.ndarray | None,
     ) -> list[Ranking]:
-        if not isinstance(k, int) or k < 1:
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise SpecError("k", k, "an integer >= 1")
         if group_by not in (None, "parent"):
             raise SpecError("group_by", group_by, "parent, or nothing")
         _check_score(score, about, queries)
-        rows = self._rows_where(where)
+        check_weights(weights, score)
+        parents = self._parents if group_by else None
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
             batch = slice(first, first + QUERY_BATCH)
-            for scores in self._scores(queries, batch, name, about, score, rows):
-                parents = self._parents if group_by else None
-                best = top_rows(scores, rows, self._order, k, parents)
-                rankings.append(self._ranking(best, scores, rows))
+            scores = self._scores(queries, batch, name, about, score, weights, rows)
+            for query, total in enumerate(scores.total):
+                best = top_rows(total, rows, self._order, k, parents)
+                rankings.append(self._ranking(best, scores.of(query), rows))
         return rankings
 
     def _scores(
@@ -270,30 +323,37 @@ class Searcher:
         name: str,
         about: dict[str, Any],
         score: str,
+        weights: Weights,
         rows: np.ndarray | None,
-    ) -> np.ndarray:
-        """(queries of the batch, rows) float32; -inf where an item lacks what the score needs."""
+    ) -> _Scores:
+        """Scores the queries of a batch; -inf where an item lacks what the score needs."""
         items = None if rows is None else torch.from_numpy(rows)
         tokens = queries.tokens[batch]
-        terms = []
+        late = single = None
         if score in ("late", "hybrid"):
-            packed = self._vectors(name)
-            late = maxsim(tokens, packed, rows=items)
-            if score == "hybrid":
-                late /= torch.tensor([[max(len(query), 1)] for query in tokens])
-            terms.append(late)
+            late = maxsim(tokens, self._vectors(name), rows=items)
         if score in ("single", "hybrid"):
             # One vector each: MaxSim of a one-token query with a one-token item.
             pooled = self._vectors(about["pooled"])
-            vectors = list(queries.pooled[batch].unsqueeze(1))
-            terms.append(maxsim(vectors, pooled, rows=items))
-        return sum(terms).numpy()
+            single = maxsim(list(queries.pooled[batch].unsqueeze(1)), pooled, rows=items)
+        if score == "hybrid":
+            mean = late / torch.tensor([[max(len(query), 1)] for query in tokens])
+            total = weights[0] * single + weights[1] * mean
+            if 0 in weights:
+                total.masked_fill_((single == -torch.inf) | (late == -torch.inf), -torch.inf)
+        else:
+            total = late if single is None else single
+        return _Scores(*(part if part is None else part.numpy() for part in (total, late, single)))
 
-    def _ranking(self, best: np.ndarray, scores: np.ndarray, rows: np.ndarray | None) -> Ranking:
+    def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
         found = best if rows is None else rows[best]
         ids = self._ids.take(pa.array(found))
         return Ranking(
-            ids["item_id"].to_pylist(), ids["parent_id"].to_pylist(), scores[best].tolist(), found
+            ids["item_id"].to_pylist(),
+            ids["parent_id"].to_pylist(),
+            scores.total[best].tolist(),
+            found,
+            *(part if part is None else part[best] for part in (scores.late, scores.single)),
         )
 
     @functools.cached_property
@@ -319,16 +379,32 @@ class Searcher:
         codes = self._ids["parent_id"].combine_chunks().dictionary_encode().indices
         return codes.to_numpy().astype(np.int64)
 
+    def _rows(
+        self,
+        where: str | None,
+        ids: Collection[str] | None,
+        parents: Collection[str] | None,
+    ) -> np.ndarray | None:
+        """The ascending positions of the items that can be hits; None for all."""
+        rows = self._rows_where(where)
+        for field, named in (("ids", ids), ("parents", parents)):
+            if named is not None:
+                own = pc.is_in(self._ids[ID_COLUMNS[field]], value_set=_id_array(field, named))
+                chosen = np.flatnonzero(own.to_numpy())
+                rows = chosen if rows is None else np.intersect1d(rows, chosen, assume_unique=True)
+        return rows
+
     def _rows_where(self, where: str | None) -> np.ndarray | None:
         """The ascending positions of the items that a filter lets through; None for all."""
         if where is None:
             return None
         if where in self._filtered:  # the version does not change
             return self._filtered[where]
-        try:
-            through = self.index.dataset.to_table(columns=["item_id"], filter=where)["item_id"]
-        except (ValueError, OSError) as error:
-            raise SpecError("where", where, f"a Lance SQL filter ({first_line(error)})") from None
+        with filtering(self.index, where):
+            scanner = self.index.dataset.scanner(
+                columns=["item_id"], filter=where, fragments=self._fragments
+            )
+            through = scanner.to_table()["item_id"]
         let_through = pc.is_in(self._ids["item_id"], value_set=through)
         while len(self._filtered) >= KEPT_FILTERS:
             del self._filtered[next(iter(self._filtered))]
@@ -384,6 +460,7 @@ class Searcher:
                     title=row.get("title"),
                     text=row.get(text),
                     span=row.get("span"),
+                    parts=_parts(ranking, i, len(queries.tokens[query])),
                 )
                 if explain:
                     inputs = self._inputs_of(row, about)
@@ -403,6 +480,26 @@ class Searcher:
             return lambda token: []
         form = self.index.by_role("support")[about["support"]]["form"]
         return lambda token: input_tokens(token, support, form)
+
+
+class _Scores(NamedTuple):
+    """The scores (Q, R) float32 of a batch, or (R,) of a query, and the parts they are made of."""
+
+    total: np.ndarray
+    late: np.ndarray | None
+    single: np.ndarray | None
+
+    def of(self, query: int) -> _Scores:
+        """The scores of one query."""
+        return _Scores(*(part if part is None else part[query] for part in self))
+
+
+def _parts(ranking: Ranking, place: int, num_tokens: int) -> Parts:
+    """What the score of a hit is made of."""
+    late, single = (
+        None if part is None else float(part[place]) for part in (ranking.late, ranking.single)
+    )
+    return Parts(late, None if late is None else late / max(num_tokens, 1), single)
 
 
 @dataclass(frozen=True)
@@ -462,6 +559,47 @@ def _check_score(score: str, about: dict[str, Any], queries: Queries) -> None:
         raise SpecError("score", score, "late", "needs single vectors, and the index has none")
     if queries.pooled is None:
         raise SpecError("score", score, "late", "needs a single vector of the query, given as text")
+
+
+def are_weights(weights: Any) -> bool:
+    """Whether these can be the weights of the hybrid score.
+
+    >>> are_weights((1, 0.5)), are_weights((0, 0)), are_weights((1, float("nan"))), are_weights(1)
+    (True, False, False, False)
+    """
+    return (
+        isinstance(weights, tuple | list)
+        and len(weights) == 2
+        and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+        and all(w == 0 or 1e-6 <= w <= 1e6 for w in weights)
+        and any(weights)
+    )
+
+
+def check_weights(weights: Weights, score: str) -> None:
+    """Raises `SpecError` if these are no weights, or the score has none."""
+    if not are_weights(weights):
+        raise SpecError("weights", weights, LEGAL_WEIGHTS)
+    if score != "hybrid" and tuple(weights) != EQUAL:
+        raise SpecError(
+            "weights", weights, "the score hybrid", f"mean nothing to the score {score}"
+        )
+
+
+def _id_array(field: str, ids: Collection[str]) -> pa.Array:
+    """Ids as Arrow has them.
+
+    Raises:
+        SpecError: for `field`: they are no strings, or one string in place of a list.
+    """
+    named = [] if isinstance(ids, str) else list(ids)
+    wrong = [ids] if isinstance(ids, str) else [i for i in named if not isinstance(i, str)]
+    try:
+        if not wrong:
+            return pa.array(named, pa.string())
+    except UnicodeEncodeError as error:
+        wrong = [error.object]
+    raise SpecError(field, wrong[0], "a list of ids, each a text in UTF-8")
 
 
 def top_rows(

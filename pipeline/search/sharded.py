@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
 from pipeline.search.queries import Queries
-from pipeline.search.searcher import Ranking, Score, Searcher
+from pipeline.search.searcher import Ranking, Score, Searcher, Weights
 from pipeline.search.shards import merge_rankings
 
 
@@ -121,18 +121,29 @@ class ShardedSearcher(Searcher):
         about: dict[str, Any],
         k: int,
         score: str,
+        weights: Weights,
         group_by: str | None,
-        where: str | None,
+        rows: np.ndarray | None,
     ) -> list[Ranking]:
         shared = ray.put(queries)
-        found = self._ask(
-            lambda actor: actor.rank_ready.remote(shared, name, k, score, group_by, where)
-        )
+        options = name, k, score, weights, group_by
+        asked = [
+            actor.rank_ready.remote(shared, *options, own)
+            for actor, own in zip(self._open_actors(), self._rows_of_shards(rows), strict=True)
+        ]
+        found = self._get(asked)
         counted = [
             [replace(ranking, rows=ranking.rows + first) for ranking in rankings]
             for rankings, first in zip(found, self._firsts, strict=True)
         ]
         return [merge_rankings(each, k, group_by) for each in zip(*counted, strict=True)]
+
+    def _rows_of_shards(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
+        """What of ascending items each shard has, counted in it; None: all."""
+        if rows is None:
+            return [None] * len(self._firsts)
+        parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
+        return [part - first for part, first in zip(parts, self._firsts, strict=True)]
 
     def _items(self, name: str, rows: np.ndarray) -> list[torch.Tensor]:
         shard_of = np.searchsorted(self._firsts, rows, side="right") - 1
@@ -150,9 +161,12 @@ class ShardedSearcher(Searcher):
         self, question: Callable[[Any], ray.ObjectRef], timeout: float | None = None
     ) -> list[Any]:
         """What every actor answers, in the order of the shards."""
+        return self._get([question(actor) for actor in self._open_actors()], timeout)
+
+    def _open_actors(self) -> list[Any]:
         if not self._actors:
             raise JobError(f"the shards of {self.index.uri} are closed")
-        return self._get([question(actor) for actor in self._actors], timeout)
+        return self._actors
 
     def _get(self, asked: list[ray.ObjectRef], timeout: float | None = None) -> list[Any]:
         try:

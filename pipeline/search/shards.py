@@ -43,7 +43,9 @@ def merge_rankings(
 
 
 def _taken(each: Sequence[Any], chosen: Sequence[int]) -> Any:
-    """Some of the values that all rankings have of a field, whether arrays or lists."""
+    """Some of the values that all rankings have of a field: arrays, lists, or none."""
+    if each[0] is None:
+        return None
     if isinstance(each[0], np.ndarray):
         return np.concatenate(each)[np.array(chosen, np.int64)]
     joined = list(chain.from_iterable(each))

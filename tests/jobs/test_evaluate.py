@@ -19,9 +19,10 @@ from pipeline.eval.beir import read_qrels
 from pipeline.eval.bm25 import Bm25
 from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import means, per_query, read_run
+from pipeline.eval.results import read_results
 from pipeline.index.reader import ITEMS
 from pipeline.registry import ENCODERS
-from pipeline.search.searcher import Searcher
+from pipeline.search.searcher import Searcher, open_index
 
 QRELS = {"1": {"wing": 1, "flow": 0}, "b": {"bread": 2, "gone": 1}}
 
@@ -214,6 +215,10 @@ def test_pictures_of_examples(spec_file, tmp_path):
         ("benchmark.split=dev", "benchmark.split"),
         ("benchmark.name=bier", "benchmark.name"),
         ("index=nowhere", "index"),
+        ("weights=[0, 0]", "weights"),
+        ("weights=[1]", "weights"),
+        ("weights=[1, -1]", "weights"),
+        ("weights=2", "weights"),
     ],
 )
 def test_illegal_specs(spec_file, tmp_path, override, field):
@@ -256,9 +261,41 @@ def test_only_what_a_filter_lets_through_takes_part(spec_file, tmp_path, texts):
     assert float(row["vectors_per_item"]) != everyone.vectors_per_item  # bread's are longer
 
 
+def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
+    """They are named by the rows that they are of, decide what is kept, and rank."""
+    asked = ["representations=[full]", "scores=[late, hybrid]"]
+    first = progress(spec_file, capsys, *asked)
+    assert set(first) == {"full.late", "full.hybrid", "bm25"}
+    weighted = progress(spec_file, capsys, *asked, "weights=[1, 0.25]")
+    assert weighted == {"full.late": False, "full.hybrid-1-0.25": True, "bm25": False}
+    assert not any(progress(spec_file, capsys, *asked, "weights=[1, 0.25]").values())
+    with (tmp_path / "out/metrics.csv").open() as file:
+        assert {row["score"] for row in csv.DictReader(file)} == {"bm25", "late", "hybrid 1:0.25"}
+    assert "| hybrid 1:0.25 |" in (tmp_path / "out/table.md").read_text()
+    assert "full.hybrid-1-0.25" in (tmp_path / "out/report.html").read_text()
+    kept = read_results(str(tmp_path / "out"), "output")
+    assert {result.name: result.weights for result in kept.results} == {
+        "bm25": None, "full.late": None, "full.hybrid-1-0.25": [1.0, 0.25]
+    }  # fmt: skip
+    run = read_run(str(tmp_path / "out/runs/full.hybrid-1-0.25.trec"))
+    how = {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent", "k": 100}
+    (ranking,) = open_index(index_uri).rank(["the lift of a wing"], "full", **how)
+    assert run["1"] == pytest.approx(ranking.scores_by_parent())
+    assert not any(progress(spec_file, capsys, *asked, "weights=[1, 1]").values())
+
+    with pytest.raises(SpecError) as caught:
+        evaluate.main([spec_file, "scores=[late]", "weights=[1, 2]"])
+    assert str(caught.value) == (
+        "weights: [1.0, 2.0] mean nothing without the score hybrid; legal: hybrid among the scores"
+    )
+
+
 @pytest.mark.parametrize(
     ("where", "sentence"),
-    [("nonsense", "where: 'nonsense' .* Lance SQL filter"), ("item_id = ''", "lets none through")],
+    [
+        ("nonsense", "where: 'nonsense' names an unknown column"),
+        ("item_id = ''", "lets none through"),
+    ],
 )
 def test_a_filter_that_is_none(spec_file, where, sentence):
     spec = config.load(EvaluateSpec, spec_file, [f"where={where}"])

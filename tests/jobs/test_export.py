@@ -189,8 +189,14 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
             "representation: 'hpool_99' is not in the index;"
             " legal: minilm_pooled, full, hpool_4, hpool_2, random_4",
         ),
-        (["--representation", "full", "--where", "parent_id ="], "where: 'parent_id =' is not leg"),
-        (["--representation", "full", "--where", "colour = 1"], "where: 'colour = 1' is not legal"),
+        (
+            ["--representation", "full", "--where", "parent_id ="],
+            "where: 'parent_id =' does not parse at its end",
+        ),
+        (
+            ["--representation", "full", "--where", "colour = 1"],
+            "where: 'colour = 1' names an unknown column",
+        ),
         (
             ["--representation", "full", "--where", "parent_id = 'none'"],
             "where: \"parent_id = 'none'\" lets through no item with vectors",

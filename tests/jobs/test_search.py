@@ -1,14 +1,17 @@
 """The search job: as a user runs it, and its options."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import jobs
 from jobs import search
 from pipeline import open_index
 from pipeline.config import SpecError
@@ -70,7 +73,9 @@ def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
         )
         for query_id, ranking in zip(TEXTS, rankings, strict=True)
     }
-    assert capsys.readouterr().out == f"2 queries, 6 hits: {out}\n"
+    first, speed, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("2 queries x 8 items", f"2 queries, 6 hits: {out}")
+    assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", speed)
 
 
 def test_many_queries_without_a_run_are_printed(index_uri, query_file, capsys):
@@ -105,6 +110,187 @@ def test_where_and_no_hits(index_uri, capsys):
     assert {line.split()[2] for line in heads} == {"bread/1", "bread/2"}
     search.main([index_uri, "wing", "--where", "parent_id = 'none'"])
     assert capsys.readouterr().out == "no hits\n"
+
+
+def test_ids_and_parents(index_uri, tmp_path, capsys):
+    (tmp_path / "ids").write_text("wing/1\n\nnone\nheat/1 \nwing/1\n")
+    (tmp_path / "parents").write_text("heat\nbread\nno\none\n")
+    asked = [index_uri, "wing", "--ids", str(tmp_path / "ids")]
+    search.main([*asked, "--json"])
+    out, said = capsys.readouterr()
+    assert said.splitlines()[0] == "ids: 2 of 3 are in the index"
+    assert [json.loads(line)["item_id"] for line in out.splitlines()] == ["wing/1", "heat/1"]
+    search.main([*asked, "--parents", str(tmp_path / "parents")])
+    first, second, *hits = capsys.readouterr().out.splitlines()
+    assert first == "ids: 2 of 3 are in the index"
+    assert second == "parents: 2 of 4 are in the index"
+    assert [line.split()[2] for line in hits if line[:5].strip()] == ["heat/1"]
+
+    out = str(tmp_path / "run.trec")
+    where = ["--where", "item_id <> 'heat/1'"]
+    search.main([*asked, *where, "--run", out])
+    assert "\n1 queries x 1 items\n" in capsys.readouterr().out
+    assert set(read_run(out)["1"]) == {"wing/1"}
+
+
+def test_hits_as_json(index_uri, query_file, capsys):
+    """All that is known of a hit, and its parts."""
+    how = {"k": 2, "score": "hybrid", "weights": (1, 0.5)}
+    command = ["-k", "2", "--score", "hybrid", "--weights", "1", "0.5", "--json"]
+    search.main([index_uri, "--queries", query_file, *command])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    every = open_index(index_uri).search(list(TEXTS.values()), explain=False, **how)
+    expected = [
+        {"query_id": query_id, **asdict(hit)}
+        for query_id, hits in zip(TEXTS, every, strict=True)
+        for hit in hits
+    ]
+    assert rows == json.loads(json.dumps(expected))
+    for row in rows:
+        parts = row["parts"]
+        assert row["score"] == pytest.approx(parts["single"] + 0.5 * parts["late_mean"], abs=1e-6)
+        assert parts["late"] > parts["late_mean"] > 0
+
+
+def test_parts_of_a_hybrid_score_are_shown(index_uri, capsys):
+    search.main([index_uri, "slipstream", "--score", "hybrid", "-k", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    shown = re.fullmatch(r"     single (.{6}), late (.{6}) \(mean (.{6})\)", lines[1])
+    total = float(shown[1]) + float(shown[3])
+    assert float(lines[0].split()[1]) == pytest.approx(total, abs=2e-4)
+    search.main([index_uri, "slipstream", "-k", "1"])
+    assert "single" not in capsys.readouterr().out
+
+
+def test_a_long_list_is_ranked_part_by_part(index_uri, query_file, tmp_path, capsys, monkeypatch):
+    whole, parts = str(tmp_path / "whole.trec"), str(tmp_path / "parts.trec")
+    search.main([index_uri, "--queries", query_file, "--run", whole])
+    capsys.readouterr()
+    monkeypatch.setattr(search, "QUERIES_AT_ONCE", 1)
+    monkeypatch.setattr(search, "SAY_EVERY", 0.0)
+    search.main([index_uri, "--queries", query_file, "--run", parts])
+    assert re.search(
+        r"^\S+ 1 of 2 queries; encoded \S+ queries/s, scored \S+ queries/s$",
+        capsys.readouterr().out,
+        re.M,
+    )
+    runs = [read_run(path) for path in (whole, parts)]
+    assert {q: pytest.approx(scores, abs=1e-4) for q, scores in runs[0].items()} == runs[1]
+    assert {q: list(scores) for q, scores in runs[0].items()} == {
+        q: list(scores) for q, scores in runs[1].items()
+    }
+
+
+def test_a_weighted_run_says_so(index_uri, tmp_path):
+    out = tmp_path / "run.trec"
+    search.main(
+        [index_uri, "wing", "--score", "hybrid", "--weights", "1", ".25", "--run", str(out)]
+    )
+    assert out.read_text().splitlines()[0].endswith(" full.hybrid-1-0.25")
+    search.main([index_uri, "wing", "--score", "hybrid", "--run", str(out)])
+    assert out.read_text().splitlines()[0].endswith(" full.hybrid")
+
+
+BAD = {
+    "empty.jsonl": "\n",
+    "twice.tsv": "1\twing\n\n1\tbread\n",
+    "no_text.jsonl": '{"_id": "1", "text": "a wing"}\n{"_id": "2"}\n',
+    "no_id.jsonl": '{"_id": null, "text": "a wing"}\n',
+    "half.jsonl": '{"_id": "1", "text": "\\ud800"}\n',
+    "broken.jsonl": '{"_id": "1", "text": "a wing"}\n{"_id": "2", "te\n',
+}
+LINE = '; legal: lines {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
+SAID = {
+    "gone.jsonl": "queries: 'gone.jsonl' does not exist; legal: the path of an existing file",
+    "empty.jsonl": "queries: 'empty.jsonl' is empty; legal: a file with at least one query",
+    "twice.tsv": "queries: '1' is there twice (line 3); legal: each id once",
+    "no_text.jsonl": """queries: '{"_id": "2"}' stands in line 2 of no_text.jsonl""" + LINE,
+    "no_id.jsonl": "queries: '"
+    + BAD["no_id.jsonl"][:-1]
+    + "' stands in line 1 of no_id.jsonl"
+    + LINE,
+    "half.jsonl": f"queries: {BAD['half.jsonl'][:-1]!r} stands in line 1 of half.jsonl" + LINE,
+    "broken.jsonl": """queries: '{"_id": "2", "te' stands in line 2 of broken.jsonl""" + LINE,
+}
+
+
+def refused(arguments, capsys) -> str:
+    """What a job that is given bad input says before it ends with code 2."""
+    with pytest.raises(SystemExit) as exit:
+        jobs.run(search.main, arguments)
+    out, said = capsys.readouterr()
+    assert (exit.value.code, out) == (2, "")
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said[len("error: ") : -1]
+
+
+@pytest.mark.parametrize("file", SAID)
+def test_query_files_that_cannot_be(index_uri, tmp_path, file, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if file in BAD:
+        (tmp_path / file).write_text(BAD[file])
+    assert refused([index_uri, "--queries", file, "--run", "out.trec"], capsys) == SAID[file]
+    assert not (tmp_path / "out.trec").exists()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "sentence"),
+    [
+        (np.full((2, 384), np.nan), "'b' holds NaN or infinity; legal: finite float32 numbers"),
+        (np.zeros((2, 384)), "'b' holds zeros; legal: a vector with a direction"),
+        (np.ones((2, 5)), "'b' holds vectors of 5 numbers; legal: 384"),
+        (
+            np.ones((0, 384)),
+            "'b' holds an array of shape (0,); legal: a matrix of numbers of shape (query tokens,"
+            " dim)",
+        ),
+        (None, "'a' is there twice; legal: each id once"),
+    ],
+)
+def test_query_vectors_that_cannot_be(index_uri, tmp_path, vectors, sentence, capsys):
+    ids = ["a", "a"] if vectors is None else ["a", "b"]
+    vectors = np.ones((1, 384)) if vectors is None else vectors
+    table = pa.table({"id": ids, "vectors": [np.ones((1, 384)).tolist(), vectors.tolist()]})
+    pq.write_table(table, tmp_path / "queries.parquet")
+    given = ["--query-vectors", str(tmp_path / "queries.parquet"), "--run", str(tmp_path / "out")]
+    assert re.sub("^query.vectors: ", "", refused([index_uri, *given], capsys)) == sentence
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--where", "parent_id = 'heat' OR"], "where: \"parent_id = 'heat' OR\" does not parse at "
+         "its end; legal: a condition in SQL over the items' columns, such as modality = 'text' "
+         "(there: an expression)"),
+        (["--where", "heat"], "where: 'heat' names an unknown column, 'heat', character 1; legal: "
+         "item_id, parent_id, source, modality, span.unit, span.start, span.end, title, text, "
+         "caption, revision, metadata"),
+        (["--score", "hybrid", "--weights", "0", "0"], "weights: (0.0, 0.0) is not legal; legal: "
+         "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"),
+        (["--score", "hybrid", "--weights", "nan", "1"], "weights: (nan, 1.0) is not legal; legal: "
+         "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"),
+        (["--weights", "1", "2"], "weights: (1.0, 2.0) mean nothing to the score late; legal: the "
+         "score hybrid"),
+        (["--weights", "1", "x"], "argument --weights: invalid float value: 'x'; see --help"),
+        (["-k", "0"], "argument -k/--k: '0' is not legal; legal: an integer >= 1; see --help"),
+        (["-k", "true"], "argument -k/--k: 'true' is not legal; legal: an integer >= 1; see "
+         "--help"),
+        (["--score", "best"], "argument --score: invalid choice: 'best' (choose from 'late', "
+         "'single', 'hybrid'); see --help"),
+        (["--ids", "gone"], "ids: 'gone' does not exist; legal: the path of an existing file"),
+        (["--ids", "none"], "ids: 'none' is empty; legal: a file with at least one id"),
+        (["--run", "none/run.trec"], "run: 'none/run.trec' lies under the file none; legal: a path "
+         "under folders"),
+        (["--run", "x", "--json"], "--json is of printed hits, without --run; see --help"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(index_uri, tmp_path, options, sentence, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").write_text("\n")
+    said = refused([index_uri, "wing", *options], capsys)
+    assert said.replace(f"{tmp_path}/", "") == sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["none"]
 
 
 def test_a_failed_run_leaves_no_file(index_uri, tmp_path):

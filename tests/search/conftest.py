@@ -1,0 +1,114 @@
+"""An index of vectors that a test chooses, and the scores of its items worked out one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.index.reader import ITEMS
+from pipeline.schema import ITEM, Item
+from pipeline.search.queries import Queries
+from pipeline.search.searcher import Searcher, open_index
+
+DIM = 384
+
+
+class Row(NamedTuple):
+    """An item: its ids, token vectors (N, 384) or None, single vector (384,) or None."""
+
+    item_id: str
+    parent_id: str
+    tokens: np.ndarray | None
+    pooled: np.ndarray | None
+
+
+@pytest.fixture
+def index_of(index_uri, tmp_path) -> Callable[[Sequence[Row]], Searcher]:
+    """Makes an index whose representation `hpool_2` and single vectors are those of the rows."""
+
+    def make(rows: Sequence[Row]) -> Searcher:
+        there = lance.dataset(f"{index_uri}/{ITEMS}").schema
+        schema = pa.schema([*ITEM, there.field("minilm_pooled"), there.field("hpool_2")])
+        items = [Item(r.item_id, r.parent_id, "test", "text", "r1").row() for r in rows]
+        for item, row in zip(items, rows, strict=True):
+            item["minilm_pooled"] = None if row.pooled is None else row.pooled.tolist()
+            item["hpool_2"] = None if row.tokens is None else row.tokens.tolist()
+        table = pa.Table.from_pylist(items, schema=schema)
+        uri = str(tmp_path / f"vectors{len(list(tmp_path.iterdir()))}")
+        lance.write_dataset(table, f"{uri}/{ITEMS}", max_rows_per_file=50)
+        return open_index(uri)
+
+    return make
+
+
+def random_rows(rng: np.random.Generator, number: int) -> list[Row]:
+    """Items of few different scores, each exact in float16; some lack the one or other vectors."""
+    rows = []
+    for i in rng.permutation(number):
+        tokens = rng.integers(-1, 2, (rng.integers(1, 4), DIM)) * (np.arange(DIM) < 3)
+        pooled = rng.integers(-1, 2, DIM) * (np.arange(DIM) < 2)
+        kinds = rng.random(2) > 0.1
+        rows.append(
+            Row(
+                f"i{i:03}",
+                f"p{rng.integers(number // 4)}",
+                tokens.astype(np.float32) if kinds[0] else None,
+                pooled.astype(np.float32) if kinds[1] else None,
+            )
+        )
+    return rows
+
+
+def random_queries(rng: np.random.Generator, number: int) -> Queries:
+    """Queries of 1, 2 or 4 tokens: all sums and means of their scores are exact."""
+    lengths = rng.choice([1, 2, 4], number)
+    tokens = [torch.from_numpy(rng.integers(-1, 2, (n, DIM)).astype(np.float32)) for n in lengths]
+    pooled = torch.from_numpy(rng.integers(-1, 2, (number, DIM)).astype(np.float32))
+    return Queries(tokens, pooled, [[f"#{i}" for i in range(n)] for n in lengths])
+
+
+class Scored(NamedTuple):
+    """An item's score and its parts."""
+
+    total: float
+    late: float | None
+    late_mean: float | None
+    single: float | None
+
+
+def score_by_hand(row: Row, queries: Queries, query: int, score: str, weights=(1, 1)) -> Scored:
+    """What a row scores; -inf where it lacks what the score needs."""
+    tokens = queries.tokens[query].numpy()
+    late = single = -np.inf
+    if row.tokens is not None:
+        late = sum(max(float(q @ token) for token in row.tokens) for q in tokens)
+    if row.pooled is not None:
+        single = float(queries.pooled[query].numpy() @ row.pooled)
+    mean = late / len(tokens)
+    if score == "late":
+        return Scored(late, late, mean, None)
+    if score == "single":
+        return Scored(single, None, None, single)
+    known = -np.inf not in (late, single)
+    return Scored(weights[0] * single + weights[1] * mean if known else -np.inf, late, mean, single)
+
+
+def best_by_hand(
+    rows: Sequence[Row], queries: Queries, query: int, score: str, weights=(1, 1), by_parent=False
+) -> list[tuple[Row, Scored]]:
+    """The rows that score at all, best first and equal ones by id; of each parent the first."""
+    scored = [(row, score_by_hand(row, queries, query, score, weights)) for row in rows]
+    scored = [(row, parts) for row, parts in scored if parts.total > -np.inf]
+    scored.sort(key=lambda pair: (-pair[1].total, pair[0].item_id))
+    if by_parent:
+        firsts = {}
+        for row, parts in scored:
+            firsts.setdefault(row.parent_id, (row, parts))
+        scored = list(firsts.values())
+    return scored

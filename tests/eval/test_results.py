@@ -87,8 +87,8 @@ def test_settings_that_are_not_defaults_name_another_method():
     plain = {"name": "random", "num_vectors": 8, "ratio": None, "seed": 0}
     assert method_name(plain) == method_name({**plain, "seed": 3}) == "random"
     assert method_name({**plain, "rounding": "half_even"}) == "random rounding=half_even"
-    assert method_name(plain, "int8", "caption") == "random int8 of caption"
-    assert method_name({"name": "none"}, "int8") == "full int8"
+    assert method_name(plain, {"name": "int8"}, "caption") == "random int8 of caption"
+    assert method_name({"name": "none"}, {"name": "int8"}) == "full int8"
     assert method_name({"name": "hpool", "num_vectors": 4, "layers": [3]}) == "hpool layers=[3]"
 
 

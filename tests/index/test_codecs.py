@@ -208,6 +208,15 @@ def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection)
     np.testing.assert_array_equal(exported, np.concatenate(list(source.values())))
 
 
+def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, collection):
+    spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), FULL, RESIDUAL)
+    lines: list[str] = []
+    job.dry_run(spec, job.IndexResources(), None, lines.append)
+    (said,) = (line for line in lines if line.startswith("  residual "))
+    assert said.split()[1:5] == [f"{NUM_TOKENS * (4 + DIM // 2)}", "bytes", "an", "item"]
+    assert not (tmp_path / "index").exists()
+
+
 def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, collection):
     big = {**FULL, "codec": "residual"}
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)

@@ -60,7 +60,7 @@ def text(there: dict[str, Any]) -> str:
 
 
 _HEADER = ("representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled")
-_REPRESENTATION = "{:20} {:10} {:>5} {:10} {:>8} {:>12} {:>12} {:>8}"
+_REPRESENTATION = "{:28} {:10} {:>5} {:19} {:>8} {:>12} {:>12} {:>8}"
 
 
 if __name__ == "__main__":

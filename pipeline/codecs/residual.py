@@ -72,7 +72,7 @@ class Residual(Codec):
             sample_TD.shape[1],
             spec.num_centroids,
             niter=NUM_ITERATIONS,
-            seed=seed,
+            seed=seed % 2**31,  # what faiss takes
             min_points_per_centroid=1,
             max_points_per_centroid=TOKENS_PER_CENTROID,
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from pipeline.codecs import Codec
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries
 from pipeline.eval.diagnostics import (
@@ -22,30 +23,35 @@ from pipeline.eval.diagnostics import (
     used_vectors,
 )
 from pipeline.index.reader import Index
+from pipeline.registry import CODECS
 from pipeline.search.searcher import Searcher
+
+#: Codecs of full tokens that are an oracle before others, the first before all: the default, so
+#: that what was diagnosed stays when a more exact column is added.
+BEST = ("float16", "float32", "int8")
 
 
 def full_tokens_of(index: Index, name: str) -> str | None:
     """The representation that holds every token of what this one is made of; None without one.
 
-    And none for vectors that queries are transformed for, such as bits: their scores are no share
-    of a cosine.
+    And none for vectors that queries are transformed for, or whose codec keeps no scores, such as
+    bits: their scores are no share of a cosine.
     """
     about = index.representation(name)
-    if about.get("query_dim", about["dim"]) != about["dim"]:
+    if about.get("query_dim", about["dim"]) != about["dim"] or not _codec(about).keeps_scores:
         return None
     same = [
-        other
+        (BEST.index(codec) if (codec := its["codec"]["name"]) in BEST else len(BEST), other)
         for other, its in index.representations().items()
         if its["compressor"]["name"] == "none"
         and (its["fingerprint"], its.get("of")) == (about["fingerprint"], about.get("of"))
+        and _codec(its).keeps_scores
     ]
-    # Scores of rounded vectors are no oracle where others are stored.
-    return min(same, key=lambda n: _codec(index, n) != "float16", default=None)
+    return min(same, key=lambda entry: entry[0], default=(0, None))[1]
 
 
-def _codec(index: Index, name: str) -> str:
-    return index.representation(name)["codec"]["name"]
+def _codec(about: dict[str, Any]) -> type[Codec]:
+    return CODECS.load(about["codec"]["name"])
 
 
 class Diagnoser:

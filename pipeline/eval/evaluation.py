@@ -46,6 +46,7 @@ from pipeline.eval.results import (
     method_name,
 )
 from pipeline.eval.topics import read_query_vectors
+from pipeline.index.columns import codec_fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both
 from pipeline.index.status import stored
@@ -266,7 +267,7 @@ def _grounding(
     key = Cells.key(
         grounding=phrases,
         content=index.content_key(["item_id", *columns]),
-        made=[about[setting] for setting in ("fingerprint", "compressor", "artefact", "codec")],
+        made=_made(about),
     )
     kept = cells.read(key, Grounded)
     if kept is None:
@@ -285,7 +286,7 @@ def _remarks(results: Sequence[Result]) -> Iterator[str]:
     if without := [result.representation for result in diagnosed if not result.diagnosis.full]:
         yield (
             f"no OSR for {', '.join(without)}: the index has no full tokens (compressor none) "
-            "of the encoder"
+            "of the encoder, or their scores are no share of a cosine"
         )
     retentions = [result.retention for result in diagnosed if result.retention]
     if most := max((retention.num_left_out for retention in retentions), default=0):
@@ -410,11 +411,10 @@ class _Ranker:
         names = [representation, full_tokens_of(index, representation)]
         columns = ["item_id", "parent_id", *filter(None, names), *self._filtered]
         abouts = [index.representation(name) for name in names if name]
-        settings = ("fingerprint", "compressor", "artefact", "codec")
         return Cells.key(
             diagnosis=names,
             content=index.content_key(columns),
-            made=[[about[name] for name in settings] for about in abouts],
+            made=[_made(about) for about in abouts],
             vectors=self._hash_of_vectors,
             judgments=self.judgments,
             where=self._spec.where,
@@ -523,6 +523,12 @@ def _hash_of(vectors: Sequence[np.ndarray]) -> str:
     return hashed.hexdigest()
 
 
+def _made(about: dict[str, Any]) -> list[Any]:
+    """How a representation was made, for the hash of what is computed of it."""
+    codec_artefact = about.get("codec_artefact")
+    return [*codec_fitted_for(about).values(), *([codec_artefact] if codec_artefact else [])]
+
+
 def _columns(row: Row, about: dict[str, Any]) -> list[str]:
     """The columns that a row's vectors and its sizes are read from."""
     pooled = [] if row.score == "late" else [about["pooled"]]
@@ -578,10 +584,10 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     compressor = about["compressor"]
     with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
         compressor = dump(COMPRESSORS.resolve(compressor))
-    method = method_name(compressor, about["codec"]["name"], about.get("of", "content"))
+    method = method_name(compressor, about["codec"], about.get("of", "content"))
     budget = compressor.get("num_vectors")
     named = row.representation, method, budget, row.score, encoder
-    return Result(*named, **measured, compressor=compressor)
+    return Result(*named, **measured, compressor=compressor, codec=about["codec"])
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:

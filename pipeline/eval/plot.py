@@ -11,8 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
-from pipeline.eval.views import in_scans, layer_scans, line_name
+from pipeline.eval.results import (
+    BM25,
+    FULL,
+    SINGLE,
+    Budget,
+    Evaluation,
+    Result,
+    method_name,
+    pareto_front,
+)
+from pipeline.eval.views import codecs_of, in_scans, layer_scans, line_name
+from pipeline.index.columns import codec_name
 
 #: Colours that stay apart for readers who see colours differently, and in print with the markers;
 #: the second eight are dashed too.
@@ -47,12 +57,24 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def styles(evaluation: Evaluation) -> dict[str, dict[str, str]]:
-    """How each line is drawn, the same in all figures: methods, then scans of no such method."""
+    """How each line is drawn, the same in all figures: methods, then scans of no such method.
+
+    Where there are several codecs, a colour is a codec and a marker is a method.
+    """
     scanned = in_scans(evaluation)
     rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]
-    names = sorted({line_name(evaluation, row) for row in rows})
-    names = dict.fromkeys([*names, *(scan.name for scan in layer_scans(evaluation))])
-    return {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+    lines = {line_name(evaluation, row): row for row in rows}
+    scans = [scan.name for scan in layer_scans(evaluation)]
+    names = dict.fromkeys([*sorted(lines), *scans])
+    drawn = {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+    codecs = codecs_of(evaluation)
+    if len(codecs) > 1:
+        methods = sorted({method_name(row.compressor) for row in rows})
+        for name, row in lines.items():
+            style = STYLES[methods.index(method_name(row.compressor)) % len(STYLES)]
+            color = COLORS[codecs.index(codec_name(row.codec)) % len(COLORS)]
+            drawn[name] = {**style, "color": color}
+    return drawn
 
 
 def plain(panel: Axes) -> None:
@@ -133,6 +155,7 @@ def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
 
 def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
     measure, scanned = evaluation.headline, in_scans(evaluation)
+    num_codecs = len(codecs_of(evaluation))
     results = [r for r in evaluation.results if r.score in (score, SINGLE, BM25)]
     sizes: dict[Budget, float] = {}  # of each budget, of the method that takes most
     for method, style in styles(evaluation).items():
@@ -151,7 +174,10 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
                 _draw_line(panel, line, measure, method, style)
         for row in rows:
             sizes[row.budget] = max(row.vector_bytes, sizes.get(row.budget, 0.0))
-    _label_budgets(panel, sizes)
+            if num_codecs > 1:  # a budget has as many sizes: each point says which it is
+                _label_point(panel, row, row.means[measure], style["color"])
+    if num_codecs <= 1:
+        _label_budgets(panel, sizes)
     front = pareto_front(evaluation.results, measure)
     panel.plot(
         [result.vector_bytes for result in front],
@@ -204,6 +230,19 @@ def _draw_line(
         label=method,
         linewidth=1.8,
         capsize=3,
+    )
+
+
+def _label_point(panel: Axes, row: Result, quality: float, color: str) -> None:
+    """Writes a row's budget above its point."""
+    panel.annotate(
+        str(row.budget),
+        (row.vector_bytes, quality),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=6,
+        color=color,
     )
 
 

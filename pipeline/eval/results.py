@@ -16,6 +16,7 @@ from pipeline.config import SpecError, absolute, digest
 from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
 from pipeline.eval.metrics import means
 from pipeline.eval.significance import holm, randomisation_p
+from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
 
 BM25, SINGLE, FULL = "bm25", "single", "full"
@@ -27,6 +28,8 @@ ALPHA = 0.05
 KEPT = 0.95
 #: What a seed's numbers call its score retention, beside the measures.
 OSR = "OSR"
+#: How vectors are stored where nothing else is said; names leave it out.
+DEFAULT_CODEC = {"name": "float16"}
 #: Settings of a compressor that its method's name leaves out: axes of tables and plots, each.
 AXES = ("num_vectors", "ratio", "seed")
 
@@ -66,6 +69,7 @@ class Result:
         median_ms: milliseconds that such a query takes when it comes alone, in the median.
         p95_ms: and at the 95th percentile.
         compressor: its resolved spec; empty for BM25 and single vectors.
+        codec: the resolved spec of how its vectors are stored.
         diagnosis: what the diagnostics say; None for other than late rows, and without them.
         grounding: the grounding measures by name; empty where they were not asked for.
         weights: of the single and the late score in a hybrid one; None where they are equal.
@@ -86,6 +90,7 @@ class Result:
     median_ms: float
     p95_ms: float
     compressor: dict[str, Any] = field(default_factory=dict)
+    codec: dict[str, Any] = field(default_factory=DEFAULT_CODEC.copy)
     diagnosis: Diagnosis | None = None
     grounding: dict[str, float] = field(default_factory=dict)
     seeds: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -138,20 +143,24 @@ class Result:
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def method_name(compressor: Mapping[str, Any], codec: str = "float16", of: str = "content") -> str:
+def method_name(
+    compressor: Mapping[str, Any], codec: Mapping[str, Any] = DEFAULT_CODEC, of: str = "content"
+) -> str:
     """A compressor's name, with all that tells it from others: settings, codec, what it is of.
 
     Settings that are the defaults are left out, and those that are axes: the budget and the seed.
 
     >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
     ('full', 'hpool')
-    >>> method_name({"name": "hpool", "ratio": 0.1, "linkage": "rows"}, codec="int8")
+    >>> method_name({"name": "hpool", "ratio": 0.1, "linkage": "rows"}, codec={"name": "int8"})
     'hpool linkage=rows int8'
+    >>> method_name({"name": "none"}, codec={"name": "residual", "bits": 2, "num_centroids": 256})
+    'full residual bits=2'
     >>> hpool = {"name": "hpool", "num_vectors": 8, "num_protected": 1}
     >>> method_name({"name": "adaptive", "num_vectors": 8, "method": hpool, "criterion": "entropy"})
     'adaptive (hpool) criterion=entropy'
     """
-    apart = [codec] * (codec != "float16")
+    apart = [codec_name(codec)] * (codec != DEFAULT_CODEC)
     if compressor["name"] == "none":
         return " ".join([FULL, *apart])
     apart += [f"of {of}"] * (of != "content")
@@ -235,8 +244,8 @@ class Standing:
         retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
         p_reference: of the difference to the reference, corrected; None for the reference itself.
         p_bm25: of the difference to BM25, corrected; None without BM25.
-        p_random: of the difference to the mean over the seeds of random at the same budget, under
-            the same score, corrected; None where there is none.
+        p_random: of the difference to the mean over the seeds of random at the same budget, by the
+            same codec and under the same score, corrected; None where there is none.
         below_bm25: whether its mean is lower than BM25's.
         pareto: whether no row has better quality for at most its bytes; BM25, whose postings are
             not counted, takes no part.
@@ -432,14 +441,15 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
 
 
 def _random(result: Result, results: Sequence[Result]) -> Result | None:
-    """Random at a row's budget; the plain one, if there are several."""
+    """Random at a row's budget, stored alike; the plain one, if there are several."""
     same = [
         r
         for r in results
         if r.is_random
         and result.is_compressed
         and any(result.budget)
-        and (r.budget, r.score, r.encoder) == (result.budget, result.score, result.encoder)
+        and (r.budget, r.codec, r.score, r.encoder)
+        == (result.budget, result.codec, result.score, result.encoder)
     ]
     return min(same, key=lambda r: (len(r.method), r.representation), default=None)
 

@@ -11,9 +11,15 @@ import numpy as np
 from scipy.stats import pearsonr
 
 from pipeline.eval.results import FULL, OSR, Budget, Evaluation, Result
+from pipeline.index.columns import codec_name
 
 #: The measure of SAP's figures, where it was measured.
 SAPS_MEASURE = "nDCG@5"
+
+
+def codecs_of(evaluation: Evaluation) -> list[str]:
+    """The codecs by which multi-vector rows are stored."""
+    return sorted({codec_name(r.codec) for r in evaluation.results if r.compressor})
 
 
 def line_name(evaluation: Evaluation, result: Result) -> str:

@@ -45,12 +45,12 @@ from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, with_taps
-from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
 from pipeline.stage import Resources, chain, from_ipc, packed_table
 from pipeline.taps import Tap, TapName, single_taps
-from pipeline.tokens import TokenBatch
+from pipeline.tokens import TokenBatch, flat_from_arrow
 
 log = logging.getLogger("maxray.index")
 
@@ -670,18 +670,30 @@ def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Re
 
 @ray.remote
 def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
-    """Encodes and compresses a few items: tokens an item, items per second, bytes by column."""
+    """Encodes and compresses a few items: tokens an item, items per second, bytes by column.
+
+    Nothing is fitted: compressors that learn are left out, and of codecs that learn the bytes are
+    known without.
+    """
     facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
-    fitted = [r for r in every_representation(spec) if not needs_fit(r)]
+    plain = CODECS.resolve("float16")
+    every = every_representation(spec)
+    codecs = {r.id: codec for r in every if (codec := CODECS.build(r.codec)).needs_fit}
+    tried = [r.model_copy(update={"codec": plain}) if r.id in codecs else r for r in every]
+    tried = [r for r in tried if not needs_fit(r)]
     columns = [column.name for column in own_fields(facts, spec)]
-    encode = encode_stage(spec, facts, fitted)
-    stage = Represent(encode, Compress(facts, fitted, {}, columns))
+    encode = encode_stage(spec, facts, tried)
+    stage = Represent(encode, Compress(facts, tried, {}, columns))
     stage.setup()
     start = time.perf_counter()
     table, _ = stage.process(items)
     elapsed = time.perf_counter() - start
     there = [name for name in stage.adds if name in table.column_names]
     num_bytes = {name: table[name].nbytes / items.num_rows for name in there}
+    for name in codecs.keys() & num_bytes.keys():
+        vectors, lengths = flat_from_arrow(table[name])
+        token_bytes = codecs[name].token_bytes(vectors.shape[1])
+        num_bytes[name] = int(lengths.sum()) * token_bytes / items.num_rows
     return {
         "tokens": stage.num_tokens / items.num_rows,
         "rate": items.num_rows / elapsed,

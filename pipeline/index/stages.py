@@ -15,7 +15,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 
 from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.config import Spec
+from pipeline.config import Spec, digest, dump
 from pipeline.index.columns import (
     ASPECTS,
     TOKEN_COLUMNS,
@@ -146,14 +146,16 @@ class Compress(Stage):
         )
 
     def setup(self) -> None:
-        self._compressors: list[tuple[Representation, Compressor, Codec]] = [
-            (
-                r,
-                COMPRESSORS.build(r.compressor, self.learned[r.id].compressor),
-                CODECS.build(r.codec, self.learned[r.id].codec),
-            )
-            for r in self.representations
-        ]
+        # What differs in its codec alone is compressed once.
+        self._compressors: dict[str, tuple[Compressor, list[tuple[Representation, Codec]]]] = {}
+        for r in self.representations:
+            learned = self.learned[r.id]
+            own = [r.id] if learned.compressor is not None else []
+            key = digest([r.of, dump(r.compressor), own])
+            if key not in self._compressors:
+                compressor = COMPRESSORS.build(r.compressor, learned.compressor)
+                self._compressors[key] = compressor, []
+            self._compressors[key][1].append((r, CODECS.build(r.codec, learned.codec)))
 
     def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
         """The stored columns of a batch of token vectors of an aspect of the items."""
@@ -167,13 +169,14 @@ class Compress(Stage):
         for name in batch.taps:
             if (column := tap_column(facts, Tap.parse(name))) in self.encoder_columns:
                 columns[column] = tap_values(batch, Tap.parse(name))
-        for representation, compressor, codec in self._compressors:
-            if representation.of != aspect:
+        for compressor, representations in self._compressors.values():
+            if representations[0][0].of != aspect:
                 continue
             result = compressor.compress(with_taps(batch, compressor.needs_taps, facts))
-            columns[representation.id] = codec.encode(result)
-            if has_support(representation):
-                columns[representation.support_id] = support_column(result, batch, compressor)
+            for representation, codec in representations:
+                columns[representation.id] = codec.encode(result)
+                if has_support(representation):
+                    columns[representation.support_id] = support_column(result, batch, compressor)
         return pa.table(columns)
 
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:

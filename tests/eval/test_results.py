@@ -87,8 +87,8 @@ def test_settings_that_are_not_defaults_name_another_method():
     plain = {"name": "random", "num_vectors": 8, "ratio": None, "seed": 0}
     assert method_name(plain) == method_name({**plain, "seed": 3}) == "random"
     assert method_name({**plain, "rounding": "half_even"}) == "random rounding=half_even"
-    assert method_name(plain, "int8", "caption") == "random int8 of caption"
-    assert method_name({"name": "none"}, "int8") == "full int8"
+    assert method_name(plain, {"name": "int8"}, "caption") == "random int8 of caption"
+    assert method_name({"name": "none"}, {"name": "int8"}) == "full int8"
     assert method_name({"name": "hpool", "num_vectors": 4, "layers": [3]}) == "hpool layers=[3]"
 
 
@@ -153,10 +153,11 @@ def test_against_random_at_the_same_budget():
         result("d", quality=[0.9] * 12, num_vectors=16, compressor={**hpool, "num_vectors": 16}),
         result("e", quality=[0.9] * 12, num_vectors=None, compressor={"name": "hpool", "ratio": 1}),
         result("full", "full", None, quality=[0.9] * 12, compressor={"name": "none"}),
+        result("g", quality=[0.9] * 12, compressor=hpool, codec={"name": "int8"}),
     ]
     p_values = [row.p_random for row in standings(rows, "nDCG@10")]
     assert p_values[1] == 1 and p_values[2] < 0.01  # as good as the mean of the seeds, and better
-    assert [p_values[i] for i in (0, 3, 4, 5, 6)] == [None] * 5
+    assert [p_values[i] for i in (0, 3, 4, 5, 6, 7)] == [None] * 6
 
 
 def test_an_evaluation_survives_its_file(evaluation, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
-from pipeline.index.columns import every_representation
+from pipeline.index.columns import every_representation, representation_fields
 from pipeline.index.reader import Index
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
@@ -128,7 +128,7 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
     writer = IndexWriter(str(uri), "died")
     facts, _ = recompress.stored_facts(Index(str(uri)), "full")
     (wanted,) = every_representation(a_spec)
-    writer.add_columns(recompress.representation_fields(wanted, facts, None))
+    writer.add_columns(representation_fields(wanted, facts, None))
     assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
     fill = recompress.FillFragment(
         str(uri), writer.dataset.version, "full", Compress(facts, [wanted], {}, ()), num_threads=1

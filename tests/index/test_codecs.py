@@ -1,0 +1,242 @@
+"""Codecs in an index: fitted once, kept, used again, refused where they do not belong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.index import job, recompress
+from pipeline.index.artefacts import load_artefact
+from pipeline.index.columns import Representation, every_representation
+from pipeline.index.export import export
+from pipeline.index.reader import Index
+from pipeline.index.status import status
+from pipeline.registry import CODECS
+
+FULL = {"compressor": "none"}
+CODEC = {"name": "residual", "num_centroids": 8}
+RESIDUAL = {**FULL, "codec": CODEC, "id": "residual"}
+DOCUMENTS = {f"d{i}": f"{i}" for i in range(9)}
+DIM, NUM_TOKENS = 24, 6
+
+
+def index_spec(uri: Path, collection: Path, *representations: dict, **fields: Any) -> job.IndexSpec:
+    given = {
+        "index": str(uri),
+        "source": {"name": "text", "path": str(collection)},
+        "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": NUM_TOKENS, "dim": DIM},
+        "representations": list(representations),
+        "unit_items": 2,
+        "fragment_items": 2,
+        "fit": {"num_items": 5, "seed": 3},
+        **fields,
+    }
+    return config.parse(job.IndexSpec, given)
+
+
+def make_index(spec: job.IndexSpec, **options: Any) -> None:
+    job.run(spec, job.IndexResources(), job="1", report=lambda line: None, **options)
+
+
+def run_recompress(uri: Path, *representations: dict, **fields: Any) -> recompress.Progress:
+    given = {"index": str(uri), "representations": list(representations), **fields}
+    spec = config.parse(recompress.RecompressSpec, given)
+    resources = recompress.RecompressResources()
+    return recompress.run(spec, resources, job="2", report=lambda line: None)
+
+
+def artefacts(uri: Path) -> set[str]:
+    return {path.stem for path in (uri / "artefacts").iterdir()}
+
+
+def vectors(uri: Path, name: str) -> dict[str, np.ndarray]:
+    """The vectors of each item as they are scored."""
+    found = {}
+    for rows, flat, lengths in Index(str(uri)).tokens(name):
+        items = np.split(flat.astype(np.float64), np.cumsum(lengths)[:-1])
+        found |= dict(zip(rows["item_id"].to_pylist(), items, strict=True))
+    return found
+
+
+def test_names_of_columns_tell_the_codecs_apart():
+    sweep = {
+        "compressor": ["none", {"name": "hpool", "num_vectors": 32}],
+        "codec": [
+            *CODECS.names(),
+            {"name": "residual", "bits": 2},
+            {"name": "residual", "num_centroids": 16},
+            {"name": "binary", "query": "binary"},
+        ],
+    }
+    given = {"index": "somewhere", "sweep": sweep}
+    names = [r.id for r in every_representation(config.parse(recompress.RecompressSpec, given))]
+    assert names[:8] == [
+        "full_binary",
+        "full",
+        "full_float32",
+        "full_int8",
+        "full_residual_4",
+        "full_residual_2",
+        "full_residual_4_num_centroids16",
+        "full_binary_query_binary",
+    ]
+    assert names[8:] == ["hpool_32" + name.removeprefix("full") for name in names[:8]]
+    caption = config.parse(Representation, {**FULL, "codec": "int8", "of": "caption"})
+    assert caption.id == "caption_full_int8"
+
+
+@pytest.fixture(scope="module")
+def original(cluster, tmp_path_factory) -> Path:
+    """An index that was made in two runs, the second with the codebooks of the first."""
+    folder = tmp_path_factory.mktemp("codecs")
+    source = folder / "collection"
+    source.mkdir()
+    lines = [f'{{"_id": "{name}", "text": "{text}"}}' for name, text in DOCUMENTS.items()]
+    (source / "corpus.jsonl").write_text("\n".join(lines))
+    pooled = {"name": "hpool", "num_vectors": 3}
+    pooled = {"compressor": pooled, "codec": CODEC, "id": "pooled_residual"}
+    int8 = {**FULL, "codec": "int8"}
+    spec = index_spec(folder / "index", source, FULL, RESIDUAL, pooled, int8)
+    make_index(spec, limit=4)
+    first = artefacts(folder / "index")
+    make_index(spec)
+    assert artefacts(folder / "index") == first and len(first) == 2
+    return folder / "index"
+
+
+@pytest.fixture
+def uri(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "index"))
+
+
+def test_one_codebook_is_fitted_and_used_by_every_run(uri):
+    index = Index(str(uri))
+    about = index.representation("residual")
+    assert about["artefact"] is None and about["codec_artefact"] in artefacts(uri)
+    assert index.representation("full")["codec_artefact"] is None
+    assert index.representation("pooled_residual")["codec_artefact"] != about["codec_artefact"]
+    learned = load_artefact(str(uri), about["codec_artefact"], {})
+    assert learned["centroids"].shape == (8, DIM) and bool(learned["normalised"])
+    codec = CODECS.build(CODECS.resolve(about["codec"]), learned)
+
+    # Every row, of either run, is what this codebook makes of the full tokens.
+    assert len(index) == len(DOCUMENTS)
+    full, found = vectors(uri, "full"), vectors(uri, "residual")
+    assert full.keys() == found.keys() == DOCUMENTS.keys()
+    for item_id, item in full.items():
+        parts = codec.quantise(torch.from_numpy(item).float())
+        expected = codec.dequantise(parts, DIM).numpy()
+        # The full tokens were rounded, so a number near a cutoff may fall on its other side.
+        assert np.isclose(found[item_id], expected, atol=1e-3).mean() > 0.97
+    stored = status(str(uri))["representations"]["residual"]
+    assert stored["codec"] == "residual bits=4 num_centroids=8"
+    assert stored["codec_artefact"] == about["codec_artefact"]
+    assert stored["bytes_vectors"] == NUM_TOKENS * (4 + DIM // 2)
+
+
+@pytest.mark.parametrize("name", ["residual", "pooled_residual", "full_int8"])
+def test_a_search_scores_what_is_stored(uri, name):
+    """The product of the query, as the codec takes it, with the vectors that are stored."""
+    query = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+    query /= np.linalg.norm(query, axis=1, keepdims=True)
+    hits = open_index(str(uri)).search([query], name, k=len(DOCUMENTS))[0]
+    taken = Index(str(uri)).codec(name).transform_queries(torch.from_numpy(query)).double().numpy()
+    assert np.array_equal(taken, query) == (name != "full_int8")
+    scores = {i: (taken @ item.T).max(axis=1).sum() for i, item in vectors(uri, name).items()}
+    assert {hit.item_id: hit.score for hit in hits} == pytest.approx(scores, rel=1e-5)
+
+
+def test_recompress_fits_and_resumes(uri):
+    more = {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": CODEC, "id": "more"}
+    before = artefacts(uri)
+    assert run_recompress(uri, more, fit_items=6).rows == len(DOCUMENTS)
+    about = Index(str(uri)).representation("more")
+    assert artefacts(uri) - before == {about["codec_artefact"]}
+    there = vectors(uri, "more")
+    progress = run_recompress(uri, more, fit_items=3)  # nothing is left, nothing is fitted
+    assert progress.rows == 0 and artefacts(uri) - before == {about["codec_artefact"]}
+    found = vectors(uri, "more")
+    assert all(np.array_equal(found[item_id], there[item_id]) for item_id in there)
+
+
+def test_a_fitted_compressor_and_a_fitted_codec(cluster, tmp_path, collection):
+    hpc = {"name": "hpc", "num_vectors": 4, "num_centroids": 16, "saliency": "eos_row/mean/last"}
+    spec = index_spec(
+        tmp_path / "index",
+        collection(**{name: f"The wings number {name} of birds" for name in DOCUMENTS}),
+        {"compressor": hpc, "codec": CODEC},
+        encoder="minilm",
+    )
+    make_index(spec)
+    (about,) = Index(str(tmp_path / "index")).representations().values()
+    assert artefacts(tmp_path / "index") == {about["artefact"], about["codec_artefact"]}
+    fitted_for = {name: about[name] for name in ("fingerprint", "compressor", "artefact", "codec")}
+    learned = load_artefact(str(tmp_path / "index"), about["codec_artefact"], fitted_for)
+    # A codec sees what the compressor makes: centroids of its centroids.
+    words = load_artefact(str(tmp_path / "index"), about["artefact"], {})["codebook"]
+    likeness = learned["centroids"] @ words.T
+    assert likeness.max() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection):
+    uri = tmp_path / "index"
+    make_index(index_spec(uri, collection(**DOCUMENTS), {**FULL, "codec": "int8"}))
+    others = [
+        {"compressor": {"name": "hpool", "num_vectors": NUM_TOKENS}},  # keeps what there is
+        {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": "float32"},
+        RESIDUAL,
+        {**FULL, "codec": "binary"},
+    ]
+    progress = run_recompress(uri, *others, source="full_int8", fit_items=5)
+    assert progress.rows == len(DOCUMENTS)
+    source = vectors(uri, "full_int8")
+    kept, bits = vectors(uri, f"hpool_{NUM_TOKENS}"), vectors(uri, "full_binary")
+    for item_id, item in source.items():
+        np.testing.assert_allclose(kept[item_id], item, atol=4e-3)
+        assert np.array_equal(bits[item_id] > 0, item > 0)
+    assert bool(Index(str(uri)).codec("residual").artefact["normalised"])
+    export(str(uri), str(tmp_path / "out"), "full_int8", form="npy", report=lambda line: None)
+    exported = np.load(tmp_path / "out/vectors.npy")
+    assert exported.dtype == np.float32
+    np.testing.assert_array_equal(exported, np.concatenate(list(source.values())))
+
+
+def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, collection):
+    spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), FULL, RESIDUAL)
+    lines: list[str] = []
+    job.dry_run(spec, job.IndexResources(), None, lines.append)
+    (said,) = (line for line in lines if line.startswith("  residual "))
+    assert said.split()[1:5] == [f"{NUM_TOKENS * (4 + DIM // 2)}", "bytes", "an", "item"]
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, collection):
+    big = {**FULL, "codec": "residual"}
+    spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)
+    legal = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
+    where = "representations.full_residual_4.codec.num_centroids"
+    with pytest.raises(SpecError, match=f"{where}: 256 is too large; legal: {legal}"):
+        make_index(spec)
+    assert Index(str(tmp_path / "index")).representations() == {}
+
+
+def test_other_settings_and_damaged_codebooks_are_refused(uri):
+    name = "residual"
+    with pytest.raises(
+        SpecError, match=rf"representations.{name}.codec: .* differs from the index"
+    ):
+        run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
+    artefact = Index(str(uri)).representation(name)["codec_artefact"]
+    other = Index(str(uri)).representation("pooled_residual")["codec_artefact"]
+    shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
+    with pytest.raises(SpecError, match="holds another artefact"):
+        open_index(str(uri)).load(name)
+    with pytest.raises(SpecError, match="holds another artefact"):
+        run_recompress(uri, RESIDUAL)

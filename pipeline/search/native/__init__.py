@@ -290,9 +290,11 @@ class _Queries:
             panels = numbers.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
             return cls(panels, scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
+            if kind not in (_BINARY, _KINDS[torch.bfloat16]):  # two vectors of 16 side by side
+                halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
             high = halves.bfloat16()
             low = (halves - high.float()).bfloat16()
-            pairs = torch.stack([high, low]).view(2, num_panels, 2, 16, width // 2, 2)
+            pairs = torch.stack([high, low]).reshape(2, num_panels, 2, 16, width // 2, 2)
             return cls(pairs.transpose(3, 4).contiguous(), None, bounds, num_tokens)
         panels = padded.view(num_panels, 32, width).transpose(1, 2).contiguous()
         return cls(panels, None, bounds, num_tokens)

@@ -136,20 +136,54 @@ struct Block {
 };
 
 #if LEVEL >= AMX
-// x = high + low, two bfloat16 of 8 bits each: nothing of a float16 is lost.
+// The numbers of two vectors as pairs of bfloat16, x = high + low, one of the first vector beside
+// one of the second: so the halves of 32 bits are put together without moving any, and queries are
+// packed in that order. High is cut off; low is rounded unless it is exact, as that of a float16.
+template <bool EXACT>
 static inline void split(__m512 a, __m512 b, uint16_t* high, uint16_t* low) {
-    const __m512i h = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-    const __m512i ah = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(h)), 16);
-    const __m512i bh = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(h, 1)), 16);
-    const __m512 al = _mm512_sub_ps(a, _mm512_castsi512_ps(ah));
-    const __m512 bl = _mm512_sub_ps(b, _mm512_castsi512_ps(bh));
-    _mm512_store_si512(high, h);
-    _mm512_store_si512(low, (__m512i)_mm512_cvtne2ps_pbh(bl, al));
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+    const __m512i a_high = _mm512_and_si512(_mm512_castps_si512(a), upper);
+    const __m512i b_high = _mm512_and_si512(_mm512_castps_si512(b), upper);
+    __m512i a_low = _mm512_castps_si512(_mm512_sub_ps(a, _mm512_castsi512_ps(a_high)));
+    __m512i b_low = _mm512_castps_si512(_mm512_sub_ps(b, _mm512_castsi512_ps(b_high)));
+    if (!EXACT) {
+        const __m512i half = _mm512_set1_epi32(0x8000);
+        a_low = _mm512_add_epi32(a_low, half);
+        b_low = _mm512_add_epi32(b_low, half);
+    }
+    _mm512_store_si512(high, _mm512_or_si512(_mm512_srli_epi32(a_high, 16), b_high));
+    // (a_low >> 16) | (b_low & upper)
+    _mm512_store_si512(
+        low, _mm512_ternarylogic_epi32(_mm512_srli_epi32(a_low, 16), b_low, upper, 0xf8));
 }
 
-// The numbers d to d + 32 of a row, those at or behind `dim` zero.
-static inline __mmask32 within(int d, int dim) {
-    return dim - d >= 32 ? 0xffffffffu : dim > d ? (1u << (dim - d)) - 1 : 0;
+static inline void split_half(const uint16_t* in, int dim, int width, uint16_t* high, uint16_t* low) {
+    int d = 0;
+    for (; d + 32 <= dim; d += 32)
+        split<true>(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + d))),
+              _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + d + 16))), high + d, low + d);
+    for (; d < width; d += 32) {
+        uint16_t rest[32] = {};
+        if (d < dim) memcpy(rest, in + d, 2 * (dim - d));
+        split<true>(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)rest)),
+              _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(rest + 16))), high + d, low + d);
+    }
+}
+
+// Signs as bfloat16 of 1 and -1; behind the last dimension whatever, the query is zero there.
+static inline void signs(const uint8_t* in, int dim, uint16_t* high) {
+    const __m512i minus = _mm512_set1_epi16(short(0xbf80)), plus = _mm512_set1_epi16(0x3f80);
+    int d = 0;
+    for (; d + 32 <= dim; d += 32) {
+        uint32_t bits;
+        memcpy(&bits, in + d / 8, 4);
+        _mm512_store_si512(high + d, _mm512_mask_blend_epi16(bits, minus, plus));
+    }
+    if (d < dim) {
+        uint32_t bits = 0;
+        for (int byte = d / 8; byte < (dim + 7) / 8; ++byte) bits |= uint32_t(in[byte]) << (byte * 8 - d);
+        _mm512_store_si512(high + d, _mm512_mask_blend_epi16(bits, minus, plus));
+    }
 }
 
 // Rows as pairs of bfloat16, `width` apart.
@@ -160,34 +194,18 @@ static void decode_pairs(const Documents& docs, Block& block, int width) {
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
-        __builtin_prefetch(in + 64 * docs.row_bytes);
         uint16_t *high = s.high + r * width, *low = s.low + r * width;
         switch (docs.kind) {
-            case FLOAT16:
-                for (int d = 0; d < width; d += 32) {
-                    const __m512i x = _mm512_maskz_loadu_epi16(within(d, dim), in + d * 2);
-                    split(_mm512_cvtph_ps(_mm512_castsi512_si256(x)),
-                          _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)), high + d, low + d);
-                }
-                break;
-            case BFLOAT16:
-                for (int d = 0; d < width; d += 32)
-                    _mm512_store_si512(high + d, _mm512_maskz_loadu_epi16(within(d, dim), in + d * 2));
-                break;
+            case FLOAT16: split_half((const uint16_t*)in, dim, width, high, low); break;
+            case BFLOAT16: memcpy(high, in, 2 * dim); break;
             case BINARY:
-                for (int d = 0; d < width; d += 32) {
-                    uint32_t bits = 0;
-                    memcpy(&bits, in + d / 8, std::max(0, std::min(4, int(docs.row_bytes) - d / 8)));
-                    const __m512i signs = _mm512_mask_blend_epi16(
-                        bits, _mm512_set1_epi16(short(0xbf80)), _mm512_set1_epi16(0x3f80));
-                    _mm512_store_si512(high + d, _mm512_maskz_mov_epi16(within(d, dim), signs));
-                }
+                signs(in, dim, high);
                 block.own_scales[r] = 1 / std::sqrt(float(dim));
                 break;
             default:
-                block.own_scales[r] = row_of_residual(docs, row, dim, s.floats);  // zeros lie behind it
+                block.own_scales[r] = row_of_residual(docs, row, dim, s.floats);  // zeros lie behind
                 for (int d = 0; d < width; d += 32)
-                    split(_mm512_load_ps(s.floats + d), _mm512_load_ps(s.floats + d + 16), high + d,
+                    split<false>(_mm512_load_ps(s.floats + d), _mm512_load_ps(s.floats + d + 16), high + d,
                           low + d);
         }
     }
@@ -464,8 +482,16 @@ static bool take_rows(const Documents& docs, const Queries& queries, const Outpu
     return true;
 }
 
+// Asks for the rows of a later block: the memory's latency is longer than a block takes.
+static void prefetch(const Documents& docs, int64_t row) {
+    const char* from = (const char*)docs.values + row * docs.row_bytes;
+    const int64_t size = std::min<int64_t>(32, docs.total - row) * docs.row_bytes;
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
+}
+
 // Makes the rows of a block what `multiply` reads.
 static void prepare(const Documents& docs, int width, Block& block) {
+    prefetch(docs, block.first + 2 * 32);
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;

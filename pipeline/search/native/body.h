@@ -132,22 +132,20 @@ struct Block {
     int64_t stride;
     const float* scales;  // one a row; null: all 1
     float own_scales[32];
-    Buffers* buffers;  // read by `multiply` alone
 };
 
 #if LEVEL >= AMX
 // The numbers of two vectors as pairs of bfloat16, x = high + low, one of the first vector beside
 // one of the second: so the halves of 32 bits are put together without moving any, and queries are
-// packed in that order. High is cut off; low is rounded unless it is exact, as that of a float16.
+// packed in that order. Both are rounded, low only unless it is exact, as that of a float16 is.
 template <bool EXACT>
 static inline void split(__m512 a, __m512 b, uint16_t* high, uint16_t* low) {
-    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-    const __m512i a_high = _mm512_and_si512(_mm512_castps_si512(a), upper);
-    const __m512i b_high = _mm512_and_si512(_mm512_castps_si512(b), upper);
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), half = _mm512_set1_epi32(0x8000);
+    const __m512i a_high = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(a), half), upper);
+    const __m512i b_high = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(b), half), upper);
     __m512i a_low = _mm512_castps_si512(_mm512_sub_ps(a, _mm512_castsi512_ps(a_high)));
     __m512i b_low = _mm512_castps_si512(_mm512_sub_ps(b, _mm512_castsi512_ps(b_high)));
     if (!EXACT) {
-        const __m512i half = _mm512_set1_epi32(0x8000);
         a_low = _mm512_add_epi32(a_low, half);
         b_low = _mm512_add_epi32(b_low, half);
     }
@@ -187,9 +185,8 @@ static inline void signs(const uint8_t* in, int dim, uint16_t* high) {
 }
 
 // Rows as pairs of bfloat16, `width` apart.
-static void decode_pairs(const Documents& docs, Block& block, int width) {
-    const int dim = docs.dim;
-    Buffers& s = *block.buffers;
+static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
+    const int dim = docs.dim, width = s.width;
     block.scales = docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
@@ -254,9 +251,9 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
 
 // high x high + high x low + low x high: what is left out is 2^-18 of a product.
 static inline void multiply_pairs(
-    const Block& block, int width, const uint16_t* panel, int64_t low_at, bool exact) {
-    const Buffers& s = *block.buffers;
-    const bool two = block.rows > 16;
+    const Scratch& s, int num_rows, const uint16_t* panel, int64_t low_at, bool exact) {
+    const int width = s.width;
+    const bool two = num_rows > 16;
     const int steps = width / 32;
     const int64_t stride = width * 2;
     const uint16_t* panel2 = panel + steps * 512;
@@ -323,9 +320,8 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
 
 #if LEVEL < AMX
 // Rows as float32, `width` apart, zero behind the last dimension and the last row.
-static void decode(const Documents& docs, Block& block, int width) {
-    const int dim = docs.dim;
-    Buffers& s = *block.buffers;
+static void decode(const Documents& docs, Block& block, Scratch& s) {
+    const int dim = docs.dim, width = s.width;
     block.scales = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
@@ -345,9 +341,10 @@ static void decode(const Documents& docs, Block& block, int width) {
 // Rows at a time: their sums fill half of the registers.
 constexpr int ROWS = LEVEL >= AVX512 ? 8 : LEVEL >= AVX2 ? 2 : 1;
 
-static inline void multiply_float(const Block& block, int width, const float* panel, float* out) {
-    const float* rows = block.buffers->floats;
-    for (int r = 0; r < block.rows; r += ROWS) {
+static inline void multiply_float(const Scratch& s, int num_rows, const float* panel, float* out) {
+    const float* rows = s.floats;
+    const int width = s.width;
+    for (int r = 0; r < num_rows; r += ROWS) {
         floats sums[ROWS][PARTS] = {};
         for (int d = 0; d < width; ++d) {
             const floats* query = (const floats*)(panel + d * 32);
@@ -490,7 +487,7 @@ static void prefetch(const Documents& docs, int64_t row) {
 }
 
 // Makes the rows of a block what `multiply` reads.
-static void prepare(const Documents& docs, int width, Block& block) {
+static void prepare(const Documents& docs, Scratch& s, Block& block) {
     prefetch(docs, block.first + 2 * 32);
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
@@ -498,86 +495,74 @@ static void prepare(const Documents& docs, int width, Block& block) {
         block.stride = docs.row_bytes;
         block.scales = docs.scales + block.first;
         // A whole block reads 32 rows of a multiple of 64 bytes.
-        const int64_t behind = (width + docs.row_bytes - 1) / docs.row_bytes;
+        const int64_t behind = (s.width + docs.row_bytes - 1) / docs.row_bytes;
         if (block.first + 32 + behind > docs.total) {
-            int8_t* copy = (int8_t*)block.buffers->floats;
-            memset(copy, 0, 32 * width);
+            int8_t* copy = (int8_t*)s.floats;
+            memset(copy, 0, 32 * s.width);
             for (int r = 0; r < block.rows; ++r)
-                memcpy(copy + r * width, block.bytes + r * block.stride, docs.dim);
+                memcpy(copy + r * s.width, block.bytes + r * block.stride, docs.dim);
             block.bytes = copy;
-            block.stride = width;
+            block.stride = s.width;
         }
         return;
     }
 #endif
 #if LEVEL >= AMX
-    decode_pairs(docs, block, width);
+    decode_pairs(docs, block, s);
 #else
-    decode(docs, block, width);
+    decode(docs, block, s);
 #endif
 }
 
 template <bool INTEGERS, bool ARGMAX>
 static void score_as(
     const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int width = s.width;
-    const int64_t padded = queries.padded, num_panels = padded / 32, panel_size = 32 * width;
-    Block blocks[3];
-    for (int i = 0; i < 3; ++i) blocks[i].buffers = &s.buffers[i % 2];
+    const int64_t padded = queries.padded, num_panels = padded / 32, panel_size = 32 * s.width;
 
-    auto maxima = [&](const Block& block, int64_t panel) {
-        for (int i = 0; i < block.num_spans; ++i) {
-            const int64_t at = i * padded + panel * 32;
-            take_maxima<INTEGERS, ARGMAX>(s.products, block, block.spans[i], i == 0 && block.open,
-                                          s.best + at, s.index + (ARGMAX ? at : 0));
+    Block blocks[2];
+    const Block* waiting = nullptr;  // whose products of a panel wait to be looked at
+    int64_t waiting_panel = 0;
+    auto take_waiting = [&] {
+        if (!waiting) return;
+        for (int i = 0; i < waiting->num_spans; ++i) {
+            const int64_t at = i * padded + waiting_panel * 32;
+            take_maxima<INTEGERS, ARGMAX>(s.products, *waiting, waiting->spans[i],
+                                          i == 0 && waiting->open, s.best + at,
+                                          s.index + (ARGMAX ? at : 0));
         }
+        if (waiting_panel == num_panels - 1) finish<ARGMAX>(docs, queries, output, *waiting, s);
     };
-    // One block is decoded ahead, and the products of a panel are looked at while the tiles, which
-    // work beside the vector units, are busy with those of the next one.
-    int64_t turn = 0;
-    bool more = take_rows(docs, queries, output, 0, 0, blocks[0]);
-    if (more) prepare(docs, width, blocks[0]);
-    const Block* before = nullptr;
-    while (more) {
-        const Block& block = blocks[turn % 3];
-        Block& ahead = blocks[++turn % 3];
-        ahead.buffers = &s.buffers[turn % 2];
-        more = take_rows(docs, queries, output, block.next, block.begun, ahead);
-        if (more) prepare(docs, width, ahead);
-        for (int64_t panel = 0; panel < num_panels; ++panel) {
-#if LEVEL >= AMX
-            if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + panel * panel_size, width / 64);
-            else
-                multiply_pairs(block, width, (const uint16_t*)queries.packed + panel * panel_size,
-                               padded * width, docs.kind == BFLOAT16 || docs.kind == BINARY);
-#endif
-            if (panel)
-                maxima(block, panel - 1);
-            else if (before) {
-                maxima(*before, num_panels - 1);
-                finish<ARGMAX>(docs, queries, output, *before, s);
-            }
-#if LEVEL >= AMX
-            store_products(block.rows, s.products);
-#elif LEVEL >= AVX512
-            if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + panel * panel_size, width / 64,
-                              s.products);
-#endif
-#if LEVEL < AMX
-            if (!INTEGERS)
-                multiply_float(block, width, (const float*)queries.packed + panel * panel_size,
-                               s.products);
-#endif
-        }
-        before = &block;
+    int64_t document = 0, begun = 0;
+    for (int turn = 0;; turn ^= 1) {
+        Block& block = blocks[turn];
+        if (!take_rows(docs, queries, output, document, begun, block)) break;
+        document = block.next, begun = block.begun;
+        prepare(docs, s, block);
         if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
+        for (int64_t panel = 0; panel < num_panels; ++panel) {
+            const int64_t place = panel * panel_size;
+#if LEVEL >= AMX
+            // The tiles work beside the vector units, which look at the panel before meanwhile.
+            if (INTEGERS)
+                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64);
+            else
+                multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + place,
+                               padded * s.width, docs.kind == BFLOAT16 || docs.kind == BINARY);
+            take_waiting();
+            store_products(block.rows, s.products);
+#else
+            take_waiting();
+#if LEVEL >= AVX512
+            if (INTEGERS)
+                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64, s.products);
+#endif
+            if (!INTEGERS)
+                multiply_float(s, block.rows, (const float*)queries.packed + place, s.products);
+#endif
+            waiting = &block, waiting_panel = panel;
+        }
     }
-    if (before && num_panels) {
-        maxima(*before, num_panels - 1);
-        finish<ARGMAX>(docs, queries, output, *before, s);
-    }
+    take_waiting();
 }
 
 template <bool ARGMAX>

@@ -63,36 +63,28 @@ constexpr int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / 
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// The rows of one block, decoded: float32, or pairs of bfloat16.
-struct Buffers {
-    float* floats;
-    uint16_t *high, *low;
-};
-
-// Working memory of one call: 132 bytes a query token (264 with places), 512 a dimension.
+// Working memory of one call: 132 bytes a query token (264 with places), 256 a dimension.
 struct Scratch {
     int width;  // of a row: the dimension, up to a multiple of 64
-    float *products, *best;
+    float *floats, *products, *best;
+    uint16_t *high, *low;  // beside floats: pairs of bfloat16
     int32_t* index;
-    Buffers buffers[2];
 
     Scratch(int dim, int64_t padded, bool argmax) : width(int(up(dim, 64))) {
-        const int64_t halves = 32 * 2 * width, maxima = 33 * 4 * padded;
-        const int64_t total = 32 * 32 * 4 + maxima * (1 + argmax) + 2 * 4 * halves;
+        const int64_t half = 32 * 2 * width, maxima = 33 * 4 * padded;
+        const int64_t total = 4 * half + 32 * 32 * 4 + maxima * (1 + argmax);
         memory = (char*)std::aligned_alloc(64, total);
         if (!memory) throw std::bad_alloc();
         // What lies behind a row's dimension, and behind the last row, counts as zero.
         memset(memory, 0, total);
         char* at = memory;
         auto take = [&](int64_t size) { return std::exchange(at, at + size); };
+        floats = (float*)take(2 * half);
+        high = (uint16_t*)take(half);
+        low = (uint16_t*)take(half);
         products = (float*)take(32 * 32 * 4);
         best = (float*)take(maxima);
         index = (int32_t*)(argmax ? take(maxima) : nullptr);
-        for (Buffers& b : buffers) {
-            b.floats = (float*)take(2 * halves);
-            b.high = (uint16_t*)take(halves);
-            b.low = (uint16_t*)take(halves);
-        }
     }
     ~Scratch() { std::free(memory); }
     Scratch(const Scratch&) = delete;

@@ -28,6 +28,10 @@ LENGTHS = [3, 0, 1, 7, 0, 25, 1, 64, 65, 130, 31, 0]
 #: root of their number) and without.
 ROUNDED, EXACT = 2e-3, 3e-6
 
+#: Bytes of shared memory that a program can have on Hopper.
+HOPPER_SHARED = 227 << 10
+
+named = {"ids": lambda spec: "-".join(map(str, spec.values()))}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -82,6 +86,65 @@ def test_in_the_interpreter():
     assert " passed" in found.stdout and "failed" not in found.stdout
 
 
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("num_queries", [1, 40])
+@pytest.mark.parametrize("spec", OF_CODECS, **named)
+def test_what_is_launched_compiles_for_hopper_and_fits(spec, num_queries, monkeypatch):
+    """For one query and for full panels, with the compiler alone: needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from pipeline.search import triton_kernels
+
+    kernel, shared = triton_kernels._kernel, []
+    types = {torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
+    types |= {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+    class Compiler:
+        """Takes the arguments of a launch, and compiles."""
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *args, num_warps, num_stages, **constants):
+            names = kernel.arg_names
+            signature = {
+                name: "*" + types[arg.dtype] if isinstance(arg, torch.Tensor) else "i32"
+                for name, arg in zip(names, args, strict=False)
+            }
+            # As a launch does it, a 1 is a constant.
+            ones = {
+                n: 1 for n, arg in zip(names, args, strict=False) if type(arg) is int and arg == 1
+            }
+            constants |= ones
+            signature |= dict.fromkeys(constants, "constexpr")
+            values = {(names.index(name),): value for name, value in constants.items()}
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, arg in enumerate(args)
+                if isinstance(arg, torch.Tensor)
+            }
+            made = compile(
+                ASTSource(kernel, signature, values, aligned),
+                target=GPUTarget("cuda", 90, 32),
+                options={"num_warps": num_warps, "num_stages": num_stages},
+            )
+            shared.append(made.metadata.shared)
+            assert "wgmma.mma_async" in made.asm["ptx"]
+
+    monkeypatch.setattr(triton_kernels, "_kernel", Compiler())
+    monkeypatch.setattr(triton_kernels, "_INTERPRETED", True)
+    for dim in (128, 200, 500):
+        packed = stored(spec, vectors(64, dim), [64])
+        asked = torch.cat(queries(dim, (32,) * num_queries))
+        lengths = torch.full((num_queries,), 32)
+        chosen = [(packed.segments[0], None)]
+        triton_kernels.score(asked, lengths, chosen, torch.empty(num_queries, 1), "triton")
+    triton_kernels.best(asked, packed.segments[0], torch.tensor([0]), "triton")
+    assert len(shared) == 4 and max(shared) <= HOPPER_SHARED, shared
+
+
 def scored(asked, packed, **options) -> torch.Tensor:
     """Scores by the kernel, brought back."""
     moved = packed.to(DEVICE)
@@ -111,9 +174,6 @@ def check(asked, packed, rows, atol) -> None:
             chosen = sim_MN.gather(1, token_BM[row].unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(similarity_BM[row], sim_MN.amax(dim=1), **of_sim)
             torch.testing.assert_close(chosen, similarity_BM[row], **of_sim)
-
-
-named = {"ids": lambda spec: "-".join(map(str, spec.values()))}
 
 
 @of_kernel

@@ -17,6 +17,7 @@ import jobs
 BENCHES = {
     "compress": "the time and memory of each compressor; their share of the index job",
     "maxsim": "scoring on CPUs beside the common scorer and the peaks of the machine",
+    "maxsim_gpu": "MaxSim on a GPU against copying, multiplying and a padded einsum",
     "media": "the sources of video and sound against bare loops; memory; recognition",
     "pages": "the source of PDF pages against a bare loop; the memory of a long document",
     "pipeline": "the index job against a bare loop; resuming; the driver's memory",

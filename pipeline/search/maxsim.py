@@ -10,7 +10,10 @@ Shapes: Q queries, M query tokens, B documents, T document tokens in all, N of o
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -114,7 +117,7 @@ def maxsim(
             _score(query_MD, query_lengths, segment, documents, block_bytes, own_QB)
             first = last
     else:
-        native.score(query_MD, query_lengths, chosen, scores_QB, backend)
+        _kernels(packed).score(query_MD, query_lengths, chosen, scores_QB, backend)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB
@@ -156,20 +159,32 @@ def best_tokens(
             for block in _similarities(query_MD, segment, chosen, block_bytes):
                 yield done + block.first, block.best_bM, _first_best(block)
         else:
-            chosen = torch.arange(num_docs) if chosen is None else chosen
+            if chosen is None:
+                chosen = torch.arange(num_docs, device=packed.device)
             size = max(block_bytes // (8 * len(query_MD)), 1)
             for first in range(0, num_docs, size):
                 block = chosen[first : first + size]
-                best_bM, token_bM = native.best(query_MD, segment, block, backend)
+                best_bM, token_bM = _kernels(packed).best(query_MD, segment, block, backend)
                 yield done + first, best_bM, token_bM.long()
         done += num_docs
 
 
 def backends(packed: PackedVectors) -> tuple[str, ...]:
-    """What can score these vectors here, the fastest last: "torch", and levels of `native`."""
-    if all(native.can_score(segment) for segment in packed.segments):
-        return ("torch", *native.available())
+    """What can score these vectors where they lie, the fastest last.
+
+    "torch" anywhere; the levels of `native` on a CPU; "triton" on a CUDA device.
+    """
+    kernels = _kernels(packed)
+    if kernels and all(kernels.can_score(segment) for segment in packed.segments):
+        return ("torch", *kernels.available())
     return ("torch",)
+
+
+def _kernels(packed: PackedVectors) -> ModuleType | None:
+    """The kernels for the device the vectors lie on, if there are any."""
+    if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
+        return importlib.import_module("pipeline.search.triton_kernels")
+    return native if packed.device.type == "cpu" else None
 
 
 def _backend(wanted: str | None, packed: PackedVectors) -> str:

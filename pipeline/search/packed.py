@@ -13,6 +13,8 @@ import torch
 from pipeline.codecs import Codec
 from pipeline.codecs.floats import Float16
 
+#: Bytes that are copied to a device at once: of a mapped file no more is in memory twice.
+COPY_BYTES = 64 << 20
 #: The codec of vectors that are there as numbers.
 FLOATS = Float16(Float16.Spec())
 
@@ -50,6 +52,26 @@ class Segment:
         """(L,) int64: the lengths of the documents that are not deleted."""
         return self.lengths if self.live is None else self.lengths[self.live]
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most vectors that a document has."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    def to(self, device: torch.device | str) -> Segment:
+        """The same documents on a device; parts that are mapped from a file are read in pieces."""
+        parts = {
+            name: torch.empty(part.shape, dtype=part.dtype, device=device)
+            for name, part in self.parts.items()
+        }
+        for name, part in self.parts.items():
+            size = max(COPY_BYTES // max(part.shape[1] * part.element_size(), 1), 1)
+            for first in range(0, len(part), size):
+                end = min(first + size, len(part))
+                self.touch(first, end)
+                parts[name][first:end] = part[first:end]
+        live = None if self.live is None else self.live.to(device)
+        return Segment(self.codec, self.dim, parts, self.lengths.to(device), live)
+
     def item(self, document: int) -> torch.Tensor:
         """The vectors (N, D) float32 of one of the S documents."""
         start = int(self.starts[document])
@@ -85,6 +107,12 @@ class PackedVectors:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def to(self, device: torch.device | str) -> PackedVectors:
+        """The same items on a device; these themselves if they are there."""
+        if self.device == torch.empty(0, device=device).device:  # "cuda" is the current one
+            return self
+        return PackedVectors([segment.to(device) for segment in self.segments])
+
     @property
     def device(self) -> torch.device:
         """Where the vectors lie."""
@@ -107,14 +135,16 @@ class PackedVectors:
         """What is to be scored of each segment: its documents, ascending; None for all of them.
 
         Args:
-            rows: ascending items, (R,) int64; None for all.
+            rows: ascending items, (R,) int64, on any device; None for all.
         """
         if rows is None:
             yield from ((segment, segment.live) for segment in self.segments)
             return
-        bounds = torch.searchsorted(rows, self._firsts)
+        rows = rows.to(self.device)
+        firsts = self._firsts.tolist()
+        bounds = torch.searchsorted(rows, self._firsts.to(self.device)).tolist()
         for i, segment in enumerate(self.segments):
-            own = rows[bounds[i] : bounds[i + 1]] - self._firsts[i]
+            own = rows[bounds[i] : bounds[i + 1]] - firsts[i]
             yield segment, own if segment.live is None else segment.live[own]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from pipeline.registry import CODECS
 from pipeline.search import native
+from pipeline.search import packed as packed_module
 from pipeline.search.maxsim import backends, best_tokens, maxsim, maxsim_oracle
 from pipeline.search.packed import PackedVectors, Segment
 from pipeline.tokens import normalise, pad
@@ -181,6 +183,22 @@ def test_what_is_read_is_touched_first():
         assert sorted(touched) == [0, 1, 2, *range(11, 36), *range(37, 41)]
 
 
+def test_documents_are_copied_to_a_device_in_pieces(monkeypatch):
+    monkeypatch.setattr(packed_module, "COPY_BYTES", 1000)
+    touched = []
+    segment = stored(
+        {"name": "int8"}, vectors(sum(LENGTHS), 64), live=torch.tensor([0, 3, 10])
+    ).segments[0]
+    watched = dataclasses.replace(segment, touch=lambda *ends: touched.append(ends))
+    moved = watched.to("cpu")
+    for name, part in segment.parts.items():
+        assert moved.parts[name].equal(part) and moved.parts[name] is not part
+    assert moved.lengths.equal(segment.lengths) and moved.live.equal(segment.live)
+    assert touched[:2] == [(0, 15), (15, 30)] and touched[-1] == (250, sum(LENGTHS))
+    packed = PackedVectors([segment])
+    assert packed.to("cpu") is packed
+
+
 def test_an_unknown_backend_or_dimension_is_refused():
     packed = stored({"name": "float16"}, vectors(sum(LENGTHS), 64))
     with pytest.raises(ValueError, match=r"backend 'abacus' cannot score this; legal: torch"):
@@ -196,6 +214,7 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import torch
 from pipeline.search import native
+from pipeline.search import packed as packed_module
 from pipeline.search.maxsim import backends, maxsim
 from pipeline.search.packed import PackedVectors
 assert native.__file__.startswith({str(tmp_path)!r}) and native.available() == ()

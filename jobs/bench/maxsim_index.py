@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
 def main(fields: dict) -> dict:
     """Opens the index, and times its first search and the following ones."""
     torch.set_num_threads(fields["threads"])
+    os.environ["MAXRAY_CACHE"] = str(Path(fields["folder"]) / "cache")
     start = time.perf_counter()
     searcher = open_index(str(Path(fields["folder"]) / "index"))
     packed = searcher.packed(COLUMN)

@@ -6,12 +6,13 @@
     python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
+    python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
     python -m jobs.search INDEX --query-vectors query.npy
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
 
 Prints hits, the words that matched best marked, or with --json all that is known of each as a line
 of JSON. With --run it writes a run in TREC's form instead, and says how many queries were encoded
-and scored a second.
+and scored a second. With --actors the index is searched in so many parts, each in a Ray actor.
 With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
 of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
 as JSON.
@@ -21,6 +22,7 @@ tokens, dim) or as Parquet with the columns `id` and `vectors`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -59,10 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.atomic import check_writable
     from pipeline.eval.topics import read_ids, read_queries, read_query_vectors
-    from pipeline.search.searcher import check_weights, open_index
+    from pipeline.search.searcher import check_weights
 
-    weights = tuple(args.weights)
-    check_weights(weights, args.score)
+    check_weights(tuple(args.weights), args.score)
     if args.queries:
         queries = read_queries(args.queries)
     elif args.query_vectors:
@@ -75,7 +76,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.run, "run", as_file=True)
     if args.save_maps:
         check_writable(args.save_maps, "save-maps")
-    searcher = open_index(args.index, args.version)
+    with _opened(args) as searcher:
+        _search(searcher, queries, named, args)
+
+
+@contextlib.contextmanager
+def _opened(args: Any) -> Iterator[Searcher]:
+    """The index, in this process or in Ray actors."""
+    from pipeline.search.searcher import open_index
+
+    if args.actors is None:
+        yield open_index(args.index, args.version, cache=args.cache, device=args.device)
+        return
+    from pipeline.search.sharded import ShardedSearcher
+
+    how = {"num_shards": args.actors, "cache": args.cache, "device": args.device}
+    with jobs.cluster(), ShardedSearcher(args.index, args.version, **how) as searcher:
+        yield searcher
+
+
+def _search(
+    searcher: Searcher,
+    queries: Mapping[str, Any],
+    named: Mapping[str, list[str] | None],
+    args: Any,
+) -> None:
+    """Searches for each query, and writes the run, or prints the hits and writes their maps."""
     name, _ = searcher.representation(args.representation)
     for field, ids in named.items():
         if ids is not None:
@@ -85,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_vectors(searcher, queries, name)
     restricted = {"where": args.where, **named}
     how = {"representation": name, "k": args.k, "group_by": args.group_by, **restricted}
-    how |= {"score": args.score, "weights": weights}
+    how |= {"score": args.score, "weights": tuple(args.weights)}
     if args.run:
         num_items = searcher.num_items(**restricted)
         _write_run(args.run, searcher, queries, num_items, how)
@@ -126,6 +152,14 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--ids", metavar="FILE", help="search these items alone: an id a line")
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
+    parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that scores")
+    parser.add_argument(
+        "--no-cache",
+        dest="cache",
+        action="store_false",
+        help="read the vectors into memory; default: pack them into MAXRAY_CACHE and map them",
+    )
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each hit")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
     parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")

@@ -235,8 +235,9 @@ def scoring(bench: Bench, args: Any) -> None:
         header = ["side", "ms", "documents/s", "GFLOP/s", "of the matrix peak", "of the read peak"]
         header += ["x pad and einsum", "x the same in batches", "x maxsim-cpu"]
         title = (
-            f"{num_queries} x {args.query_tokens} query tokens of {args.dim}, {len(lengths):,} documents"
-            f" of {layout} tokens ({len(vectors):,}), {args.threads} threads. {say}"
+            f"{num_queries} x {args.query_tokens} query tokens of {args.dim} numbers,"
+            f" {len(lengths):,} documents of {layout} tokens ({len(vectors):,}),"
+            f" {args.threads} threads. {say}"
         )
         figures = {"seconds": taken, "peaks": peak, "documents": len(lengths)}
         bench.add(f"scoring {layout} x {num_queries}", title, figures, table(header, rows))

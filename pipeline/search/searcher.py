@@ -85,6 +85,7 @@ def open_index(
     *,
     shard: tuple[int, int] | None = None,
     cache: bool = True,
+    device: str = "cpu",
 ) -> Searcher:
     """Opens an index for search; vectors and query encoder are loaded when first needed.
 
@@ -93,18 +94,28 @@ def open_index(
         shard: (i, n) to search the i-th of n parts of the items alone; see `Index.fragments`.
         cache: whether vectors are packed into local files, and mapped (`pipeline.search.cache`
             says where they lie); else they are read into memory.
+        device: "cpu", or a CUDA device, whose memory then holds the vectors.
 
     Raises:
-        SpecError: no index there, or a damaged or newer one; no such shard.
+        SpecError: no index there, or a damaged or newer one; no such shard or device.
     """
-    return Searcher(Index(uri, version), shard=shard, cache=cache)
+    return Searcher(Index(uri, version), shard=shard, cache=cache, device=device)
 
 
 class Searcher:
     """Exact search over one version of an index, or over a shard of it."""
 
-    def __init__(self, index: Index, *, shard: tuple[int, int] | None = None, cache: bool = True):
-        self.index = index
+    def __init__(
+        self,
+        index: Index,
+        *,
+        shard: tuple[int, int] | None = None,
+        cache: bool = True,
+        device: str = "cpu",
+    ):
+        if device != "cpu" and not torch.cuda.is_available():
+            raise SpecError("device", device, "cpu", "is not there")
+        self.index, self._device = index, device
         self._fragments = index.fragments(shard)
         self._cache = cache
         self._packed: dict[str, PackedVectors] = {}
@@ -331,11 +342,11 @@ class Searcher:
         tokens = queries.tokens[batch]
         late = single = None
         if score in ("late", "hybrid"):
-            late = maxsim(tokens, self._vectors(name), rows=items)
+            late = maxsim(tokens, self._vectors(name), rows=items).cpu()
         if score in ("single", "hybrid"):
             # One vector each: MaxSim of a one-token query with a one-token item.
             pooled = self._vectors(about["pooled"])
-            single = maxsim(list(queries.pooled[batch].unsqueeze(1)), pooled, rows=items)
+            single = maxsim(list(queries.pooled[batch].unsqueeze(1)), pooled, rows=items).cpu()
         if score == "hybrid":
             mean = late / torch.tensor([[max(len(query), 1)] for query in tokens])
             total = weights[0] * single + weights[1] * mean
@@ -414,19 +425,20 @@ class Searcher:
     def _vectors(self, column: str) -> PackedVectors:
         """The vectors of a representation, or of the pooled ones, opened once."""
         if column not in self._packed:
-            self._packed[column] = packed_column(
+            packed = packed_column(
                 self.index,
                 column,
                 self._fragments,
                 cache=self._cache,
                 when_damaged=lambda: self._packed.pop(column, None),
             )
+            self._packed[column] = packed if self._device == "cpu" else packed.to(self._device)
         return self._packed[column]
 
     def _items(self, name: str, rows: np.ndarray) -> list[torch.Tensor]:
         """The vectors (N, D) float32 of some items of a representation."""
         packed = self._vectors(name)
-        return [packed.item(row) for row in rows.tolist()]
+        return [packed.item(row).cpu() for row in rows.tolist()]
 
     def _hits(
         self,

@@ -21,8 +21,8 @@ from pipeline.search.shards import merge_rankings
 class _Shard(Searcher):
     """What runs in an actor: it opens its shard, and is asked with queries that are ready."""
 
-    def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool):
-        super().__init__(Index(uri, version), shard=shard, cache=cache)
+    def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
+        super().__init__(Index(uri, version), shard=shard, cache=cache, device=device)
 
     def is_open(self) -> bool:
         return True
@@ -46,8 +46,8 @@ class ShardedSearcher(Searcher):
         num_shards: parts of about as many items, in whole Lance fragments; those that would be
             empty are left out.
         num_cpus: of each actor.
-        num_gpus: of each actor.
-        cache: as in `open_index`; the files lie on the actors' machines.
+        num_gpus: of each actor; default: one where `device` is not "cpu".
+        cache, device: as in `open_index`; the files lie on the actors' machines.
         max_restarts: how often an actor is started again that died.
         start_seconds: how long to wait until all actors run.
 
@@ -63,14 +63,16 @@ class ShardedSearcher(Searcher):
         *,
         num_shards: int,
         num_cpus: float = 1,
-        num_gpus: float = 0,
+        num_gpus: float | None = None,
         cache: bool = True,
+        device: str = "cpu",
         max_restarts: int = 3,
         start_seconds: float = 300,
     ):
         if num_shards < 1:
             raise SpecError("num_shards", num_shards, "an integer >= 1")
         super().__init__(Index(uri, version), cache=cache)
+        num_gpus = float(device != "cpu") if num_gpus is None else num_gpus
         shards = [(i, num_shards) for i in range(num_shards)]
         sizes = [sum(f.count_rows() for f in self.index.fragments(shard)) for shard in shards]
         # An index without items keeps one shard, which says what is not legal of a search.
@@ -84,7 +86,7 @@ class ShardedSearcher(Searcher):
             max_task_retries=max_restarts,
         )
         where = absolute(uri), self.index.version
-        self._actors = [actor.remote(*where, shard, cache) for shard, _ in kept]
+        self._actors = [actor.remote(*where, shard, cache, device) for shard, _ in kept]
         try:
             self._ask(lambda actor: actor.is_open.remote(), start_seconds)
         except GetTimeoutError:

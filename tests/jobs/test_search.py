@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import jobs
 from jobs import search
@@ -76,6 +77,21 @@ def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
     first, speed, last = capsys.readouterr().out.splitlines()
     assert (first, last) == ("2 queries x 8 items", f"2 queries, 6 hits: {out}")
     assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", speed)
+
+
+def test_actors_find_what_one_process_finds(index_uri, query_file, tmp_path, cluster):
+    runs = []
+    for options in (["--actors", "2"], ["--no-cache"]):
+        runs.append(str(tmp_path / f"{len(runs)}.trec"))
+        search.main([index_uri, "--queries", query_file, "--run", runs[-1], *options])
+    assert read_run(runs[0]) == read_run(runs[1])
+    assert len(read_run(runs[0])["1"]) == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(index_uri):
+    with pytest.raises(SpecError, match=r"device: 'cuda' is not there; legal: cpu"):
+        search.main([index_uri, "wing", "--device", "cuda"])
 
 
 def test_many_queries_without_a_run_are_printed(index_uri, query_file, capsys):

@@ -29,8 +29,8 @@ class Segment:
         parts: by name (T, width), contiguous; they may be mapped from a file.
         lengths: (S,) int64, how many vectors each document has; 0 where it has none.
         live: ascending (L,) int64, the documents that are not deleted; None: all S.
-        touch: called with the starts and lengths (n,) int64 of the documents whose vectors are
-            about to be read; raises `SpecError` if what lies there is damaged.
+        touch: called with the starts and lengths (n,) int64 of the runs of vectors, documents or
+            not, that are about to be read; raises `SpecError` if what lies there is damaged.
     """
 
     codec: Codec
@@ -67,7 +67,7 @@ class Segment:
             size = max(COPY_BYTES // max(part.shape[1] * part.element_size(), 1), 1)
             for first in range(0, len(part), size):
                 end = min(first + size, len(part))
-                self.touch(first, end)
+                self.touch(torch.tensor([first]), torch.tensor([end - first]))
                 parts[name][first:end] = part[first:end]
         live = None if self.live is None else self.live.to(device)
         return Segment(self.codec, self.dim, parts, self.lengths.to(device), live)

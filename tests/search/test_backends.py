@@ -189,12 +189,12 @@ def test_documents_are_copied_to_a_device_in_pieces(monkeypatch):
     segment = stored(
         {"name": "int8"}, vectors(sum(LENGTHS), 64), live=torch.tensor([0, 3, 10])
     ).segments[0]
-    watched = dataclasses.replace(segment, touch=lambda *ends: touched.append(ends))
+    watched = dataclasses.replace(segment, touch=lambda *run: touched.append(tuple(map(int, run))))
     moved = watched.to("cpu")
     for name, part in segment.parts.items():
         assert moved.parts[name].equal(part) and moved.parts[name] is not part
     assert moved.lengths.equal(segment.lengths) and moved.live.equal(segment.live)
-    assert touched[:2] == [(0, 15), (15, 30)] and touched[-1] == (250, sum(LENGTHS))
+    assert touched[:2] == [(0, 15), (15, 15)] and sum(touched[-1]) == sum(LENGTHS)
     packed = PackedVectors([segment])
     assert packed.to("cpu") is packed
 

@@ -300,6 +300,17 @@ def test_scoring_reads_no_damaged_block(large):
     assert found(searcher) == found(open_index(uri, cache=False))
 
 
+def test_a_copy_to_a_device_reads_no_damaged_block(large):
+    uri, path = large
+    (segment,) = open_index(uri).packed().segments
+    copy = segment.to("cpu")  # what a search on a GPU does
+    assert all(copy.parts[name].equal(part) for name, part in segment.parts.items())
+    change(path, 4096 + BLOCK_BYTES + 77, b"\x55\xaa")
+    (segment,) = open_index(uri).packed().segments
+    with pytest.raises(SpecError, match="is damaged in block 1"):
+        segment.to("cpu")
+
+
 # -- folders that cannot be written ----------------------------------------------------------------
 
 

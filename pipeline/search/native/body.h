@@ -225,7 +225,17 @@ static inline void store_products(int rows, float* out) {
     }
 }
 
-static inline void multiply_int8(const Block& block, const int8_t* panel, int steps) {
+// The rows of a later block, asked for a few cache lines at a time while the tiles are at work: in
+// one go they would hold up the loads of this block. Behind the memory's end nothing happens.
+constexpr int INT8_BLOCKS_AHEAD = 8;
+
+static inline void ask_for(const char*& ahead) {
+    if (!ahead) return;
+    for (int line = 0; line < 8; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+}
+
+static inline void multiply_int8(
+    const Block& block, const int8_t* panel, int steps, const char* ahead) {
     const bool two = block.rows > 16;
     const int8_t *a = block.bytes, *a2 = a + 16 * block.stride;
     const int8_t* panel2 = panel + steps * 1024;
@@ -240,10 +250,14 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
         _tile_loadd(6, panel + k * 1024, 64);
         _tile_loadd(7, panel2 + k * 1024, 64);
         _tile_dpbssd(0, 4, 6);
+        ask_for(ahead);
         _tile_dpbssd(1, 4, 7);
+        ask_for(ahead);
         if (two) {
             _tile_loadd(5, a2 + k * 64, block.stride);
+            ask_for(ahead);
             _tile_dpbssd(2, 5, 6);
+            ask_for(ahead);
             _tile_dpbssd(3, 5, 7);
         }
     }
@@ -488,7 +502,11 @@ static void prefetch(const Documents& docs, int64_t row) {
 
 // Makes the rows of a block what `multiply` reads.
 static void prepare(const Documents& docs, Scratch& s, Block& block) {
+#if LEVEL < AMX
     prefetch(docs, block.first + 2 * 32);
+#else
+    if (docs.kind != INT8) prefetch(docs, block.first + 2 * 32);
+#endif
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
@@ -538,13 +556,18 @@ static void score_as(
         if (!take_rows(docs, queries, output, document, begun, block)) break;
         document = block.next, begun = block.begun;
         prepare(docs, s, block);
+#if LEVEL >= AMX
+        const char* later =
+            (const char*)docs.values + (block.first + INT8_BLOCKS_AHEAD * 32) * docs.row_bytes;
+#endif
         if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
         for (int64_t panel = 0; panel < num_panels; ++panel) {
             const int64_t place = panel * panel_size;
 #if LEVEL >= AMX
             // The tiles work beside the vector units, which look at the panel before meanwhile.
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64);
+                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64,
+                              panel ? nullptr : later);
             else
                 multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + place,
                                padded * s.width, docs.kind == BFLOAT16 || docs.kind == BINARY);

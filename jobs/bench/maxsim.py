@@ -94,9 +94,12 @@ def peaks() -> dict[str, float]:
     return found
 
 
-def best_time(call: Callable[[], Any], calls: int = 5) -> float:
-    """The least time of some calls, after one that does not count."""
-    return min(seconds_of(call) for _ in range(calls + 1))
+def best_time(call: Callable[[], Any], seconds: float = 1.5) -> float:
+    """The least time of the calls that fit into some seconds: what else runs takes turns."""
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        best = min(best, seconds_of(call))
+    return best
 
 
 def seconds_of(call: Callable[[], Any]) -> float:

@@ -27,6 +27,7 @@ from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import SOURCES
 from pipeline.schema import Hit
 from pipeline.search.explain import outputs_of, place_of
+from pipeline.search.queries import Queries
 from pipeline.search.searcher import Searcher
 from pipeline.sources import NO_PREVIEW, Source
 from pipeline.sources.files import existing_root
@@ -116,18 +117,21 @@ class SimilarityMap:
 
 def similarity_map(
     searcher: Searcher,
-    query: str | np.ndarray,
+    query: str | np.ndarray | Queries,
     item_id: str,
     representation: str | None = None,
 ) -> SimilarityMap:
     """Compares a query with the words of an item.
+
+    Args:
+        query: a text, its token vectors, or what `Searcher.queries` gave for it alone.
 
     Raises:
         SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the
             vectors, the support of compressed ones.
     """
     name, about = searcher.representation(representation)
-    queries = searcher.queries([query], name)
+    queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
     row = _row(searcher, item_id, name, about)
     output_T = _outputs(searcher, row, about, name)
     stored = searcher.index.codec(name).decode(row[name], about["dim"])[0]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -166,7 +166,7 @@ class Searcher:
         alone = isinstance(query, str | np.ndarray)
         queries = self.queries([query] if alone else query, name)
         rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
-        hits = self._hits(rankings, queries, name, about, explain)
+        hits = self.hits(rankings, queries, name, explain=explain)
         return hits[0] if alone else hits
 
     def rank(
@@ -233,18 +233,9 @@ class Searcher:
         name, about = self.representation(representation)
         key = digest(about["encoder"])
         if key not in self._encoders:
-            spec = ENCODERS.resolve(about["encoder"])
-            ENCODERS.load(spec.name).check_queries(spec)
-            self._encoders[key] = ENCODERS.build(spec)
-        encoder = self._encoders[key]
-        if encoder.fingerprint != about["fingerprint"]:
-            problem = (
-                f"was made by another encoder (fingerprint {about['fingerprint']}, "
-                f"this one has {encoder.fingerprint})"
-            )
-            legal = f"the weights and settings of {about['encoder']['name']} that made it"
-            raise SpecError("representation", name, legal, problem)
-        return encoder
+            self._encoders[key] = query_encoder(about)
+        check_fingerprint(self._encoders[key], name, about)
+        return self._encoders[key]
 
     def queries(
         self,
@@ -258,27 +249,32 @@ class Searcher:
         """
         if isinstance(queries, Queries):
             return queries
-        name, about = self.representation(representation)
+        name, _ = self.representation(representation)
         if isinstance(queries, EncodedQueries):
             ready = Queries.of_encoded(queries)
         elif len(queries) and all(isinstance(query, str) for query in queries):
-            for place, query in enumerate(queries):
-                if not query.strip():
-                    raise bad_query(query, "a text with at least one word", place, len(queries))
-                if re.search("[\ud800-\udfff]", query):
-                    raise bad_query(query, "a text in UTF-8", place, len(queries))
+            check_texts(queries)
             encoder = self.encoder(representation)
             ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
         else:
             ready = Queries.of_vectors(queries)
+        return self.transformed(ready, name)
+
+    def transformed(self, queries: Queries, representation: str) -> Queries:
+        """Unit query vectors as a representation compares them.
+
+        Raises:
+            SpecError: they are of another dimension.
+        """
+        name, about = self.representation(representation)
         dim = about.get("query_dim", about["dim"])
-        for place, tokens in enumerate(ready.tokens):
+        for place, tokens in enumerate(queries.tokens):
             if tokens.shape[1] != dim:
                 value = f"vectors of {tokens.shape[1]} numbers"
-                raise bad_query(value, str(dim), place, len(ready))
+                raise bad_query(value, str(dim), place, len(queries))
         compressor, codec = self._compressor(about), self.index.codec(name)
-        tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in ready.tokens]
-        return replace(ready, tokens=tokens)
+        tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
+        return replace(queries, tokens=tokens)
 
     def _compressor(self, about: dict[str, Any]) -> Compressor:
         """What made a representation, for how it compares queries."""
@@ -440,14 +436,21 @@ class Searcher:
         packed = self._vectors(name)
         return [packed.item(row).cpu() for row in rows.tolist()]
 
-    def _hits(
+    def hits(
         self,
-        rankings: list[Ranking],
+        rankings: Sequence[Ranking],
         queries: Queries,
-        name: str,
-        about: dict[str, Any],
-        explain: bool,
+        representation: str,
+        *,
+        explain: bool = True,
     ) -> list[list[Hit]]:
+        """What is stored about the items that `rank` found for each query.
+
+        Args:
+            queries: what `queries` gave for the representation.
+            explain: whether hits carry `matches`.
+        """
+        name, about = self.representation(representation)
         text = about.get("text", "text")
         wanted = ["title", text, "span"]
         if explain:
@@ -492,6 +495,37 @@ class Searcher:
             return lambda token: []
         form = self.index.by_role("support")[about["support"]]["form"]
         return lambda token: input_tokens(token, support, form)
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raises `SpecError` if a text is no query: without a word, or not to be written in UTF-8."""
+    for place, text in enumerate(texts):
+        if not text.strip():
+            raise bad_query(text, "a text with at least one word", place, len(texts))
+        if re.search("[\ud800-\udfff]", text):
+            raise bad_query(text, "a text in UTF-8", place, len(texts))
+
+
+def query_encoder(about: Mapping[str, Any]) -> Encoder:
+    """The encoder that a representation's metadata names, for queries.
+
+    Raises:
+        SpecError: it cannot be built here.
+    """
+    spec = ENCODERS.resolve(about["encoder"])
+    ENCODERS.load(spec.name).check_queries(spec)
+    return ENCODERS.build(spec)
+
+
+def check_fingerprint(encoder: Encoder, representation: str, about: Mapping[str, Any]) -> None:
+    """Raises `SpecError` if another encoder made the representation."""
+    if encoder.fingerprint != about["fingerprint"]:
+        problem = (
+            f"was made by another encoder (fingerprint {about['fingerprint']}, "
+            f"this one has {encoder.fingerprint})"
+        )
+        legal = f"the weights and settings of {about['encoder']['name']} that made it"
+        raise SpecError("representation", representation, legal, problem)
 
 
 class _Scores(NamedTuple):

@@ -1,0 +1,181 @@
+"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
+
+    python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
+    python -m jobs.serve out/cranfield/index out/pages/index --port 8123
+    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.k=100
+    python -m jobs.serve --spec settings.yaml seconds.search=5
+    python -m jobs.serve key --name ann >> keys.yaml                # an access key
+    curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
+         -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
+
+An index is named by its folder. Without access keys (--keys) it listens on this machine alone. On a
+cluster `serve deploy cluster/serve/*.yaml` starts the same application. Ctrl-C or SIGTERM ends it
+when the requests under way are answered. The API is described at /docs and /openapi.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import jobs
+from pipeline.config import SpecError, Stopped, load, override, parse
+
+if TYPE_CHECKING:  # loaded when a server is started: --help is quick
+    from pipeline.serve.settings import ServeSpec
+
+APPLICATION = "maxray"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, and serves until it is stopped."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["key"]:
+        _print_key(arguments[1:])
+        return
+    args = _parser().parse(arguments)
+    settings = _settings(args)
+    _check_address(args.host, args.port, settings)
+    _check_indexes(settings)
+    signal.signal(signal.SIGTERM, _stop)
+    with jobs.cluster():
+        serve(settings, args.host, args.port)
+
+
+def _parser() -> jobs.Parser:
+    parser = jobs.parser(__doc__)
+    parser.add_argument(
+        "indexes", nargs="*", default=[], help="URIs of indexes, and dotted.field=value"
+    )
+    parser.add_argument("--spec", help="settings of the server, a YAML file")
+    parser.add_argument("--keys", metavar="FILE", help="access keys, see pipeline.serve.keys")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
+    return parser
+
+
+def _port(text: str) -> int:
+    number = jobs.positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: 1 to 65535")
+    return number
+
+
+def _settings(args: Any) -> ServeSpec:
+    """The settings of the command line, over those of the file."""
+    from pipeline.serve.settings import ServeSpec
+
+    overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
+    uris = [a for a in args.indexes if a not in overrides]
+    named: dict[str, dict[str, str]] = {}
+    for uri in uris:
+        name = name_of(uri)
+        if name in named:
+            legal = "indexes in folders of different names, or --spec with a name for each"
+            raise SpecError("indexes", uri, legal, f"is a second one called {name}")
+        named[name] = {"uri": uri}
+    given: dict[str, Any] = {"indexes": named} if named else {}
+    if args.keys:
+        given["keys"] = args.keys
+    if args.spec:
+        if named:
+            raise SpecError("indexes", uris[0], "either indexes or --spec", "is given twice")
+        overrides += [f"keys={args.keys}"] if args.keys else []
+        return load(ServeSpec, args.spec, overrides)
+    if not named:
+        raise SpecError("indexes", None, "the URI of an index, or --spec", "is missing")
+    return parse(ServeSpec, override(given, overrides))
+
+
+def name_of(uri: str) -> str:
+    """What an index is called: its folder, or where that is just `index`, the one above.
+
+    >>> name_of("out/cranfield/index"), name_of("s3://bucket/pages/")
+    ('cranfield', 'pages')
+    """
+    path = PurePosixPath(uri.rstrip("/"))
+    name = path.parent.name if path.name == "index" and path.parent.name else path.name
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip("_.-") or "index"
+
+
+def _check_address(host: str, port: int, settings: ServeSpec) -> None:
+    """Raises `SpecError` if nobody may listen there."""
+    from pipeline.serve.settings import is_loopback
+
+    if not (settings.keys or is_loopback(host)):
+        legal = "127.0.0.1, or any with --keys and a file of access keys"
+        raise SpecError("host", host, legal, "lets anybody in")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        legal = "an address of this machine, and a port that is free"
+        raise SpecError("port", f"{host}:{port}", legal, f"cannot be used ({error})") from None
+
+
+def _check_indexes(settings: ServeSpec) -> None:
+    """Raises `SpecError` if an index, a representation or the keys are not there."""
+    from pipeline.search.searcher import open_index
+    from pipeline.serve.keys import Keys
+
+    for served in settings.indexes.values():
+        searcher = open_index(served.uri)
+        for name in served.load:
+            searcher.representation(name)
+    if settings.keys:
+        Keys(settings.keys)
+
+
+def serve(settings: ServeSpec, host: str, port: int) -> None:
+    """Starts the application on the Ray cluster of this process, until it is asked to stop."""
+    from ray import serve as ray_serve
+
+    from pipeline.serve.app import build
+
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    ray_serve.start(http_options={"host": host, "port": port})
+    try:
+        ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        names = ", ".join(settings.indexes)
+        jobs.say(f"serving {names} on {address}; the API is described at {address}/docs")
+        threading.Event().wait()
+    finally:
+        jobs.say("finishing the requests under way")
+        ray_serve.shutdown()
+
+
+def _stop(*_: object) -> None:
+    raise Stopped("stopped; all requests are answered")
+
+
+def _print_key(arguments: Sequence[str]) -> None:
+    """Prints a new key's entry for the file, and to standard error the key."""
+    from pipeline.serve.keys import Key, hash_of, new_key
+
+    parser = jobs.parser("Makes an access key: its entry goes to the file, the key to its user.")
+    parser.add_argument("--name", required=True, help="what logs and metrics call it")
+    parser.add_argument("--indexes", nargs="+", help="default: all")
+    parser.add_argument("--expires", metavar="YYYY-MM-DD", help="default: never")
+    parser.add_argument("--requests-per-second", type=float)
+    parser.add_argument("--evaluate", action="store_true", help="it may ask for evaluations")
+    args = vars(parser.parse(arguments))
+    key = new_key()
+    entry = {name: value for name, value in args.items() if value not in (None, False)}
+    entry["sha256"] = hash_of(key)
+    parse(Key, entry)
+    lines = [f"{name}: {value}" for name, value in entry.items()]
+    print("  - " + "\n    ".join(lines))
+    print(f"the key of {args['name']}, shown once: {key}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,93 @@
+"""The application: `build` makes its deployments of settings.
+
+    serve run pipeline.serve.app:build indexes.cranfield.uri=/data/index     # and
+    serve deploy cluster/serve/one.yaml                                      # on a cluster
+
+`python -m jobs.serve` starts the same on this machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from pipeline.serve.engine import Engine, Stages
+from pipeline.serve.gateway import Gateway, create_app
+from pipeline.serve.metrics import Metrics
+from pipeline.serve.settings import Scale, ServeSpec
+from pipeline.serve.stages import Library, QueryEncoder, Ranker
+
+#: Seconds between two looks of Ray at whether a replica lives, and how long that may take.
+HEALTH = {"health_check_period_s": 2, "health_check_timeout_s": 10}
+
+
+class Ingress:
+    """The gateway as a deployment of Ray."""
+
+    def __init__(self, settings: ServeSpec, stages: Stages):
+        self._settings, self._stages = settings, stages
+
+    def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name for it
+        return create_app(self._gateway)
+
+    async def _gateway(self) -> Gateway:
+        metrics = Metrics()
+        engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
+        await engine.start()
+        return Gateway(self._settings, engine, metrics)
+
+
+def build(settings: ServeSpec) -> serve.Application:
+    """The deployments of a server, bound to each other.
+
+    Raises:
+        SpecError: an index, the keys or a folder of the settings is not there.
+    """
+    drain = settings.seconds.drain
+    encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain)
+    library = _deployment(Library, "Library", settings.library, drain)
+    searchers: dict[str, list[Any]] = {}
+    rerankers: dict[str, Any] = {}
+    for name, served in settings.indexes.items():
+        searchers[name] = [
+            _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
+                served, settings.searcher, (i, served.shards)
+            )
+            for i in range(served.shards)
+        ]
+        reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
+        rerankers[name] = reranker.bind(served, settings.reranker)
+    gateway = _deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain)
+    return gateway.bind(
+        settings,
+        Stages(
+            encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
+        ),
+    )
+
+
+def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:
+    """A stage as a deployment with as many replicas as the settings say."""
+    replicas: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.max_replicas is not None:
+        replicas = {
+            "num_replicas": "auto",
+            "autoscaling_config": {
+                "min_replicas": scale.replicas,
+                "max_replicas": scale.max_replicas,
+                "target_ongoing_requests": scale.target_ongoing,
+            },
+        }
+    return serve.deployment(
+        stage,
+        name=name,
+        ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus},
+        max_ongoing_requests=scale.max_ongoing,
+        max_queued_requests=scale.max_queued,
+        graceful_shutdown_timeout_s=drain,
+        graceful_shutdown_wait_loop_s=0.5,
+        **replicas,
+        **HEALTH,
+    )

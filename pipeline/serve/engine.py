@@ -1,0 +1,555 @@
+"""A search from its request to its answer: asks the stages in turn, and copes when one fails.
+
+It knows which version of each index is served. A request is about one version from its beginning to
+its end; a new one is opened by the stages first, and requests go there when it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from PIL import Image
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from pipeline.config import SpecError
+from pipeline.index.reader import Index
+from pipeline.schema import Hit as Found
+from pipeline.search.maps import SimilarityMap
+from pipeline.search.searcher import Ranking, Searcher, check_texts
+from pipeline.search.shards import merge_rankings
+from pipeline.serve import wire
+from pipeline.serve.errors import ApiError, of_spec_error
+from pipeline.serve.settings import ServedIndex, ServeSpec
+from pipeline.serve.stages import Encoded, Options
+
+log = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+#: Seconds before a stage is asked again whose replica died.
+ASK_AGAIN = 0.2
+#: Seconds in which a stage says that it is there.
+READY_SECONDS = 5.0
+#: Rows of shard i are counted from i times this on, where rankings of shards are merged.
+SHARD_ROWS = 1 << 40
+
+
+class Handle(Protocol):
+    """What Ray gives to call a deployment: `handle.method.remote(...)` is awaited."""
+
+    def __getattr__(self, method: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Handles of what the engine asks.
+
+    Attributes:
+        searchers: of each index its shards, in order.
+        rerankers: of each index.
+    """
+
+    encoder: Handle
+    searchers: Mapping[str, Sequence[Handle]]
+    rerankers: Mapping[str, Handle]
+    library: Handle
+
+
+class Timer:
+    """Milliseconds by stage of one request."""
+
+    def __init__(self, observe: Callable[[str, float], None]):
+        self.start = time.perf_counter()
+        self.milliseconds: dict[str, float] = {}
+        self._observe = observe
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts what is done in it as a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._observe(name, seconds)
+            self.milliseconds[name] = round(self.milliseconds.get(name, 0.0) + 1e3 * seconds, 3)
+
+    def all(self) -> dict[str, float]:
+        """The stages, and the whole."""
+        total = round(1e3 * (time.perf_counter() - self.start), 3)
+        return {**self.milliseconds, "total": total}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A version of an index as the engine knows it: what it holds, not its vectors."""
+
+    name: str
+    spec: ServedIndex
+    searcher: Searcher
+
+    @property
+    def version(self) -> int:
+        return self.searcher.index.version
+
+    def representation(self, name: str | None) -> tuple[str, dict[str, Any]]:
+        """The name and metadata of a representation that can be searched.
+
+        Raises:
+            ApiError: there is none.
+        """
+        try:
+            return self.searcher.representation(name)
+        except SpecError as error:
+            if error.field == "index":
+                message = f"index {self.name} has no representation yet"
+                raise ApiError("unavailable", message) from None
+            raise of_spec_error(error) from None
+
+
+@dataclass
+class _Outcome:
+    """What a search found before it is described."""
+
+    ranking: Ranking
+    options: Options
+    encoded: Encoded
+    first: dict[str, wire.FirstStage] = field(default_factory=dict)
+
+
+class Engine:
+    """Answers requests by asking the stages.
+
+    Args:
+        settings: of the server.
+        stages: where they are asked.
+        observe: told the seconds of each stage of each request.
+        count: told what happened besides: "retry", "degraded", by stage.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSpec,
+        stages: Stages,
+        observe: Callable[[str, float], None] = lambda stage, seconds: None,
+        count: Callable[[str, str], None] = lambda what, stage: None,
+    ):
+        self.settings, self._stages = settings, stages
+        self._observe, self._count = observe, count
+        self._served: dict[str, Served] = {}
+        self._refreshing: asyncio.Task | None = None
+
+    # -- indexes -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Opens what each index is served with, and goes on looking for new versions.
+
+        Raises:
+            SpecError: an index is not there.
+        """
+        for name in self.settings.indexes:
+            await self._refresh(name)
+        self._refreshing = asyncio.create_task(self._keep_fresh())
+
+    async def stop(self) -> None:
+        """Looks for new versions no longer."""
+        if self._refreshing:
+            self._refreshing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._refreshing
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.seconds.reload)
+            for name in self.settings.indexes:
+                try:
+                    await self._refresh(name)
+                except Exception as error:  # the version that is there goes on being served
+                    self._count("reload_failed", "gateway")
+                    log.warning("index %s: no new version is served: %s", name, error)
+
+    async def _refresh(self, name: str) -> None:
+        """Serves the newest version of an index, once every shard has it open."""
+        spec = self.settings.indexes[name]
+        now = self._served.get(name)
+        newest = await asyncio.to_thread(_opened, spec, now)
+        if newest is None:
+            return
+        served = Served(name, spec, newest)
+        there = newest.index.representations()
+        wanted = [n for n in spec.load if n in there]
+        if there and not spec.load:
+            wanted = [served.representation(None)[0]]
+        shards = self._stages.searchers[name]
+        await asyncio.gather(*(s.prepare.remote(served.version, wanted) for s in shards))
+        self._served[name] = served
+        if now is not None:
+            log.info("index %s: version %d is served now", name, served.version)
+
+    def served(self, name: str | None) -> Served:
+        """The index of that name; without one, the only one there is.
+
+        Raises:
+            ApiError: no such index, or several to choose from.
+        """
+        if name is None:
+            if len(self._served) != 1:
+                legal = ", ".join(sorted(self._served))
+                raise ApiError("invalid_argument", f"index: is missing; legal: {legal}", "index")
+            return next(iter(self._served.values()))
+        if name not in self._served:
+            raise ApiError("not_found", f"index: {name!r} is not served here", "index")
+        return self._served[name]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the indexes."""
+        return list(self._served)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def search(
+        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions, timer: Timer
+    ) -> tuple[str, bool, list[list[wire.Hit]], list[str]]:
+        """Searches for each query.
+
+        Returns:
+            The representation, whether hits were reranked, those of each query, and warnings.
+        """
+        name, about = served.representation(asked.representation)
+        options = self._options(served, name, about, asked)
+        depth = max(asked.rerank.depth, asked.k) if asked.rerank else asked.k
+        second = self._second(served, asked.rerank) if asked.rerank else None
+        with timer.stage("encode"):
+            encoded = await self.encode_all(queries, name, about)
+        with timer.stage("search"):
+            first_options = replace(options, k=depth)
+            rankings = await _all(self._rank(served, e, first_options) for e in encoded)
+        outcomes = [
+            _Outcome(ranking, options, e) for ranking, e in zip(rankings, encoded, strict=True)
+        ]
+        reranked, warnings = False, []
+        if asked.rerank and second:
+            try:
+                with timer.stage("rerank"):
+                    outcomes = await _all(
+                        self._rerank(served, query, outcome, second, asked)
+                        for query, outcome in zip(queries, outcomes, strict=True)
+                    )
+                reranked = True
+            except ApiError as error:
+                if not asked.rerank.optional or error.code not in ("unavailable", "timeout"):
+                    raise
+                self._count("degraded", "rerank")
+                warnings.append(f"not reranked: {error.message}")
+                outcomes = [
+                    replace(o, ranking=_taken(o.ranking, range(min(asked.k, len(o.ranking.rows)))))
+                    for o in outcomes
+                ]
+        with timer.stage("describe"):
+            hits = await _all(self._describe(served, o, asked.explain) for o in outcomes)
+        return name, reranked, hits, warnings
+
+    def _options(
+        self, served: Served, name: str, about: Mapping[str, Any], asked: wire.SearchOptions
+    ) -> Options:
+        if asked.score != "late" and about["pooled"] is None:
+            message = f"score: {asked.score!r} needs single vectors, of which {name} has none"
+            raise ApiError("invalid_argument", message, "score")
+        return Options(
+            version=served.version,
+            representation=name,
+            k=asked.k,
+            score=asked.score,
+            weights=tuple(asked.weights),
+            group_by=asked.group_by,
+            where=asked.filter,
+            ids=None if asked.ids is None else tuple(asked.ids),
+            parents=None if asked.parents is None else tuple(asked.parents),
+        )
+
+    def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, dict[str, Any]]:
+        try:
+            return served.representation(asked.representation)
+        except ApiError as error:
+            raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
+
+    async def encode(self, query: wire.Query, name: str, about: Mapping[str, Any]) -> Encoded:
+        """A query as vectors for a representation.
+
+        Raises:
+            ApiError: it is none, or the encoder does not take it.
+        """
+        try:
+            if isinstance(query, wire.Vectors):
+                return await asyncio.to_thread(Encoded.of_vectors, query.vectors)
+            if isinstance(query, wire.Image):
+                _check_image(query, self.settings.limits.image_pixels)
+                message = f"query: the encoder of {name} reads no images; legal: a text"
+                raise ApiError("invalid_argument", message, "query")
+            if len(query) > self.settings.limits.query_chars:
+                most = self.settings.limits.query_chars
+                message = f"query: {len(query):,} characters are too many; legal: {most:,} at most"
+                raise ApiError("invalid_argument", message, "query")
+            check_texts([query])
+        except SpecError as error:
+            raise of_spec_error(error) from None
+        needed = {key: about[key] for key in ("encoder", "fingerprint")}
+        seconds = self.settings.seconds.encode
+        return await self.ask(
+            "encode", lambda: self._stages.encoder.encode.remote(name, needed, query), seconds
+        )
+
+    async def encode_all(
+        self, queries: Sequence[wire.Query], name: str, about: Mapping[str, Any]
+    ) -> list[Encoded]:
+        """Several queries as vectors for a representation."""
+        return await _all(self.encode(query, name, about) for query in queries)
+
+    async def check(self) -> None:
+        """Asks every stage whether it is there.
+
+        Raises:
+            ApiError: one is not.
+        """
+        handles = {"encode": [self._stages.encoder], "library": [self._stages.library]}
+        for name, shards in self._stages.searchers.items():
+            handles[f"search {name}"] = list(shards)
+            handles[f"rerank {name}"] = [self._stages.rerankers[name]]
+        await _all(
+            self.ask(stage, lambda handle=handle: handle.is_there.remote(), READY_SECONDS)
+            for stage, several in handles.items()
+            for handle in several
+        )
+
+    async def _rank(self, served: Served, encoded: Encoded, options: Options) -> Ranking:
+        """The best items of all shards."""
+        seconds = self.settings.seconds.search
+        shards = self._stages.searchers[served.name]
+        rankings = await _all(
+            self.ask("search", lambda s=shard: s.rank.remote(encoded, options), seconds)
+            for shard in shards
+        )
+        if len(rankings) == 1:
+            return rankings[0]
+        counted = [
+            replace(ranking, rows=ranking.rows + i * SHARD_ROWS)
+            for i, ranking in enumerate(rankings)
+        ]
+        return merge_rankings(counted, options.k, options.group_by)
+
+    async def _rerank(
+        self,
+        served: Served,
+        query: wire.Query,
+        outcome: _Outcome,
+        second: tuple[str, dict[str, Any]],
+        asked: wire.SearchOptions,
+    ) -> _Outcome:
+        """Scores the hits again; those of which the second stage has no vectors are left out."""
+        first = outcome.ranking
+        if not first.item_ids:
+            return outcome
+        encoded: Encoded | None = outcome.encoded
+        _, about = served.representation(outcome.options.representation)
+        if any(about[key] != second[1][key] for key in ("encoder", "fingerprint")):
+            encoded = None
+        scores = await self.score_again(served, query, encoded, second, first.item_ids)
+        scored = [i for i, item_id in enumerate(first.item_ids) if item_id in scores]
+        order = sorted(scored, key=lambda i: (-scores[first.item_ids[i]], first.item_ids[i]))
+        again = _taken(first, order[: asked.k])
+        again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
+        stood = {
+            item_id: wire.FirstStage(rank=i + 1, score=score)
+            for i, (item_id, score) in enumerate(zip(first.item_ids, first.scores, strict=True))
+        }
+        return replace(outcome, ranking=again, first=stood)
+
+    async def score_again(
+        self,
+        served: Served,
+        query: wire.Query,
+        encoded: Encoded | None,
+        second: tuple[str, dict[str, Any]],
+        item_ids: Sequence[str],
+    ) -> dict[str, float]:
+        """Exact late scores of some items by a representation; those without vectors are left out.
+
+        Args:
+            encoded: the query as the first stage had it, where both have one encoder.
+        """
+        name, about = second
+        if encoded is None:
+            encoded = await self.encode(query, name, about)
+        unique = tuple(dict.fromkeys(item_ids))
+        options = Options(served.version, name, k=len(unique), ids=unique)
+        ranking = await self.ask(
+            "rerank",
+            lambda: self._stages.rerankers[served.name].rank.remote(encoded, options),
+            self.settings.seconds.rerank,
+        )
+        return ranking.scores_by_item()
+
+    async def _describe(
+        self, served: Served, outcome: _Outcome, explain: str | None
+    ) -> list[wire.Hit]:
+        ranking, shards = outcome.ranking, self._stages.searchers[served.name]
+        places: dict[int, list[int]] = {}
+        for i, row in enumerate(ranking.rows.tolist()):
+            places.setdefault(row // SHARD_ROWS, []).append(i)
+        seconds = self.settings.seconds.describe
+        parts = await _all(
+            self.ask(
+                "describe",
+                lambda shard=shard, own=own: shards[shard].describe.remote(
+                    outcome.encoded, outcome.options, _of_shard(ranking, own), explain
+                ),
+                seconds,
+            )
+            for shard, own in places.items()
+        )
+        hits: dict[int, wire.Hit] = {}
+        for own, (found, maps) in zip(places.values(), parts, strict=True):
+            for i, hit, drawn in zip(own, found, maps, strict=True):
+                hits[i] = _hit(hit, i + 1, outcome.first.get(hit.item_id), drawn, explain)
+        return [hits[i] for i in range(len(ranking.item_ids))]
+
+    async def item(self, served: Served, item_id: str) -> dict[str, Any] | None:
+        """What is stored of an item; None if it is not in the index."""
+        return await self.ask(
+            "item",
+            lambda: self._stages.library.item.remote(served.name, served.version, item_id),
+            self.settings.seconds.describe,
+        )
+
+    async def preview(
+        self, served: Served, item_id: str, what: str, seconds: float | None
+    ) -> tuple[bytes, str]:
+        """What an item looks or sounds like.
+
+        Raises:
+            ApiError: it has none, or its file is not there any more.
+        """
+        where = served.name, served.version, item_id, what, seconds
+        return await self.ask(
+            "preview",
+            lambda: self._stages.library.preview.remote(*where),
+            self.settings.seconds.preview,
+        )
+
+    async def ask(self, stage: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """What a stage answers; it is asked once more if its replica died.
+
+        Raises:
+            ApiError: what the stage says of the request; or it is overloaded, gone, or too slow.
+        """
+        end = time.monotonic() + seconds
+        for attempt in (1, 2):
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    return await call()
+            except TimeoutError:
+                message = f"{stage} took longer than {seconds:g} s"
+                raise ApiError("timeout", message) from None
+            except BackPressureError:
+                raise ApiError("unavailable", f"{stage} has too much to do") from None
+            except RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, SpecError):
+                    raise of_spec_error(cause) from None
+                raise
+            except SpecError as error:
+                raise of_spec_error(error) from None
+            except (RayError, DeploymentUnavailableError) as error:
+                if attempt == 2:
+                    message = f"{stage} is not there at the moment"
+                    raise ApiError("unavailable", message) from error
+                self._count("retry", stage)
+                await asyncio.sleep(ASK_AGAIN)
+        raise AssertionError
+
+
+def _opened(spec: ServedIndex, now: Served | None) -> Searcher | None:
+    """The newest version of an index; None if it is the one that is served."""
+    index = Index(spec.uri)
+    if now is not None and index.version == now.version:
+        return None
+    return Searcher(index)
+
+
+async def _all(tasks: Any) -> list[Any]:
+    """What all give; where one fails the others are given up."""
+    tasks = list(tasks)
+    if len(tasks) == 1:
+        return [await tasks[0]]
+    started = [asyncio.ensure_future(task) for task in tasks]
+    try:
+        return await asyncio.gather(*started)
+    finally:
+        for task in started:
+            task.cancel()
+
+
+def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:
+    """Some items of a ranking, all of one shard, as that shard counts them."""
+    chosen = _taken(ranking, places)
+    return replace(chosen, rows=chosen.rows % SHARD_ROWS)
+
+
+def _taken(ranking: Ranking, places: Sequence[int]) -> Ranking:
+    """Some items of a ranking, in the order of their places."""
+    at = np.array(places, np.int64)
+    return Ranking(
+        [ranking.item_ids[i] for i in places],
+        [ranking.parent_ids[i] for i in places],
+        [ranking.scores[i] for i in places],
+        ranking.rows[at],
+        *(part if part is None else part[at] for part in (ranking.late, ranking.single)),
+    )
+
+
+def _hit(
+    hit: Found,
+    rank: int,
+    first: wire.FirstStage | None,
+    drawn: SimilarityMap | None,
+    explain: str | None,
+) -> wire.Hit:
+    """A hit as it travels."""
+    matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
+    return wire.Hit(
+        rank=rank,
+        score=hit.score,
+        item_id=hit.item_id,
+        parent_id=hit.parent_id,
+        title=hit.title,
+        text=hit.text,
+        span=hit.span,
+        parts=wire.Parts.model_validate(asdict(hit.parts)),
+        first_stage=first,
+        matches=matches if explain else None,
+        map=wire.Map.model_validate_json(drawn.to_json()) if drawn else None,
+    )
+
+
+def _check_image(query: wire.Image, most_pixels: int) -> None:
+    """Raises `SpecError` if a query's image is none, or is larger than it may be."""
+    legal = f"a PNG, JPEG or WebP file in base64, of {most_pixels:,} pixels at most"
+    try:
+        data = base64.b64decode(query.image, validate=True)
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+            width, height = image.size
+    except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
+        raise SpecError("query.image", "the image", legal, "cannot be read") from None
+    if width * height > most_pixels:
+        raise SpecError("query.image", f"{width} x {height} pixels", legal)

@@ -1,0 +1,119 @@
+"""What goes wrong, as HTTP says it: every answer that is no success has one form."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from pipeline.config import SpecError
+from pipeline.serve.wire import Code, ErrorAnswer, Problem
+
+STATUS: dict[Code, int] = {
+    "invalid_argument": 422,
+    "bad_request": 400,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "conflict": 409,
+    "gone": 410,
+    "too_large": 413,
+    "rate_limited": 429,
+    "internal": 500,
+    "unavailable": 503,
+    "timeout": 504,
+}
+assert set(STATUS) == set(get_args(Code))
+CODES = {status: code for code, status in STATUS.items()}
+
+#: Seconds after which a client may ask again, where nothing better is known.
+RETRY_AFTER = 1
+
+
+class ApiError(Exception):
+    """An answer that is no success.
+
+    Args:
+        field: of the request, that is not legal.
+        retry_after: seconds after which it may be asked again.
+    """
+
+    def __init__(
+        self, code: Code, message: str, field: str | None = None, retry_after: float | None = None
+    ):
+        super().__init__(message)
+        if retry_after is None and code == "unavailable":
+            retry_after = RETRY_AFTER
+        self.code, self.message, self.field, self.retry_after = code, message, field, retry_after
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return STATUS[self.code]
+
+    def answer(self, request_id: str | None) -> ErrorAnswer:
+        """The body."""
+        return ErrorAnswer(
+            error=Problem(
+                code=self.code, message=self.message, field=self.field, request_id=request_id
+            )
+        )
+
+    def headers(self) -> dict[str, str]:
+        """The headers that belong to it."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))
+        if self.code == "unauthenticated":
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+#: What a field of the request is called in the errors of the searcher.
+_FIELDS = {"where": "filter", "text": "query"}
+
+
+def of_spec_error(error: SpecError) -> ApiError:
+    """A value that is not legal, said without the paths of the server.
+
+    The searcher names its own arguments, which are those of the request but for `filter`. What is
+    wrong with the server's own settings or files is none of the caller's business.
+    """
+    field = _FIELDS.get(error.field, error.field)
+    if field in OF_SERVER:
+        return ApiError("unavailable", f"the server cannot read {OF_SERVER[field]} at the moment")
+    return ApiError("invalid_argument", _sentence(field, error), field)
+
+
+#: Fields of errors that are about the server, and what they are about.
+OF_SERVER = {
+    "index": "the index",
+    "cache": "its local files of the index",
+    "keys": "its access keys",
+    "device": "its device",
+    "name": "a component of the index",
+}
+
+
+def _sentence(field: str, error: SpecError) -> str:
+    value = repr(error.value)
+    if len(value) > 200:
+        value = value[:200] + "…"
+    return f"{field}: {value} {error.problem}; legal: {error.legal}"
+
+
+def of_validation(errors: list[dict[str, Any]]) -> ApiError:
+    """What is wrong with a body, by its first error.
+
+    >>> of_validation([{"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}]).field
+    'k'
+    """
+    first = errors[0]
+    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    if first.get("type") == "json_invalid":
+        return ApiError("bad_request", f"the body is no JSON: {first['ctx']['error']}")
+    field = ".".join(place)
+    value = repr(first.get("input"))
+    value = value if len(value) <= 80 else value[:80] + "…"
+    message = str(first["msg"]).removeprefix("Value error, ")
+    said = f"{field}: {value} is not legal; {message}" if field else f"the body: {message}"
+    return ApiError("invalid_argument", said, field or None)

@@ -1,0 +1,509 @@
+"""The HTTP API: who may ask, what is asked, and the answer or the error in one form."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import pipeline
+from pipeline.config import SpecError
+from pipeline.schema import ITEM
+from pipeline.search.searcher import EQUAL, LEGAL_WEIGHTS, are_weights
+from pipeline.serve import wire
+from pipeline.serve.engine import Engine, Served, Timer
+from pipeline.serve.errors import CODES, ApiError, of_spec_error, of_validation
+from pipeline.serve.keys import ANYBODY, VARIABLE, Key, Keys, Rates
+from pipeline.serve.metrics import Metrics, gathered
+from pipeline.serve.settings import ServeSpec, is_loopback
+
+log = logging.getLogger("ray.serve")
+
+#: What a caller's own request id may look like; another one is made in its place.
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+#: Item columns that filters cannot use.
+NOT_FILTERED = {"list", "fixed_size_list"}
+
+
+class Gateway:
+    """What the routes need: the engine, the keys, the rates, and how much is under way."""
+
+    def __init__(self, settings: ServeSpec, engine: Engine, metrics: Metrics):
+        self.settings, self.engine, self.metrics = settings, engine, metrics
+        self.keys = Keys(settings.keys) if settings.keys or VARIABLE in os.environ else None
+        self.rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
+        self.in_flight = 0
+
+    def key_of(self, request: Request) -> Key:
+        """Who asks.
+
+        Raises:
+            ApiError: nobody who may.
+        """
+        if self.keys is None:
+            # Whoever can reach this address without being on this machine needs a key. A proxy in
+            # front of it is on this machine, and says for whom it asks.
+            server = (request.scope.get("server") or ("",))[0]
+            client = (request.scope.get("client") or ("",))[0]
+            relayed = any(name in request.headers for name in ("forwarded", "x-forwarded-for"))
+            if relayed or not (is_loopback(server) and is_loopback(client)):
+                message = "this server has no access keys, and answers its own machine alone"
+                raise ApiError("forbidden", message)
+            return ANYBODY
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise ApiError("unauthenticated", "an access key is needed: Authorization: Bearer KEY")
+        try:
+            key = self.keys.of(given.strip())
+        except SpecError as error:
+            log.error("access keys: %s", error)
+            raise of_spec_error(error) from None
+        if key is None:
+            raise ApiError("unauthenticated", "the access key is not known, or has expired")
+        return key
+
+    def served(self, key: Key, name: str | None) -> Served:
+        """An index that the key may see."""
+        if name is None and key.indexes is not None:
+            seen = [n for n in self.engine.names if key.may_see(n)]
+            name = seen[0] if len(seen) == 1 else None
+        served = self.engine.served(name)
+        if not key.may_see(served.name):  # said as of one that is not there
+            raise ApiError("not_found", f"index: {served.name!r} is not served here", "index")
+        return served
+
+    def limit(self, key: Key, cost: float = 1.0) -> None:
+        """Counts a request of a key.
+
+        Raises:
+            ApiError: it has sent too many.
+        """
+        if waits := self.rates.take(key, cost):
+            message = f"the key {key.name} has sent too many requests"
+            raise ApiError("rate_limited", message, retry_after=waits)
+
+
+def create_app(make: Callable[[], Awaitable[Gateway]]) -> FastAPI:
+    """The application.
+
+    Args:
+        make: gives what the routes need, when the application starts.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI):
+        app.state.gateway = gateway = await make()
+        yield
+        await gateway.engine.stop()
+
+    app = FastAPI(
+        title="Maxray",
+        summary="Multi-vector search, reranking and evaluation.",
+        version=pipeline.__version__,
+        lifespan=lifespan,
+        responses={"default": {"model": wire.ErrorAnswer, "description": "any error"}},
+    )
+    app.include_router(_public)
+    app.include_router(_api)
+    app.add_middleware(Guard)
+    app.add_exception_handler(ApiError, lambda request, error: _failed(request, error))
+    app.add_exception_handler(
+        SpecError, lambda request, error: _failed(request, of_spec_error(error))
+    )
+    app.add_exception_handler(
+        RequestValidationError,
+        lambda request, error: _failed(request, of_validation(list(error.errors()))),
+    )
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def _failed(request: Request, error: ApiError) -> Response:
+    body = error.answer(request.scope.get("maxray_request_id"))
+    return JSONResponse(body.model_dump(), error.status, error.headers())
+
+
+def _of_http(request: Request, error: HTTPException) -> Response:
+    code = CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal")
+    response = _failed(request, ApiError(code, str(error.detail)))
+    if error.headers:
+        response.headers.update(error.headers)
+    return response
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("request failed", exc_info=error)
+    return _failed(request, ApiError("internal", "something went wrong on the server"))
+
+
+# -- what holds for every request ------------------------------------------------------------------
+
+
+class Guard:
+    """Gives each request an id, bounds its size and how many are under way, and logs it.
+
+    Queries are not logged.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        gateway: Gateway = scope["app"].state.gateway
+        headers = {name: value for name, value in scope["headers"]}
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = str(uuid.uuid4())
+        scope["maxray_request_id"] = request_id
+        start, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = (b"x-request-id", request_id.encode())
+                others = [h for h in message["headers"] if h[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*others, own]}
+            await send(message)
+
+        counted = not scope["path"].endswith(("/healthz", "/readyz", "/metrics"))
+        if counted and gateway.in_flight >= gateway.settings.limits.in_flight:
+            error = ApiError("unavailable", "the server has too much to do")
+            await _failed(Request(scope), error)(scope, receive, sending)
+        else:
+            gateway.in_flight += counted
+            gateway.metrics.in_flight(gateway.in_flight)
+            try:
+                await self._bounded(scope, receive, sending, headers, gateway)
+            finally:
+                gateway.in_flight -= counted
+                gateway.metrics.in_flight(gateway.in_flight)
+        if counted:
+            _note(gateway, scope, status, time.perf_counter() - start)
+
+    async def _bounded(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        headers: dict[bytes, bytes],
+        gateway: Gateway,
+    ) -> None:
+        """Passes a request on, its body read; one that is too large is refused before it is."""
+        most = gateway.settings.limits.body_bytes
+        try:
+            said = int(headers.get(b"content-length", b"0"))
+        except ValueError:
+            said = 0
+        body = bytearray()
+        more = said <= most
+        while more and len(body) <= most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if said > most or len(body) > most:
+            error = ApiError("too_large", f"the body is larger than {most:,} bytes")
+            await _failed(Request(scope), error)(scope, receive, send)
+            return
+        given = False
+
+        async def receiving() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        await self._app(scope, receiving, send)
+
+
+def _note(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
+    """Counts and logs an answered request."""
+    route = getattr(scope.get("route"), "path", "none")
+    key = getattr(scope.get("state", {}).get("key"), "name", "")
+    gateway.metrics.request(route, scope["method"], status, key, seconds)
+    said = {
+        "event": "request",
+        "request_id": scope["maxray_request_id"],
+        "key": key,
+        "method": scope["method"],
+        "route": route,
+        "status": status or 499,  # 0: nobody waited for the answer
+        "milliseconds": round(1e3 * seconds, 1),
+        **scope.get("state", {}).get("about", {}),
+    }
+    log.info(json.dumps(said))
+
+
+# -- who asks --------------------------------------------------------------------------------------
+
+_bearer = HTTPBearer(auto_error=False, description="an access key")
+
+
+def _gateway(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def _key(
+    request: Request,
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Key:
+    gateway = _gateway(request)
+    key = gateway.key_of(request)
+    request.state.key = key
+    gateway.limit(key)
+    return key
+
+
+Allowed = Annotated[Key, Depends(_key)]
+With = Annotated[Gateway, Depends(_gateway)]
+_public = APIRouter()
+_api = APIRouter(prefix="/v1")
+
+
+def _about(request: Request, **said: Any) -> str:
+    """Adds to what is logged of a request; returns its id."""
+    request.state.about = {**getattr(request.state, "about", {}), **said}
+    return request.scope["maxray_request_id"]
+
+
+# -- routes without a key --------------------------------------------------------------------------
+
+
+@_public.get("/healthz", tags=["operation"], summary="Whether the gateway runs")
+async def healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@_public.get("/readyz", tags=["operation"], summary="Whether every stage answers")
+async def readyz(gateway: With) -> dict[str, str]:
+    await gateway.engine.check()
+    return {"status": "ready"}
+
+
+@_public.get("/metrics", tags=["operation"], summary="Prometheus metrics of all nodes")
+async def metrics(request: Request, gateway: With) -> Response:
+    if gateway.keys is not None:
+        gateway.key_of(request)
+    try:
+        text = await gathered()
+    except OSError as error:
+        raise ApiError("unavailable", str(error)) from None
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+# -- search ----------------------------------------------------------------------------------------
+
+
+def _check_options(gateway: Gateway, asked: wire.SearchOptions, num_queries: int) -> None:
+    limits = gateway.settings.limits
+    depth = max(asked.k, asked.rerank.depth if asked.rerank else 0)
+    field = "k" if asked.k >= depth else "rerank.depth"
+    most = min(limits.k, max(limits.batch_hits // num_queries, 1))
+    if depth > most:
+        raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
+    if not are_weights(asked.weights):
+        message = f"weights: {list(asked.weights)} is not legal; legal: {LEGAL_WEIGHTS}"
+        raise ApiError("invalid_argument", message, "weights")
+    if asked.score != "hybrid" and tuple(asked.weights) != EQUAL:
+        message = "weights: mean nothing to a score that is not hybrid; legal: the score hybrid"
+        raise ApiError("invalid_argument", message, "weights")
+
+
+@_api.post("/search", tags=["search"], summary="The best items for a query")
+async def search(
+    request: Request, asked: wire.SearchRequest, key: Allowed, gateway: With
+) -> wire.SearchAnswer:
+    served = gateway.served(key, asked.index)
+    request_id = _about(request, index=served.name, k=asked.k)
+    _check_options(gateway, asked, 1)
+    timer = Timer(gateway.metrics.stage)
+    name, reranked, hits, warnings = await gateway.engine.search(
+        served, [asked.query], asked, timer
+    )
+    return wire.SearchAnswer(
+        request_id=request_id,
+        index=served.name,
+        version=served.version,
+        representation=name,
+        reranked=reranked,
+        hits=hits[0],
+        warnings=warnings,
+        milliseconds=timer.all(),
+    )
+
+
+@_api.post("/search:batch", tags=["search"], summary="The best items for each of many queries")
+async def search_batch(
+    request: Request, asked: wire.BatchRequest, key: Allowed, gateway: With
+) -> wire.BatchAnswer:
+    served = gateway.served(key, asked.index)
+    num_queries = len(asked.queries)
+    request_id = _about(request, index=served.name, k=asked.k, queries=num_queries)
+    _check_many(gateway, num_queries)
+    _check_options(gateway, asked, num_queries)
+    timer = Timer(gateway.metrics.stage)
+    name, reranked, results, warnings = await gateway.engine.search(
+        served, asked.queries, asked, timer
+    )
+    return wire.BatchAnswer(
+        request_id=request_id,
+        index=served.name,
+        version=served.version,
+        representation=name,
+        reranked=reranked,
+        results=results,
+        warnings=warnings,
+        milliseconds=timer.all(),
+    )
+
+
+def _check_many(gateway: Gateway, num_queries: int) -> None:
+    most = gateway.settings.limits.batch
+    if num_queries > most:
+        message = f"queries: {num_queries} are too many; legal: {most} at most"
+        raise ApiError("invalid_argument", message, "queries")
+
+
+@_api.post("/encode", tags=["search"], summary="Queries as vectors")
+async def encode(
+    request: Request, asked: wire.EncodeRequest, key: Allowed, gateway: With
+) -> wire.EncodeAnswer:
+    served = gateway.served(key, asked.index)
+    request_id = _about(request, index=served.name, queries=len(asked.queries))
+    _check_many(gateway, len(asked.queries))
+    name, about = served.representation(asked.representation)
+    encoded = await gateway.engine.encode_all(asked.queries, name, about)
+    return wire.EncodeAnswer(
+        request_id=request_id,
+        index=served.name,
+        representation=name,
+        fingerprint=about["fingerprint"],
+        queries=[
+            wire.EncodedQuery(
+                vectors=e.tokens_MD.tolist(),
+                token_texts=e.token_texts,
+                pooled=None if e.pooled_P is None else e.pooled_P.tolist(),
+            )
+            for e in encoded
+        ],
+    )
+
+
+@_api.post("/rerank", tags=["search"], summary="Exact scores of given items")
+async def rerank(
+    request: Request, asked: wire.RerankRequest, key: Allowed, gateway: With
+) -> wire.RerankAnswer:
+    served = gateway.served(key, asked.index)
+    request_id = _about(request, index=served.name, items=len(asked.item_ids))
+    second = served.representation(asked.representation)
+    scores = await gateway.engine.score_again(served, asked.query, None, second, asked.item_ids)
+    best = list(scores.items())[: asked.k]
+    return wire.RerankAnswer(
+        request_id=request_id,
+        index=served.name,
+        version=served.version,
+        representation=second[0],
+        results=[wire.Scored(item_id=item_id, score=score) for item_id, score in best],
+        missing=[i for i in dict.fromkeys(asked.item_ids) if i not in scores],
+    )
+
+
+# -- indexes and items -----------------------------------------------------------------------------
+
+IndexName = Annotated[str | None, Query(description="default: the only one", max_length=256)]
+
+
+@_api.get("/indexes", tags=["indexes"], summary="What is served")
+async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
+    seen = [name for name in gateway.engine.names if key.may_see(name)]
+    return wire.IndexList(indexes=[_index_info(gateway.engine.served(name)) for name in seen])
+
+
+def _index_info(served: Served) -> wire.IndexInfo:
+    index = served.searcher.index
+    by_role = {role: index.by_role(role) for role in ("search", "rerank")}
+    there = by_role["search"]
+    default = served.representation(None)[0] if there else None
+    return wire.IndexInfo(
+        name=served.name,
+        version=served.version,
+        num_items=len(index),
+        default_representation=default,
+        representations=[
+            wire.Representation(
+                name=name,
+                role=role,
+                encoder=about["encoder"]["name"],
+                compressor=about["compressor"]["name"],
+                codec=about["codec"]["name"],
+                dim=about["dim"],
+                scores=["late", "single", "hybrid"] if about.get("pooled") else ["late"],
+                queries=["vectors"]
+                if about["encoder"]["name"] == "precomputed"
+                else ["text", "vectors"],
+            )
+            for role, columns in by_role.items()
+            for name, about in columns.items()
+        ],
+        columns={field.name: str(field.type) for field in index.schema if field.name in ITEM.names},
+    )
+
+
+@_api.get("/items/{item_id:path}", tags=["indexes"], summary="What is stored of an item")
+async def item(
+    request: Request, item_id: str, key: Allowed, gateway: With, index: IndexName = None
+) -> wire.Item:
+    served = gateway.served(key, index)
+    _about(request, index=served.name)
+    row = await gateway.engine.item(served, item_id)
+    if row is None:
+        raise ApiError("not_found", f"item_id: {item_id!r} is not in the index", "item_id")
+    return wire.Item(index=served.name, version=served.version, **row)
+
+
+@_api.get(
+    "/previews/{item_id:path}",
+    tags=["indexes"],
+    summary="What an item looks or sounds like",
+    response_class=Response,
+    responses={
+        200: {"content": {"image/jpeg": {}, "image/png": {}, "image/webp": {}, "audio/wav": {}}}
+    },
+)
+async def preview(
+    request: Request,
+    item_id: str,
+    key: Allowed,
+    gateway: With,
+    index: IndexName = None,
+    what: Literal["picture", "sound"] = "picture",
+    seconds: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
+) -> Response:
+    served = gateway.served(key, index)
+    _about(request, index=served.name, what=what)
+    data, media_type = await gateway.engine.preview(served, item_id, what, seconds)
+    headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
+    return Response(data, media_type=media_type, headers=headers)

@@ -1,0 +1,384 @@
+"""What runs behind the gateway: the stages of a search, as classes that know nothing of HTTP.
+
+`pipeline.serve.app` makes deployments of them. A stage gets what it needs in the call, holds what
+is dear to load, and answers each request by itself, so that any replica can be asked, or asked
+again.
+
+Calls of a stage that come while it is at work are answered together: queries are encoded in one
+batch, and vectors are read once for all the queries that ask for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from ray import serve
+
+from pipeline.config import SpecError, digest
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.index.reader import Index
+from pipeline.schema import ITEM, Hit
+from pipeline.search.maps import Previews, SimilarityMap, similarity_map
+from pipeline.search.queries import Queries
+from pipeline.search.searcher import Ranking, Searcher, check_fingerprint, query_encoder
+from pipeline.serve.settings import Scale, ServedIndex
+
+log = logging.getLogger("ray.serve")
+
+#: Versions of an index that a stage keeps open: the newest, and one whose requests are under way.
+OPEN_VERSIONS = 2
+#: Calls that are answered together, at most.
+MAX_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a request of a batch gets in place of an answer: the others have theirs."""
+
+    error: Exception
+
+
+def answer(outcome: Any) -> Any:
+    """The answer of one request of a batch; raises what went wrong with it."""
+    if isinstance(outcome, Failed):
+        raise outcome.error
+    return outcome
+
+
+def limit_threads(scale: Scale) -> None:
+    """Lets torch use what the settings give it; Ray would give it the actor's share of CPUs."""
+    torch.set_num_threads(scale.threads or os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A query as vectors: unit token vectors, the pooled one, and the tokens' texts."""
+
+    tokens_MD: np.ndarray
+    pooled_P: np.ndarray | None
+    token_texts: list[str]
+
+    @classmethod
+    def of_vectors(cls, vectors: Any) -> Encoded:
+        """Vectors that came with the request.
+
+        Raises:
+            SpecError: they are no query.
+        """
+        try:
+            array = np.asarray(vectors, np.float32)
+        except (ValueError, OverflowError):
+            legal = "a list of vectors of equally many numbers"
+            raise SpecError("query", "vectors", legal, "are not of one length") from None
+        ready = Queries.of_vectors([array])
+        return cls(ready.tokens[0].numpy(), None, ready.token_texts[0])
+
+    def queries(self) -> Queries:
+        """What a searcher takes, before the representation's own transformation."""
+        pooled = None if self.pooled_P is None else torch.from_numpy(self.pooled_P)[None]
+        return Queries([torch.from_numpy(self.tokens_MD)], pooled, [self.token_texts])
+
+
+def _joined(encoded: Sequence[Encoded]) -> Queries:
+    """Several queries; they have pooled vectors if all do."""
+    pooled = [each.pooled_P for each in encoded]
+    return Queries(
+        [torch.from_numpy(each.tokens_MD) for each in encoded],
+        None if any(p is None for p in pooled) else torch.from_numpy(np.stack(pooled)),
+        [each.token_texts for each in encoded],
+    )
+
+
+class QueryEncoder:
+    """Encodes queries with the encoders of the representations, each loaded once."""
+
+    def __init__(self, scale: Scale, preload: Sequence[Mapping[str, Any]] = ()):
+        limit_threads(scale)
+        self._encoders: dict[str, Encoder] = {}
+        self._lock = threading.Lock()
+        for about in preload:
+            self._encoder(about)
+
+    async def is_there(self) -> bool:
+        """Whether it answers."""
+        return True
+
+    async def encode(self, name: str, about: Mapping[str, Any], text: str) -> Encoded:
+        """A query's vectors for a representation.
+
+        Args:
+            about: the encoder and the fingerprint of the representation.
+
+        Raises:
+            SpecError: the encoder is not the one that made the representation, or not here.
+        """
+        return answer(await self._encode((name, about, text)))
+
+    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
+    async def _encode(self, asked: list[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
+        return await asyncio.to_thread(self._encode_all, asked)
+
+    def _encode_all(self, asked: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
+        answers: list[Any] = [None] * len(asked)
+        for places in _alike(digest(about) for _, about, _ in asked):
+            name, about, _ = asked[places[0]]
+            try:
+                encoder = self._encoder(about)
+                check_fingerprint(encoder, name, about)
+                found = encoder.encode_queries([asked[i][2] for i in places])
+                outcomes: list[Any] = list(_each(found))
+            except Exception as error:
+                outcomes = [Failed(error)] * len(places)
+            for place, outcome in zip(places, outcomes, strict=True):
+                answers[place] = outcome
+        return answers
+
+    def _encoder(self, about: Mapping[str, Any]) -> Encoder:
+        key = digest(about["encoder"])
+        with self._lock:
+            if key not in self._encoders:
+                self._encoders[key] = query_encoder(about)
+            return self._encoders[key]
+
+
+def _each(encoded: EncodedQueries) -> list[Encoded]:
+    ready = Queries.of_encoded(encoded)
+    return [
+        Encoded(
+            tokens.numpy(),
+            None if ready.pooled is None else ready.pooled[i].numpy(),
+            ready.token_texts[i],
+        )
+        for i, tokens in enumerate(ready.tokens)
+    ]
+
+
+def _alike(keys: Any) -> list[list[int]]:
+    """The places of equal keys."""
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return list(places.values())
+
+
+class Versions:
+    """The versions of an index that are open in a process, the latest used last.
+
+    Args:
+        make: opens a version.
+    """
+
+    def __init__(self, make: Callable[[int], Any]):
+        self._make = make
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making: dict[int, threading.Lock] = {}
+
+    def of(self, version: int) -> Any:
+        """A version, opened once; threads that want another do not wait for it."""
+        with self._lock:
+            if version in self._open:
+                self._open.move_to_end(version)
+                return self._open[version]
+            making = self._making.setdefault(version, threading.Lock())
+        with making:
+            with self._lock:
+                if version in self._open:
+                    return self._open[version]
+            made = self._make(version)
+            with self._lock:
+                self._open[version] = made
+                self._making.pop(version, None)
+                while len(self._open) > OPEN_VERSIONS:
+                    self._open.popitem(last=False)
+            return made
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a stage ranks: what queries must have in common to be scored together."""
+
+    version: int
+    representation: str
+    k: int
+    score: str = "late"
+    weights: tuple[float, float] = (1.0, 1.0)
+    group_by: str | None = None
+    where: str | None = None
+    ids: tuple[str, ...] | None = None
+    parents: tuple[str, ...] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What `Searcher.rank` takes."""
+        names = "representation", "k", "score", "weights", "group_by", "where", "ids", "parents"
+        return {name: getattr(self, name) for name in names}
+
+
+class Ranker:
+    """Ranks the items of an index, or of a shard of it, and says what it found.
+
+    As the first stage it searches its shard; as the second it scores the first one's hits again, by
+    another representation of all items.
+    """
+
+    def __init__(self, served: ServedIndex, scale: Scale, shard: tuple[int, int] | None = None):
+        limit_threads(scale)
+        self._served, self._shard = served, shard
+        self._versions = Versions(self._open)
+
+    async def is_there(self) -> bool:
+        """Whether it answers."""
+        return True
+
+    def _open(self, version: int) -> Searcher:
+        index = Index(self._served.uri, version)
+        how = {"cache": self._served.cache, "device": self._served.device}
+        searcher = Searcher(index, shard=self._shard, **how)
+        return searcher
+
+    async def prepare(self, version: int, representations: Sequence[str]) -> None:
+        """Opens a version and the vectors of some representations, if they are not open."""
+        await asyncio.to_thread(self._prepare, version, representations)
+
+    def _prepare(self, version: int, representations: Sequence[str]) -> None:
+        searcher = self._versions.of(version)
+        for name in representations:
+            searcher.load(name)
+
+    async def rank(self, encoded: Encoded, options: Options) -> Ranking:
+        """The best items of the shard for a query; `rows` are counted in the shard.
+
+        Raises:
+            SpecError: an option is not legal.
+        """
+        return answer(await self._rank((encoded, options)))
+
+    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
+    async def _rank(self, asked: list[tuple[Encoded, Options]]) -> list[Any]:
+        return await asyncio.to_thread(self._rank_all, asked)
+
+    def _rank_all(self, asked: Sequence[tuple[Encoded, Options]]) -> list[Any]:
+        answers: list[Any] = [None] * len(asked)
+        for places in _alike((options, encoded.pooled_P is None) for encoded, options in asked):
+            options = asked[places[0]][1]
+            try:
+                searcher = self._versions.of(options.version)
+                queries = _joined([asked[i][0] for i in places])
+                ready = searcher.transformed(queries, options.representation)
+                outcomes: list[Any] = searcher.rank(ready, **options.arguments())
+            except Exception as error:
+                outcomes = [Failed(error)] * len(places)
+                if len(places) > 1:  # which of them it was, each is told alone
+                    outcomes = [self._rank_all([asked[i]])[0] for i in places]
+            for place, outcome in zip(places, outcomes, strict=True):
+                answers[place] = outcome
+        return answers
+
+    async def describe(
+        self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
+    ) -> tuple[list[Hit], list[SimilarityMap | None]]:
+        """What is stored about ranked items of this shard, and how they match the query."""
+        return await asyncio.to_thread(self._describe, encoded, options, ranking, explain)
+
+    def _describe(
+        self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
+    ) -> tuple[list[Hit], list[SimilarityMap | None]]:
+        searcher = self._versions.of(options.version)
+        name = options.representation
+        queries = searcher.transformed(encoded.queries(), name)
+        (hits,) = searcher.hits([ranking], queries, name, explain=explain is not None)
+        maps: list[SimilarityMap | None] = [None] * len(hits)
+        if explain == "map":
+            maps = [_map(searcher, queries, hit.item_id, name) for hit in hits]
+        return hits, maps
+
+
+def _map(
+    searcher: Searcher, queries: Queries, item_id: str, representation: str
+) -> SimilarityMap | None:
+    """An item's map; None where it lacks what a map needs."""
+    try:
+        return similarity_map(searcher, queries, item_id, representation)
+    except SpecError:
+        return None
+
+
+class Library:
+    """What is stored of single items, and what they look and sound like."""
+
+    def __init__(self, indexes: Mapping[str, ServedIndex]):
+        self._indexes = indexes
+        self._versions = {
+            name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
+        }
+
+    async def is_there(self) -> bool:
+        """Whether it answers."""
+        return True
+
+    async def item(self, index: str, version: int, item_id: str) -> dict[str, Any] | None:
+        """What is stored of an item, but for its vectors; None if it is not in the index."""
+        return await asyncio.to_thread(self._item, index, version, item_id)
+
+    def _item(self, index: str, version: int, item_id: str) -> dict[str, Any] | None:
+        previews = self._versions[index].of(version)
+        table = previews.index.items([item_id], ITEM.names)
+        (row,) = table.to_pylist() or [None]
+        if row is not None:
+            row["metadata"] = json.loads(row["metadata"] or "{}")
+        return row
+
+    async def preview(
+        self, index: str, version: int, item_id: str, what: str, seconds: float | None
+    ) -> tuple[bytes, str]:
+        """What an item looks or sounds like: the bytes, and their media type.
+
+        Args:
+            what: picture or sound.
+            seconds: of the parent, for a frame of what moves.
+
+        Raises:
+            SpecError: it has none; for `documents`: its file is gone, or is not the one any more
+                that was indexed.
+        """
+        return await asyncio.to_thread(self._preview, index, version, item_id, what, seconds)
+
+    def _preview(
+        self, index: str, version: int, item_id: str, what: str, seconds: float | None
+    ) -> tuple[bytes, str]:
+        previews = self._versions[index].of(version)
+        if what == "picture":
+            picture = previews.picture(item_id, seconds)
+            return picture, _media_type(picture)
+        samples, rate, _ = previews.sound(item_id)
+        wave = io.BytesIO()
+        soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
+        return wave.getvalue(), "audio/wav"
+
+
+def _previews(served: ServedIndex, version: int) -> Previews:
+    return Previews(Index(served.uri, version), served.documents)
+
+
+def _media_type(picture: bytes) -> str:
+    """Of an encoded picture, by its first bytes.
+
+    >>> _media_type(b"RIFF....WEBP")
+    'image/webp'
+    """
+    if picture.startswith(b"\x89PNG"):
+        return "image/png"
+    return "image/webp" if picture[8:12] == b"WEBP" else "image/jpeg"

@@ -1,0 +1,402 @@
+"""What travels over HTTP: the requests and answers of the API, shared by the server and its client.
+
+Requests refuse fields they do not know. The limits here hold for every server; what a server allows
+of k, queries and bytes beyond them stands in its settings (`pipeline.serve.settings`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+#: An id of an index, an item, an evaluation: never empty, never of unbounded length.
+Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Request(BaseModel):
+    """Base of what comes in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Answer(BaseModel):
+    """Base of what goes out; a client ignores what a newer server adds."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+Code = Literal[
+    "invalid_argument",  # 422: a field is not legal; `field` names it
+    "bad_request",  # 400: no JSON, or not of this form
+    "unauthenticated",  # 401: no key, or none that is known
+    "forbidden",  # 403: the key is not for this
+    "not_found",  # 404
+    "method_not_allowed",  # 405
+    "conflict",  # 409
+    "gone",  # 410: the source of a preview moved or changed
+    "too_large",  # 413
+    "rate_limited",  # 429
+    "internal",  # 500
+    "unavailable",  # 503: overloaded, restarting, or a stage is down; `Retry-After` says when
+    "timeout",  # 504: a stage took longer than it may
+]
+
+
+class Problem(Answer):
+    """What went wrong."""
+
+    code: Code
+    message: str
+    field: str | None = None
+    request_id: str | None = None
+
+
+class ErrorAnswer(Answer):
+    """Every answer that is no success."""
+
+    error: Problem
+
+
+# -- search ----------------------------------------------------------------------------------------
+
+
+class Vectors(Request):
+    """A query as token vectors."""
+
+    vectors: Annotated[list[list[Finite]], Field(min_length=1, max_length=4096)]
+
+
+class Image(Request):
+    """A query as an image, where the index's encoder reads images."""
+
+    image: Annotated[str, StringConstraints(min_length=1)] = Field(
+        description="the bytes of a PNG, JPEG or WebP file in base64"
+    )
+
+
+Query = Text | Vectors | Image
+
+
+class Rerank(Request):
+    """A second stage: the first ones of the ranking are scored again, exactly, by more vectors.
+
+    Attributes:
+        representation: by which it scores; default: `full`.
+        depth: how many of the first stage's hits are scored again.
+        optional: whether hits of the first stage alone are an answer where reranking fails; the
+            answer says `reranked: false` then.
+    """
+
+    representation: Name | None = None
+    depth: Annotated[int, Field(ge=1, le=10_000)] = 100
+    optional: bool = False
+
+
+class SearchOptions(Request):
+    """How to search: the same for one query and for many."""
+
+    index: Name | None = Field(None, description="default: the only one there is")
+    representation: Name | None = Field(None, description="default: full, else the first")
+    k: Annotated[int, Field(ge=1, le=10_000)] = 10
+    score: Literal["late", "single", "hybrid"] = "late"
+    weights: tuple[Finite, Finite] = Field(
+        (1.0, 1.0), description="of the single and the late score in the hybrid one"
+    )
+    group_by: Literal["parent"] | None = None
+    filter: Annotated[str, StringConstraints(max_length=10_000)] | None = Field(
+        None, description="a Lance SQL expression over the items' columns"
+    )
+    ids: Annotated[list[Id], Field(max_length=100_000)] | None = Field(
+        None, description="the items that can be hits"
+    )
+    parents: Annotated[list[Id], Field(max_length=100_000)] | None = Field(
+        None, description="the parents whose items can be hits"
+    )
+    rerank: Rerank | None = None
+    explain: Literal["matches", "map"] | None = Field(
+        None,
+        description="matches: each query token's best vector of the hit; map: each word's as well",
+    )
+
+
+class SearchRequest(SearchOptions):
+    """One query."""
+
+    query: Query
+
+
+class BatchRequest(SearchOptions):
+    """Several queries, searched alike."""
+
+    queries: Annotated[list[Query], Field(min_length=1, max_length=1024)]
+
+
+class Place(Answer):
+    """Where a match is to be seen (x0 y0 x1 y1 in [0, 1]) or heard (seconds)."""
+
+    span: tuple[int, int]
+    box: tuple[float, float, float, float] | None
+    times: tuple[float, float] | None
+
+
+class Match(Answer):
+    """What one query token matched best."""
+
+    query_token: str
+    similarity: float
+    document_token: int
+    spans: list[tuple[int, int]]
+    places: list[Place]
+
+
+class Word(Answer):
+    """A word of a hit, and how it matches each query token; None where no vector stands for it."""
+
+    text: str
+    box: tuple[float, float, float, float] | None
+    times: tuple[float, float] | None
+    similarities: list[float | None]
+    credit: float
+
+
+class Map(Answer):
+    """The words of a hit under a query."""
+
+    query_tokens: list[str]
+    words: list[Word]
+
+
+class Parts(Answer):
+    """What the score of a hit is made of."""
+
+    late: float | None
+    late_mean: float | None
+    single: float | None
+
+
+class FirstStage(Answer):
+    """Where a reranked hit stood before."""
+
+    rank: int
+    score: float
+
+
+class Hit(Answer):
+    """One item found."""
+
+    rank: int
+    score: float
+    item_id: str
+    parent_id: str
+    title: str | None
+    text: str | None
+    span: dict[str, Any] | None
+    parts: Parts | None = None
+    first_stage: FirstStage | None = None
+    matches: list[Match] | None = None
+    map: Map | None = None
+
+
+class SearchAnswer(Answer):
+    """The hits of a query, best first.
+
+    Attributes:
+        version: of the index, which all of the answer is about.
+        reranked: whether the scores are those of the second stage.
+        warnings: what was asked and not done, a sentence each.
+        milliseconds: by stage: encode, search, rerank, describe, total.
+    """
+
+    request_id: str
+    index: str
+    version: int
+    representation: str
+    reranked: bool
+    hits: list[Hit]
+    warnings: list[str]
+    milliseconds: dict[str, float]
+
+
+class BatchAnswer(Answer):
+    """The hits of each query, in the order of the queries."""
+
+    request_id: str
+    index: str
+    version: int
+    representation: str
+    reranked: bool
+    results: list[list[Hit]]
+    warnings: list[str]
+    milliseconds: dict[str, float]
+
+
+# -- encoding, reranking, items --------------------------------------------------------------------
+
+
+class EncodeRequest(Request):
+    """Queries to be encoded as an index wants them."""
+
+    index: Name | None = None
+    representation: Name | None = None
+    queries: Annotated[list[Text | Image], Field(min_length=1, max_length=256)]
+
+
+class EncodedQuery(Answer):
+    """A query as vectors of unit length, its tokens' texts, and its single vector if it has one."""
+
+    vectors: list[list[float]]
+    token_texts: list[str]
+    pooled: list[float] | None
+
+
+class EncodeAnswer(Answer):
+    """The queries encoded, in their order."""
+
+    request_id: str
+    index: str
+    representation: str
+    fingerprint: str
+    queries: list[EncodedQuery]
+
+
+class RerankRequest(Request):
+    """Items of an index, to be scored exactly for a query."""
+
+    index: Name | None = None
+    representation: Name | None = None
+    query: Query
+    item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
+    k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(None, description="default: all")
+
+
+class Scored(Answer):
+    """An item and its score."""
+
+    item_id: str
+    score: float
+
+
+class RerankAnswer(Answer):
+    """The items by score; those that are not in the index, or have no vectors, are `missing`."""
+
+    request_id: str
+    index: str
+    version: int
+    representation: str
+    results: list[Scored]
+    missing: list[str]
+
+
+class Item(Answer):
+    """What is stored of an item, but for its vectors."""
+
+    index: str
+    version: int
+    item_id: str
+    parent_id: str
+    source: str
+    modality: str
+    title: str | None
+    text: str | None
+    span: dict[str, Any] | None
+    metadata: dict[str, Any]
+
+
+class Representation(Answer):
+    """One way in which an index stores its items."""
+
+    name: str
+    role: Literal["search", "rerank"]
+    encoder: str
+    compressor: str
+    codec: str
+    dim: int
+    scores: list[str]
+    queries: list[Literal["text", "image", "vectors"]]
+
+
+class IndexInfo(Answer):
+    """An index that is served."""
+
+    name: str
+    version: int
+    num_items: int
+    default_representation: str | None
+    representations: list[Representation]
+    columns: dict[str, str] = Field(description="what filters can name, and its type")
+
+
+class IndexList(Answer):
+    """The indexes that a key may see."""
+
+    indexes: list[IndexInfo]
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+class EvaluationRequest(Request):
+    """An evaluation: judged queries of one's own, or a benchmark that the server knows.
+
+    Attributes:
+        queries: texts by query id.
+        qrels: by query id, grades by the id of an item or of a parent, as `judged` says.
+        benchmark: the name of a benchmark of the server, in place of the two.
+    """
+
+    index: Name | None = None
+    benchmark: Name | None = None
+    queries: Annotated[dict[Id, Text], Field(max_length=100_000)] | None = None
+    qrels: Annotated[dict[Id, dict[Id, int]], Field(max_length=100_000)] | None = None
+    representations: Annotated[list[Name], Field(max_length=256)] = []
+    scores: list[Literal["late", "single", "hybrid"]] = []
+    measures: Annotated[list[Name], Field(max_length=64)] = []
+    k: Annotated[int, Field(ge=1, le=10_000)] = 100
+    judged: Literal["parent", "item"] = "parent"
+    diagnostics: bool = False
+    bm25: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> EvaluationRequest:
+        own = self.queries is not None and self.qrels is not None
+        if own == (self.benchmark is not None) or (self.queries is None) != (self.qrels is None):
+            raise ValueError("needs either benchmark, or both queries and qrels")
+        return self
+
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+class Measured(Answer):
+    """A row of the results: a representation under a score."""
+
+    representation: str
+    score: str
+    measures: dict[str, float]
+    bytes_per_item: float | None
+
+
+class Evaluation(Answer):
+    """An evaluation, and how far it is."""
+
+    id: str
+    state: State
+    index: str
+    created: str
+    finished: str | None
+    progress: list[str]
+    error: str | None
+    results: list[Measured]
+    files: list[str]
+
+
+class EvaluationList(Answer):
+    """The evaluations that a key may see, newest first."""
+
+    evaluations: list[Evaluation]

@@ -1,0 +1,355 @@
+"""A client of the API, for scripts and services: `Client` waits, `AsyncClient` is awaited.
+
+    with Client("http://127.0.0.1:8000", key="mr_...") as client:
+        for hit in client.search("a question", k=5).hits:
+            print(hit.score, hit.item_id)
+
+What failed for a moment is asked again: a connection that broke, 429, and 502 to 504, after what
+the server's `Retry-After` says, else after a growing while. Searches change nothing, and may be
+sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+import httpx2
+from pydantic import ValidationError
+
+from pipeline.serve import wire
+
+AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+AnyQuery = str | Sequence[Sequence[float]] | wire.Query
+
+#: Where the key is looked for if none is given.
+VARIABLE = "MAXRAY_KEY"
+RETRIED = frozenset({429, 502, 503, 504})
+#: Seconds before the second try; each later one waits twice as long, up to a bound.
+FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
+
+
+class ServerError(Exception):
+    """The server answered that it did not do what was asked.
+
+    Attributes:
+        status: of HTTP.
+        problem: what went wrong: its code, a sentence, the field, and the id of the request.
+    """
+
+    def __init__(self, status: int, problem: wire.Problem):
+        super().__init__(f"{problem.message} ({status} {problem.code})")
+        self.status, self.problem = status, problem
+
+
+@dataclass(frozen=True)
+class _Call(Generic[AnswerT]):
+    """A request that is to be sent, and what its answer is read as."""
+
+    method: str
+    path: str
+    kind: type[AnswerT]
+    body: wire.Request | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """What httpx takes."""
+        given = {name: value for name, value in self.parameters.items() if value is not None}
+        made: dict[str, Any] = {"method": self.method, "url": self.path, "params": given}
+        if self.body is not None:
+            made["content"] = self.body.model_dump_json(exclude_unset=True)
+            made["headers"] = {"Content-Type": "application/json"}
+        return made
+
+
+def _search(query: AnyQuery, options: Mapping[str, Any]) -> _Call[wire.SearchAnswer]:
+    body = wire.SearchRequest(query=_query(query), **options)
+    return _Call("POST", "/v1/search", wire.SearchAnswer, body)
+
+
+def _search_batch(
+    queries: Sequence[AnyQuery], options: Mapping[str, Any]
+) -> _Call[wire.BatchAnswer]:
+    body = wire.BatchRequest(queries=[_query(query) for query in queries], **options)
+    return _Call("POST", "/v1/search:batch", wire.BatchAnswer, body)
+
+
+def _encode(queries: Sequence[str], options: Mapping[str, Any]) -> _Call[wire.EncodeAnswer]:
+    body = wire.EncodeRequest(queries=list(queries), **options)
+    return _Call("POST", "/v1/encode", wire.EncodeAnswer, body)
+
+
+def _rerank(
+    query: AnyQuery, item_ids: Sequence[str], options: Mapping[str, Any]
+) -> _Call[wire.RerankAnswer]:
+    body = wire.RerankRequest(query=_query(query), item_ids=list(item_ids), **options)
+    return _Call("POST", "/v1/rerank", wire.RerankAnswer, body)
+
+
+def _item(item_id: str, index: str | None) -> _Call[wire.Item]:
+    return _Call("GET", f"/v1/items/{_quoted(item_id)}", wire.Item, parameters={"index": index})
+
+
+def _indexes() -> _Call[wire.IndexList]:
+    return _Call("GET", "/v1/indexes", wire.IndexList)
+
+
+def _query(query: AnyQuery) -> wire.Query:
+    """A text, or vectors of any kind of array."""
+    if isinstance(query, str | wire.Vectors | wire.Image):
+        return query
+    rows = query.tolist() if hasattr(query, "tolist") else [list(row) for row in query]
+    return wire.Vectors(vectors=rows)
+
+
+def _quoted(item_id: str) -> str:
+    """An id as a part of a URL; the server takes all that follows as one id."""
+    return quote(item_id, safe="")
+
+
+def _read(response: httpx2.Response, kind: type[AnswerT]) -> AnswerT:
+    """The answer of a response.
+
+    Raises:
+        ServerError: it is no answer of this API.
+    """
+    try:
+        return kind.model_validate_json(response.content)
+    except ValidationError as error:
+        reason = f"the answer is no {kind.__name__}: {error.errors()[0]['msg']}"
+        problem = wire.Problem(code="internal", message=reason)
+        raise ServerError(response.status_code, problem) from None
+
+
+def raise_for_error(response: httpx2.Response) -> None:
+    """Raises `ServerError` if a response is no success."""
+    if response.is_success:
+        return
+    try:
+        problem = wire.ErrorAnswer.model_validate_json(response.content).error
+    except ValidationError:  # of something between here and the server
+        text = response.text.strip()[:200] or response.reason_phrase
+        code: wire.Code = "unavailable" if response.status_code >= 500 else "bad_request"
+        problem = wire.Problem(code=code, message=text)
+    raise ServerError(response.status_code, problem)
+
+
+def wait_before(tried: int, response: httpx2.Response | None) -> float:
+    """Seconds to wait before a request is sent again that was sent `tried` times."""
+    waits = min(FIRST_WAIT * 2 ** (tried - 1), LONGEST_WAIT)
+    waits *= 0.5 + random.random() / 2  # or all clients come back at once
+    try:
+        said = float(response.headers.get("retry-after", 0)) if response is not None else 0.0
+    except ValueError:
+        said = 0.0
+    return max(waits, min(said, LONGEST_WAIT))
+
+
+class Client:
+    """The API, one request at a time.
+
+    Args:
+        url: of the server, such as http://127.0.0.1:8000.
+        key: the access key; default: that of the variable MAXRAY_KEY.
+        tries: how often a request is sent at most.
+        timeout: seconds until a try is given up.
+        transport: for tests: what sends the requests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        tries: int = 5,
+        timeout: float = 60.0,
+        transport: httpx2.BaseTransport | None = None,
+    ):
+        self._tries = tries
+        how = _how(url, key, timeout)
+        self._http = httpx2.Client(transport=transport, **how)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._http.close()
+
+    def search(self, query: AnyQuery, **options: Any) -> wire.SearchAnswer:
+        """The best items for a query.
+
+        Args:
+            query: a text, or token vectors (M, D).
+            options: the fields of `wire.SearchOptions`, such as k, representation, rerank.
+
+        Raises:
+            ServerError: the server says that something is wrong, after all tries.
+            pydantic.ValidationError: an option is not legal.
+        """
+        return self._send(_search(query, options))
+
+    def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchAnswer:
+        """The best items for each of many queries; options as in `search`."""
+        return self._send(_search_batch(queries, options))
+
+    def encode(self, queries: Sequence[str], **options: Any) -> wire.EncodeAnswer:
+        """Queries as vectors; options: index, representation."""
+        return self._send(_encode(queries, options))
+
+    def rerank(self, query: AnyQuery, item_ids: Sequence[str], **options: Any) -> wire.RerankAnswer:
+        """Exact scores of given items; options: index, representation, k."""
+        return self._send(_rerank(query, item_ids, options))
+
+    def item(self, item_id: str, index: str | None = None) -> wire.Item:
+        """What is stored of an item."""
+        return self._send(_item(item_id, index))
+
+    def preview(
+        self,
+        item_id: str,
+        index: str | None = None,
+        *,
+        what: Literal["picture", "sound"] = "picture",
+        seconds: float | None = None,
+    ) -> bytes:
+        """What an item looks or sounds like: a JPEG, PNG or WebP picture, or a WAV sound."""
+        return self._response(_preview(item_id, index, what, seconds)).content
+
+    def indexes(self) -> list[wire.IndexInfo]:
+        """What is served."""
+        return self._send(_indexes()).indexes
+
+    def _send(self, call: _Call[AnswerT]) -> AnswerT:
+        return _read(self._response(call.arguments()), call.kind)
+
+    def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
+        for tried in range(1, self._tries + 1):
+            response = None
+            try:
+                response = self._http.request(**arguments)
+            except httpx2.TransportError:
+                if tried == self._tries:
+                    raise
+            if response is not None and (
+                response.status_code not in RETRIED or tried == self._tries
+            ):
+                raise_for_error(response)
+                return response
+            time.sleep(wait_before(tried, response))
+        raise AssertionError
+
+
+class AsyncClient:
+    """The API with many requests under way; arguments and methods as those of `Client`."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        tries: int = 5,
+        timeout: float = 60.0,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ):
+        self._tries = tries
+        how = _how(url, key, timeout)
+        self._http = httpx2.AsyncClient(transport=transport, **how)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._http.aclose()
+
+    async def search(self, query: AnyQuery, **options: Any) -> wire.SearchAnswer:
+        """As `Client.search`."""
+        return await self._send(_search(query, options))
+
+    async def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchAnswer:
+        """As `Client.search_batch`."""
+        return await self._send(_search_batch(queries, options))
+
+    async def encode(self, queries: Sequence[str], **options: Any) -> wire.EncodeAnswer:
+        """As `Client.encode`."""
+        return await self._send(_encode(queries, options))
+
+    async def rerank(
+        self, query: AnyQuery, item_ids: Sequence[str], **options: Any
+    ) -> wire.RerankAnswer:
+        """As `Client.rerank`."""
+        return await self._send(_rerank(query, item_ids, options))
+
+    async def item(self, item_id: str, index: str | None = None) -> wire.Item:
+        """As `Client.item`."""
+        return await self._send(_item(item_id, index))
+
+    async def preview(
+        self,
+        item_id: str,
+        index: str | None = None,
+        *,
+        what: Literal["picture", "sound"] = "picture",
+        seconds: float | None = None,
+    ) -> bytes:
+        """As `Client.preview`."""
+        return (await self._response(_preview(item_id, index, what, seconds))).content
+
+    async def indexes(self) -> list[wire.IndexInfo]:
+        """As `Client.indexes`."""
+        return (await self._send(_indexes())).indexes
+
+    async def _send(self, call: _Call[AnswerT]) -> AnswerT:
+        return _read(await self._response(call.arguments()), call.kind)
+
+    async def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
+        for tried in range(1, self._tries + 1):
+            response = None
+            try:
+                response = await self._http.request(**arguments)
+            except httpx2.TransportError:
+                if tried == self._tries:
+                    raise
+            if response is not None and (
+                response.status_code not in RETRIED or tried == self._tries
+            ):
+                raise_for_error(response)
+                return response
+            await asyncio.sleep(wait_before(tried, response))
+        raise AssertionError
+
+
+def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
+    key = key or os.environ.get(VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
+
+
+def _preview(item_id: str, index: str | None, what: str, seconds: float | None) -> dict[str, Any]:
+    parameters = {"index": index, "what": what, "seconds": seconds}
+    path = f"/v1/previews/{_quoted(item_id)}"
+    return _Call("GET", path, wire.Answer, parameters=parameters).arguments()

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from pipeline.serve.engine import Engine, Stages
+from pipeline.serve.evaluations import Evaluator, Store
 from pipeline.serve.gateway import Gateway, create_app
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.settings import Scale, ServeSpec
@@ -26,8 +27,9 @@ HEALTH = {"health_check_period_s": 2, "health_check_timeout_s": 10}
 class Ingress:
     """The gateway as a deployment of Ray."""
 
-    def __init__(self, settings: ServeSpec, stages: Stages):
-        self._settings, self._stages = settings, stages
+    def __init__(self, settings: ServeSpec, stages: Stages, evaluator: Any = None):
+        # The evaluator is not asked for anything; being bound, it is started.
+        self._settings, self._stages, self._evaluator = settings, stages, evaluator
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name for it
         return create_app(self._gateway)
@@ -36,7 +38,8 @@ class Ingress:
         metrics = Metrics()
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
         await engine.start()
-        return Gateway(self._settings, engine, metrics)
+        store = Store(self._settings) if self._settings.evaluations.folder else None
+        return Gateway(self._settings, engine, metrics, store)
 
 
 def build(settings: ServeSpec) -> serve.Application:
@@ -60,12 +63,13 @@ def build(settings: ServeSpec) -> serve.Application:
         reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
         rerankers[name] = reranker.bind(served, settings.reranker)
     gateway = _deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain)
-    return gateway.bind(
-        settings,
-        Stages(
-            encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
-        ),
+    evaluator = None
+    if settings.evaluations.folder:
+        evaluator = _deployment(Evaluator, "Evaluator", Scale(), drain).bind(settings)
+    stages = Stages(
+        encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
     )
+    return gateway.bind(settings, stages, evaluator)
 
 
 def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:

@@ -5,8 +5,8 @@
             print(hit.score, hit.item_id)
 
 What failed for a moment is asked again: a connection that broke, 429, and 502 to 504, after what
-the server's `Retry-After` says, else after a growing while. Searches change nothing, and may be
-sent twice.
+the server's `Retry-After` says, else after a growing while. Searches change nothing and may be sent
+twice; an evaluation carries a key by which the server knows it again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import os
 import random
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -58,14 +59,16 @@ class _Call(Generic[AnswerT]):
     kind: type[AnswerT]
     body: wire.Request | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         """What httpx takes."""
         given = {name: value for name, value in self.parameters.items() if value is not None}
         made: dict[str, Any] = {"method": self.method, "url": self.path, "params": given}
+        made["headers"] = dict(self.headers)
         if self.body is not None:
             made["content"] = self.body.model_dump_json(exclude_unset=True)
-            made["headers"] = {"Content-Type": "application/json"}
+            made["headers"]["Content-Type"] = "application/json"
         return made
 
 
@@ -99,6 +102,24 @@ def _item(item_id: str, index: str | None) -> _Call[wire.Item]:
 
 def _indexes() -> _Call[wire.IndexList]:
     return _Call("GET", "/v1/indexes", wire.IndexList)
+
+
+def _evaluate(options: Mapping[str, Any]) -> _Call[wire.Evaluation]:
+    body = wire.EvaluationRequest(**options)
+    headers = {"Idempotency-Key": uuid.uuid4().hex}  # sent again, it is the same evaluation
+    return _Call("POST", "/v1/evaluations", wire.Evaluation, body, headers=headers)
+
+
+def _evaluation(method: str, name: str) -> _Call[wire.Evaluation]:
+    return _Call(method, f"/v1/evaluations/{name}", wire.Evaluation)
+
+
+def _evaluations() -> _Call[wire.EvaluationList]:
+    return _Call("GET", "/v1/evaluations", wire.EvaluationList)
+
+
+def _file(name: str, path: str) -> _Call[wire.Answer]:
+    return _Call("GET", f"/v1/evaluations/{name}/files/{quote(path)}", wire.Answer)
 
 
 def _query(query: AnyQuery) -> wire.Query:
@@ -235,6 +256,43 @@ class Client:
         """What is served."""
         return self._send(_indexes()).indexes
 
+    def evaluate(self, **options: Any) -> wire.Evaluation:
+        """Asks for an evaluation; options: the fields of `wire.EvaluationRequest`."""
+        return self._send(_evaluate(options))
+
+    def evaluation(self, name: str) -> wire.Evaluation:
+        """How far an evaluation is, and its results when it is done."""
+        return self._send(_evaluation("GET", name))
+
+    def evaluations(self) -> list[wire.Evaluation]:
+        """Those of this key, the newest first."""
+        return self._send(_evaluations()).evaluations
+
+    def evaluation_file(self, name: str, path: str) -> bytes:
+        """One of an evaluation's `files`."""
+        return self._response(_file(name, path).arguments()).content
+
+    def cancel_evaluation(self, name: str) -> wire.Evaluation:
+        """Ends an evaluation that has not ended."""
+        return self._send(_evaluation("POST", f"{name}:cancel"))
+
+    def delete_evaluation(self, name: str) -> None:
+        """Removes an evaluation that has ended."""
+        self._response(_evaluation("DELETE", name).arguments())
+
+    def wait_for(self, name: str, seconds: float = 3600, every: float = 1.0) -> wire.Evaluation:
+        """An evaluation when it has ended.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        end = time.monotonic() + seconds
+        while (found := self.evaluation(name)).state in ("queued", "running"):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the evaluation {name} is {found.state} after {seconds:g} s")
+            time.sleep(every)
+        return found
+
     def _send(self, call: _Call[AnswerT]) -> AnswerT:
         return _read(self._response(call.arguments()), call.kind)
 
@@ -322,6 +380,41 @@ class AsyncClient:
     async def indexes(self) -> list[wire.IndexInfo]:
         """As `Client.indexes`."""
         return (await self._send(_indexes())).indexes
+
+    async def evaluate(self, **options: Any) -> wire.Evaluation:
+        """As `Client.evaluate`."""
+        return await self._send(_evaluate(options))
+
+    async def evaluation(self, name: str) -> wire.Evaluation:
+        """As `Client.evaluation`."""
+        return await self._send(_evaluation("GET", name))
+
+    async def evaluations(self) -> list[wire.Evaluation]:
+        """As `Client.evaluations`."""
+        return (await self._send(_evaluations())).evaluations
+
+    async def evaluation_file(self, name: str, path: str) -> bytes:
+        """As `Client.evaluation_file`."""
+        return (await self._response(_file(name, path).arguments())).content
+
+    async def cancel_evaluation(self, name: str) -> wire.Evaluation:
+        """As `Client.cancel_evaluation`."""
+        return await self._send(_evaluation("POST", f"{name}:cancel"))
+
+    async def delete_evaluation(self, name: str) -> None:
+        """As `Client.delete_evaluation`."""
+        await self._response(_evaluation("DELETE", name).arguments())
+
+    async def wait_for(
+        self, name: str, seconds: float = 3600, every: float = 1.0
+    ) -> wire.Evaluation:
+        """As `Client.wait_for`."""
+        end = time.monotonic() + seconds
+        while (found := await self.evaluation(name)).state in ("queued", "running"):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the evaluation {name} is {found.state} after {seconds:g} s")
+            await asyncio.sleep(every)
+        return found
 
     async def _send(self, call: _Call[AnswerT]) -> AnswerT:
         return _read(await self._response(call.arguments()), call.kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -26,6 +28,7 @@ from pipeline.search.searcher import EQUAL, LEGAL_WEIGHTS, are_weights
 from pipeline.serve import wire
 from pipeline.serve.engine import Engine, Served, Timer
 from pipeline.serve.errors import CODES, ApiError, of_spec_error, of_validation
+from pipeline.serve.evaluations import Store
 from pipeline.serve.keys import ANYBODY, VARIABLE, Key, Keys, Rates
 from pipeline.serve.metrics import Metrics, gathered
 from pipeline.serve.settings import ServeSpec, is_loopback
@@ -39,10 +42,16 @@ NOT_FILTERED = {"list", "fixed_size_list"}
 
 
 class Gateway:
-    """What the routes need: the engine, the keys, the rates, and how much is under way."""
+    """What the routes need: the engine, the keys, the rates, and how much is under way.
 
-    def __init__(self, settings: ServeSpec, engine: Engine, metrics: Metrics):
-        self.settings, self.engine, self.metrics = settings, engine, metrics
+    Args:
+        store: of the evaluations; None where the settings have no folder for them.
+    """
+
+    def __init__(
+        self, settings: ServeSpec, engine: Engine, metrics: Metrics, store: Store | None = None
+    ):
+        self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
         self.keys = Keys(settings.keys) if settings.keys or VARIABLE in os.environ else None
         self.rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
         self.in_flight = 0
@@ -84,6 +93,18 @@ class Gateway:
         if not key.may_see(served.name):  # said as of one that is not there
             raise ApiError("not_found", f"index: {served.name!r} is not served here", "index")
         return served
+
+    def evaluations(self, key: Key) -> Store:
+        """The evaluations.
+
+        Raises:
+            ApiError: the server has none, or the key may not ask for any.
+        """
+        if self.store is None:
+            raise ApiError("not_found", "this server runs no evaluations (evaluations.folder)")
+        if not key.evaluate:
+            raise ApiError("forbidden", f"the key {key.name} may not ask for evaluations")
+        return self.store
 
     def limit(self, key: Key, cost: float = 1.0) -> None:
         """Counts a request of a key.
@@ -507,3 +528,89 @@ async def preview(
     data, media_type = await gateway.engine.preview(served, item_id, what, seconds)
     headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
     return Response(data, media_type=media_type, headers=headers)
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+@_api.post("/evaluations", tags=["evaluations"], status_code=202, summary="Asks for an evaluation")
+async def evaluate(
+    request: Request,
+    asked: wire.EvaluationRequest,
+    key: Allowed,
+    gateway: With,
+    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+) -> wire.Evaluation:
+    store, served = gateway.evaluations(key), gateway.served(key, asked.index)
+    for name in asked.representations:
+        served.representation(name)
+    create = store.create, asked, served.name, key.name, idempotency_key
+    name = await run_in_threadpool(*create)
+    _about(request, index=served.name, evaluation=name)
+    return await _evaluation(store, key, name)
+
+
+@_api.get("/evaluations", tags=["evaluations"], summary="Your evaluations, the newest first")
+async def evaluations(
+    key: Allowed, gateway: With, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> wire.EvaluationList:
+    store = gateway.evaluations(key)
+    return wire.EvaluationList(evaluations=await run_in_threadpool(_list, store, key, limit))
+
+
+def _list(store: Store, key: Key, limit: int) -> list[wire.Evaluation]:
+    found = []
+    for name in store.names():
+        with contextlib.suppress(ApiError):  # it was deleted meanwhile
+            request, evaluation = store.evaluation(name)
+            if request["key"] == key.name and key.may_see(request["index"]):
+                found.append(evaluation)
+        if len(found) == limit:
+            break
+    return found
+
+
+@_api.get("/evaluations/{name}", tags=["evaluations"], summary="How far an evaluation is")
+async def evaluation(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
+    return await _evaluation(gateway.evaluations(key), key, name)
+
+
+async def _evaluation(store: Store, key: Key, name: str) -> wire.Evaluation:
+    """An evaluation of this key; those of others are not known to it."""
+    request, found = await run_in_threadpool(store.evaluation, name)
+    if request["key"] != key.name or not key.may_see(request["index"]):
+        raise ApiError("not_found", f"evaluation: {name!r} is not known")
+    return found
+
+
+@_api.get(
+    "/evaluations/{name}/files/{path:path}",
+    tags=["evaluations"],
+    summary="A run, the report, a table of an evaluation",
+    response_class=Response,
+)
+async def evaluation_file(name: str, path: str, key: Allowed, gateway: With) -> Response:
+    store = gateway.evaluations(key)
+    await _evaluation(store, key, name)
+    data, media_type = await run_in_threadpool(store.file, name, path)
+    # The report is a page of this server's: it may run nothing, and load nothing.
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; sandbox"
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+    return Response(data, media_type=media_type, headers=headers)
+
+
+@_api.post("/evaluations/{name}:cancel", tags=["evaluations"], summary="Ends an evaluation")
+async def cancel(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
+    store = gateway.evaluations(key)
+    await _evaluation(store, key, name)
+    await run_in_threadpool(store.cancel, name)
+    return await _evaluation(store, key, name)
+
+
+@_api.delete(
+    "/evaluations/{name}", tags=["evaluations"], status_code=204, summary="Removes an evaluation"
+)
+async def delete(name: str, key: Allowed, gateway: With) -> None:
+    store = gateway.evaluations(key)
+    await _evaluation(store, key, name)
+    await run_in_threadpool(store.delete, name)

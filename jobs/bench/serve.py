@@ -1,0 +1,345 @@
+"""What serving costs over searching in process, how it bears load, and what a crash costs.
+
+    python -m jobs.bench serve
+    python -m jobs.bench serve --only overhead overload --seconds 20
+    python -m jobs.bench serve --only kills swap
+
+An index of random vectors with real texts, the embedded encoder, and the load from another process
+over loopback. `overhead` is what a request takes beside the same search in this process, and how
+many a second come through, with as many clients as are best; `overload` sends half as many as that
+and twice as many; `kills` ends the replica of each deployment in turn under load, by the client
+with its retries and by requests sent once; `swap` commits new versions of the index under load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, table
+from jobs.serve import APPLICATION
+from pipeline.config import parse
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    encoder_fields,
+    representation_fields,
+)
+from pipeline.index.reader import ITEMS, part
+from pipeline.registry import ENCODERS
+from pipeline.schema import ITEM, Item
+from pipeline.search.searcher import Searcher, open_index
+from pipeline.tokens import lists_of, normalise
+
+COLUMN, K, NUM_VECTORS = "hpool_32_int8", 10, 32
+CLIENTS = (1, 2, 4, 8, 16, 32)
+QUERIES = [
+    "the lift of a wing in a propeller slipstream",
+    "heat transfer to a blunt body at hypersonic speed",
+    "buckling of thin cylindrical shells under axial compression",
+    "boundary layer transition on a cone",
+    "how do interference effects change with mach number",
+    "what is known of flutter of panels",
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--items", type=jobs.positive, default=10_000, help="of the index")
+    parser.add_argument("--seconds", type=jobs.positive, default=60, help="of each load")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of closed loops")
+    parser.add_argument("--port", type=jobs.positive, default=8765)
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    bench = Bench("serve", arguments, args.out)
+    with tempfile.TemporaryDirectory(prefix="serve-") as folder:
+        os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
+        write_index(f"{folder}/index", args.items)
+        with jobs.cluster():
+            server = Server(f"{folder}/index", args.port)
+            try:
+                for name, figure in FIGURES.items():
+                    if not args.only or name in args.only:
+                        figure(bench, server, args)
+            finally:
+                server.stop()
+
+
+def write_index(uri: str, num_items: int) -> None:
+    """An index with the queries' encoder, the texts of Cranfield over and over, random vectors."""
+    spec = ENCODERS.resolve("minilm")
+    facts = EncoderFacts.of(ENCODERS.build(spec), spec)
+    given = {"compressor": {"name": "hpool", "num_vectors": NUM_VECTORS}, "codec": "int8"}
+    fields = representation_fields(parse(Representation, {**given, "id": COLUMN}), facts, None)
+    field = next(f for f in fields if f.name == COLUMN)
+    pooled = next(f for f in encoder_fields(facts, False) if f.name.endswith("pooled"))
+    corpus = Path(__file__).parents[1] / "data/cranfield/corpus.jsonl"
+    texts = [json.loads(line) for line in corpus.read_text("utf-8").splitlines()]
+    rows = []
+    for i in range(num_items):
+        text = texts[i % len(texts)]
+        fields_of = {"title": text.get("title"), "text": text["text"]}
+        rows.append(Item(f"{i:06}", f"{i:06}", "bench", "text", "1", **fields_of).row())
+    generator = np.random.default_rng(0)
+    shape = (num_items * NUM_VECTORS, facts.dim)
+    values = generator.integers(-127, 128, shape, dtype=np.int8)
+    scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
+    codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
+    column = lists_of(codes, np.full(num_items, NUM_VECTORS)).cast(field.type)
+    single = normalise(_tensor(generator, num_items, facts.dim)).numpy()
+    whole = pa.Table.from_pylist(rows, schema=ITEM)
+    whole = whole.append_column(
+        pooled,
+        pa.FixedSizeListArray.from_arrays(pa.array(single.ravel()), facts.dim).cast(pooled.type),
+    )
+    lance.write_dataset(whole.append_column(field, column), part(uri, ITEMS))
+
+
+def _tensor(generator: np.random.Generator, *shape: int):
+    import torch
+
+    return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+class Server:
+    """The application on this process's cluster, and how it is loaded."""
+
+    def __init__(self, uri: str, port: int):
+        from ray import serve
+
+        from pipeline.serve.app import build
+        from pipeline.serve.settings import ServeSpec
+
+        self.uri, self.url = uri, f"http://127.0.0.1:{port}"
+        self.body = {"k": K, "representation": COLUMN}
+        settings = {
+            "indexes": {"bench": {"uri": uri, "load": [COLUMN]}},
+            "limits": {"in_flight": 32},
+            "seconds": {"reload": 1},
+        }
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")
+        self.load(clients=2, seconds=5)  # what is opened at the first request is not timed
+
+    def stop(self) -> None:
+        from ray import serve
+
+        serve.shutdown()
+
+    def start_load(
+        self, seconds: float, *, retries: bool = False, **how: float
+    ) -> Callable[[], Load]:
+        """Starts a load in another process; the function waits for its end."""
+        fields = {"url": self.url, "body": self.body, "queries": QUERIES, "seconds": seconds}
+        fields |= {"retries": retries, **how}
+        command = [sys.executable, "-m", "jobs.bench.serve_load", json.dumps(fields)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return lambda: Load(**json.loads(process.communicate()[0].splitlines()[-1]))
+
+    def load(self, seconds: float, **how: Any) -> Load:
+        """A load, from its beginning to its end."""
+        return self.start_load(seconds, **how)()
+
+    def kill(self, deployment: str) -> None:
+        """Ends the replicas of a deployment, as a crash does."""
+        import ray
+
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if f"#{deployment}#" in actor["name"] and "REPLICA" in actor["name"]:
+                ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+class Load:
+    """What came back.
+
+    Args:
+        answers: (when it was due, its status, its milliseconds).
+    """
+
+    def __init__(self, answers: Sequence[Sequence[float]], seconds: float):
+        self.answers = sorted((due, int(status), ms) for due, status, ms in answers)
+        self.seconds = seconds
+
+    @property
+    def rate(self) -> float:
+        """Searches answered a second."""
+        return sum(status == 200 for _, status, _ in self.answers) / self.seconds
+
+    def percentile(self, percent: float, after: float = 0.0) -> float:
+        """Milliseconds that so many of the answered searches took at most."""
+        taken = [ms for due, status, ms in self.answers if status == 200 and due >= after]
+        return float(np.percentile(taken, percent)) if taken else float("nan")
+
+    def statuses(self) -> Counter[int]:
+        """How many of each status; 0: no answer."""
+        return Counter(status for _, status, _ in self.answers)
+
+    def failed(self) -> list[float]:
+        """When those were due that were not answered well."""
+        return [due for due, status, _ in self.answers if status != 200]
+
+
+def said(statuses: Counter[int]) -> str:
+    """Statuses other than 200 and how many there were.
+
+    >>> said(Counter({200: 5, 503: 2, 0: 1}))
+    '1 x none, 2 x 503'
+    """
+    others = sorted((status, n) for status, n in statuses.items() if status != 200)
+    return ", ".join(f"{n} x {status or 'none'}" for status, n in others) or "none"
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def in_process(searcher: Searcher, seconds: float) -> Load:
+    """The same searches in this process, one after the other."""
+    start = time.perf_counter()
+    answers = []
+    while (due := time.perf_counter()) < start + seconds:
+        searcher.search(QUERIES[len(answers) % len(QUERIES)], COLUMN, k=K, explain=False)
+        answers.append((due - start, 200, 1e3 * (time.perf_counter() - due)))
+    return Load(answers, time.perf_counter() - start)
+
+
+def overhead(bench: Bench, server: Server, args: Any) -> None:
+    """One client beside the same search in process; and the most that come through."""
+    searcher = open_index(server.uri)
+    in_process(searcher, 2)
+    seconds = max(args.seconds / 6, 3)
+    alone: dict[str, list[Load]] = {"in process": [], "over HTTP": []}
+    best: dict[int, list[float]] = {clients: [] for clients in CLIENTS}
+    for _ in range(args.repeats):
+        alone["in process"].append(in_process(searcher, seconds))
+        alone["over HTTP"].append(server.load(seconds, clients=1))
+        for clients in CLIENTS:
+            best[clients].append(server.load(seconds, clients=clients).rate)
+    rows = []
+    for name, loads in alone.items():
+        taken = [Repeats(tuple(load.percentile(p) for load in loads)) for p in (50, 99)]
+        rows.append([name, *taken, Repeats(tuple(load.rate for load in loads))])
+    difference = [
+        Repeats(
+            tuple(
+                there.percentile(p) - here.percentile(p)
+                for there, here in zip(alone["over HTTP"], alone["in process"], strict=True)
+            )
+        )
+        for p in (50, 99)
+    ]
+    rows.append(["**overhead**", *difference, ""])
+    text = table(["one at a time", "p50, ms", "p99, ms", "searches/s"], rows)
+    rates = {clients: Repeats(tuple(values)) for clients, values in best.items()}
+    own = Repeats(tuple(load.rate for load in alone["in process"]))
+    most = max(rates, key=lambda clients: rates[clients].median)
+    rows = [[clients, rate, rate.over(own)] for clients, rate in rates.items()]
+    text += "\n\n" + table(["clients", "searches/s", "x in process"], rows)
+    server.saturation = rates[most].median
+    title = f"{args.items:,} items of {NUM_VECTORS} int8 vectors, k = {K}, loads of {seconds:g} s"
+    bench.add("overhead", title, {"alone": difference, "rates": rates}, text)
+
+
+def overload(bench: Bench, server: Server, args: Any) -> None:
+    """Half of what it can bear, twice as much, and half again right after."""
+    saturation = _saturation(server, args)
+    rows = []
+    for name, share, seconds in (
+        ("half", 0.5, args.seconds),
+        ("twice", 2.0, args.seconds),
+        ("half, from 10 s on after it", 0.5, 20),
+    ):
+        load = server.load(seconds, rate=share * saturation)
+        after = 10.0 if "after" in name else 0.0
+        rows.append(
+            [
+                name,
+                f"{share * saturation:.1f}",
+                f"{load.rate:.1f}",
+                *(load.percentile(p, after) for p in (50, 99)),
+                said(Counter(s for due, s, _ in load.answers if due >= after)),
+            ]
+        )
+    header = ["load", "requests/s", "answered/s", "p50, ms", "p99, ms", "not answered"]
+    title = f"Open loop; saturation at {saturation:.1f} searches/s; at most 32 under way"
+    bench.add("overload", title, {"rows": rows}, table(header, rows))
+
+
+def _saturation(server: Server, args: Any) -> float:
+    if not hasattr(server, "saturation"):
+        seconds = max(args.seconds / 6, 3)
+        rates = [server.load(seconds, clients=c).rate for c in (8, 16) for _ in range(2)]
+        server.saturation = max(rates)
+    return server.saturation
+
+
+def kills(bench: Bench, server: Server, args: Any) -> None:
+    """Each deployment's replica killed under load."""
+    rate = 0.3 * _saturation(server, args)
+    rows = []
+    deployments = ("Encoder", "Searcher-bench-0", "Reranker-bench", "Library", "Gateway")
+    for deployment in deployments:
+        outcomes = {}
+        for retries in (True, False):
+            plain = dict(server.body)
+            if deployment.startswith("Reranker"):
+                server.body = {**plain, "rerank": {"depth": 20, "representation": COLUMN}}
+            wait = server.start_load(30, retries=retries, rate=rate)
+            time.sleep(8)
+            server.kill(deployment)
+            outcomes[retries] = wait()
+            server.body = plain
+        raw = outcomes[False]
+        failed = raw.failed()
+        recovered = max(failed) - min(failed) if failed else 0.0
+        rows.append(
+            [
+                deployment,
+                len(outcomes[True].answers),
+                len(outcomes[True].failed()),
+                said(outcomes[True].statuses()),
+                outcomes[True].percentile(99),
+                f"{len(failed)} of {len(raw.answers)}: {said(raw.statuses())}",
+                f"{recovered:.1f}",
+            ]
+        )
+    header = ["killed", "requests", "failed after the client's retries", "which", "p99, ms"]
+    header += ["sent once, failed", "first to last failure, s"]
+    title = f"Replicas killed 8 s into a load of {rate:.1f} requests/s for 30 s, by either client"
+    bench.add("kills", title, {"rows": rows}, table(header, rows))
+
+
+def swap(bench: Bench, server: Server, args: Any) -> None:
+    """New versions of the index under load."""
+    rate = 0.3 * _saturation(server, args)
+    wait = server.start_load(30, rate=rate)
+    versions = []
+    for _ in range(4):
+        time.sleep(5)
+        dataset = lance.dataset(part(server.uri, ITEMS))
+        dataset.delete(f"item_id = '{len(versions):06}'")
+        versions.append(lance.dataset(part(server.uri, ITEMS)).version)
+    load = wait()
+    rows = [[len(versions), len(load.answers), len(load.failed()), said(load.statuses()),
+             load.percentile(50), load.percentile(99)]]  # fmt: skip
+    header = ["versions", "requests", "failed", "which", "p50, ms", "p99, ms"]
+    title = f"New versions committed under a load of {rate:.1f} requests/s, each sent once"
+    bench.add("swap", title, {"rows": rows}, table(header, rows))
+
+
+FIGURES = {"overhead": overhead, "overload": overload, "kills": kills, "swap": swap}

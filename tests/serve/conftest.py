@@ -1,0 +1,95 @@
+"""A server on the test run's Ray cluster: an index of two shards, keys, and evaluations."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from pipeline.config import parse
+from pipeline.serve.client import Client
+from pipeline.serve.keys import hash_of
+from pipeline.serve.settings import ServeSpec
+
+#: The keys of the server, and what is said of each in its file.
+KEYS: dict[str, dict[str, Any]] = {
+    "mr_all": {"name": "all", "evaluate": True},
+    "mr_other": {"name": "other", "evaluate": True},
+    "mr_few": {"name": "few", "indexes": ["texts"]},
+    "mr_none": {"name": "none", "indexes": []},
+    "mr_old": {"name": "old", "expires": "2020-01-01"},
+    "mr_slow": {"name": "slow", "requests_per_second": 0.01},
+}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_keys(path: Path, keys: dict[str, dict[str, Any]]) -> None:
+    """Writes a file of access keys."""
+    entries = [{**about, "sha256": hash_of(key)} for key, about in keys.items()]
+    path.write_text(yaml.safe_dump({"keys": entries}), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
+    """Starts an application with settings, under a route; gives its URL."""
+    from ray import serve
+
+    from pipeline.serve.app import build
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+
+    def start(settings: dict[str, Any], name: str) -> str:
+        application = build(parse(ServeSpec, settings))
+        serve.run(application, name=name, route_prefix=f"/{name}")
+        return f"http://127.0.0.1:{port}/{name}"
+
+    yield start
+    serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def keys_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write_keys(path, KEYS)
+    return path
+
+
+@pytest.fixture(scope="session")
+def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
+    """The URL of a server of two indexes: `texts` in two shards, `whole` the same in one."""
+    settings = {
+        "indexes": {
+            "texts": {"uri": index_uri, "shards": 2},
+            "whole": {"uri": index_uri, "load": ["hpool_2"]},
+        },
+        "keys": str(keys_file),
+        "limits": {"k": 100, "batch": 8, "body_bytes": 100_000, "burst": 5},
+        "evaluations": {"folder": str(tmp_path_factory.mktemp("evaluations"))},
+    }
+    return serving(settings, "both")
+
+
+@pytest.fixture
+def client(url) -> Iterator[Client]:
+    with Client(url, "mr_all") as client:
+        yield client
+
+
+@pytest.fixture
+def http(url) -> Iterator[httpx2.Client]:
+    """Requests without the client's checks, by a key for everything."""
+    headers = {"Authorization": "Bearer mr_all"}
+    with httpx2.Client(base_url=url, headers=headers, timeout=30) as http:
+        yield http

@@ -1,0 +1,124 @@
+"""Access keys: their file, their hashes, and how often each may ask."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.serve.keys import ANYBODY, Key, Keys, Rates, hash_of, new_key, read_keys
+from tests.serve.conftest import KEYS, write_keys
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def file(tmp_path):
+    write_keys(tmp_path / "keys.yaml", KEYS)
+    return tmp_path / "keys.yaml"
+
+
+def test_a_new_key_is_found_by_its_hash(tmp_path):
+    key = new_key()
+    assert len(key) > 40 and key != new_key()
+    write_keys(tmp_path / "k.yaml", {key: {"name": "ann"}})
+    assert key not in (tmp_path / "k.yaml").read_text()
+    keys = Keys(str(tmp_path / "k.yaml"))
+    assert keys.of(key).name == "ann"
+    assert keys.of(key[:-1]) is None and keys.of("") is None and keys.of("\udcff") is None
+
+
+def test_changes_are_seen_within_a_second(file):
+    clock = Clock()
+    keys = Keys(str(file), clock)
+    assert keys.of("mr_few").name == "few"
+    write_keys(file, {"mr_all": {"name": "all"}})
+    assert keys.of("mr_few")  # not looked at again yet
+    clock.now += 2
+    assert keys.of("mr_few") is None and keys.of("mr_all")
+
+
+@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_text("keys: 7")])
+def test_a_file_that_cannot_be_read_lets_nobody_in(file, damage):
+    clock = Clock()
+    keys = Keys(str(file), clock)
+    kept = file.read_text()
+    damage(file)
+    clock.now += 2
+    for _ in range(2):
+        with pytest.raises(SpecError):
+            keys.of("mr_all")
+    file.write_text(kept)
+    assert keys.of("mr_all")
+
+
+def test_the_variable_in_place_of_a_file(file, monkeypatch):
+    monkeypatch.setenv("MAXRAY_KEYS", file.read_text())
+    assert Keys("").of("mr_all").name == "all"
+
+
+def test_keys_expire():
+    at = datetime(2026, 6, 1, tzinfo=UTC)
+    for expires, expired in [(None, False), ("2026-06-01", True), ("2026-06-02", False)]:
+        key = Key(name="a", sha256="0" * 64, expires=expires)
+        assert key.has_expired(at) == expired
+    assert Key(name="a", sha256="0" * 64, expires="2026-05-31T23:00:00-02:00").has_expired(
+        datetime(2026, 6, 1, 1, tzinfo=UTC)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not of the form"),
+        ("keys: [", "not of the form"),
+        ("keys: [{name: a}]", "not of the form"),
+        ("keys: [{name: a, sha256: xyz}]", "not of the form"),
+        (f"keys: [{{name: a, sha256: {'0' * 64}, indexs: []}}]", "not of the form"),
+        (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: a, sha256: {'1' * 64}}}]", "twice"),
+        (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: b, sha256: {'0' * 64}}}]", "twice"),
+    ],
+)
+def test_files_of_another_form(text, says):
+    text = text.replace("0" * 64, repr("0" * 64)).replace("1" * 64, repr("1" * 64))
+    with pytest.raises(SpecError, match=says):
+        read_keys(text)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        Keys(str(tmp_path / "none.yaml"))
+    assert caught.value.field == "keys"
+
+
+def test_rates():
+    clock = Clock()
+    rates = Rates(10, burst=3, clock=clock)
+    assert [rates.take(ANYBODY) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
+    clock.now += 0.1
+    assert rates.take(ANYBODY) == 0 and rates.take(ANYBODY) > 0
+    own = Key(name="own", sha256="0" * 64, requests_per_second=1)
+    assert [rates.take(own) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
+    clock.now += 100
+    assert [rates.take(own) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
+    assert all(Rates(None, 1).take(ANYBODY) == 0 for _ in range(100))
+
+
+def test_the_command_prints_an_entry_and_the_key(capsys):
+    import yaml
+
+    from jobs import serve
+
+    serve.main(["key", "--name", "ann", "--indexes", "a", "b", "--expires", "2030-01-01"])
+    printed = capsys.readouterr()
+    (key,) = read_keys("keys:\n" + printed.out)
+    assert key.name == "ann" and key.indexes == ["a", "b"] and not key.evaluate
+    assert key.sha256 == hash_of(printed.err.split()[-1])
+    assert yaml.safe_load(printed.out)[0]["sha256"] == key.sha256

@@ -1,0 +1,179 @@
+"""What the server finds is what a search in this process finds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from pipeline.search.searcher import open_index
+from pipeline.serve import wire
+from pipeline.serve.client import AsyncClient, ServerError
+
+QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
+SHARDED = ["texts", "whole"]
+
+
+@pytest.fixture(scope="module")
+def searcher(index_uri):
+    return open_index(index_uri)
+
+
+def told(hits) -> list[tuple]:
+    """What must be equal of hits, of the server and of the searcher."""
+    return [(hit.rank, hit.item_id, hit.parent_id, hit.title, hit.text) for hit in hits]
+
+
+def assert_same(hits: list[wire.Hit], expected) -> None:
+    assert told(hits) == told(expected)
+    # The searcher scores with as many threads, in blocks of other documents.
+    np.testing.assert_allclose([h.score for h in hits], [h.score for h in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+def test_equal_to_a_search_in_process(client, searcher, index, score):
+    for query, representation in itertools.product(QUERIES, ["full", "hpool_2", "random_4"]):
+        how = {"representation": representation, "score": score, "k": 5}
+        found = client.search(query, index=index, **how)
+        assert (found.index, found.representation) == (index, representation)
+        assert found.version == searcher.index.version and not found.reranked
+        assert_same(found.hits, searcher.search(query, **how))
+        for hit, expected in zip(found.hits, searcher.search(query, **how), strict=True):
+            for part in ("late", "late_mean", "single"):
+                ours, theirs = getattr(hit.parts, part), getattr(expected.parts, part)
+                assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
+
+
+@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"group_by": "parent"}, {"group_by": "parent"}),
+        ({"filter": "item_id LIKE 'wing%'"}, {"where": "item_id LIKE 'wing%'"}),
+        ({"filter": "item_id = 'nobody'"}, {"where": "item_id = 'nobody'"}),
+        ({"ids": ["flow", "bread/1", "nobody"]}, {"ids": ["flow", "bread/1"]}),
+        ({"ids": []}, {"ids": []}),
+        ({"parents": ["heat"], "k": 1}, {"parents": ["heat"], "k": 1}),
+        (
+            {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent"},
+            {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent"},
+        ),
+    ],
+)
+def test_equal_with_every_option(client, searcher, index, ours, theirs):
+    for query in QUERIES:
+        assert_same(
+            client.search(query, index=index, **ours).hits, searcher.search(query, **theirs)
+        )
+
+
+@pytest.mark.parametrize("index", SHARDED)
+def test_many_queries_at_once(client, searcher, index):
+    found = client.search_batch(QUERIES, index=index, k=3)
+    for hits, query in zip(found.results, QUERIES, strict=True):
+        assert_same(hits, searcher.search(query, k=3))
+
+
+def test_vectors_for_a_query(client, searcher):
+    vectors = np.random.default_rng(0).normal(size=(3, 384)).astype(np.float32)
+    assert_same(client.search(vectors, index="texts").hits, searcher.search(vectors))
+
+
+@pytest.mark.parametrize("index", SHARDED)
+def test_explanations(client, searcher, index):
+    query = "the lift of a wing"
+    how = {"representation": "hpool_4", "k": 3}
+    found = client.search(query, index=index, explain="matches", **how).hits
+    for hit, expected in zip(found, searcher.search(query, **how), strict=True):
+        assert hit.map is None
+        for match, other in zip(hit.matches, expected.matches, strict=True):
+            assert (match.query_token, match.document_token) == (
+                other.query_token,
+                other.document_token,
+            )
+            assert match.spans == list(other.spans)
+            assert match.similarity == pytest.approx(other.similarity, abs=1e-5)
+    hit = client.search(query, index=index, explain="map", **how).hits[0]
+    assert hit.map.query_tokens == [match.query_token for match in hit.matches]
+    lift = next(word for word in hit.map.words if word.text == "lift")
+    assert max(lift.similarities) == lift.similarities[hit.map.query_tokens.index("lift")]
+    assert client.search(query, index=index).hits[0].matches is None
+
+
+@pytest.mark.parametrize("index", SHARDED)
+def test_reranking(client, searcher, index):
+    """The first stage's best are scored again by all tokens, and say where they stood."""
+    for query in QUERIES:
+        first = searcher.rank([query], "random_4", k=4)[0]
+        again = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
+        found = client.search(
+            query, index=index, representation="random_4", k=2, rerank=wire.Rerank(depth=4)
+        )
+        assert found.reranked and [hit.item_id for hit in found.hits] == again.item_ids
+        scores = [hit.score for hit in found.hits]
+        np.testing.assert_allclose(scores, again.scores, rtol=1e-5)
+        for hit in found.hits:
+            assert hit.first_stage.rank == first.item_ids.index(hit.item_id) + 1
+
+
+def test_reranking_given_items(client, searcher):
+    ids = ["flow", "bread/1", "wing/1", "nobody", "flow"]
+    found = client.rerank("the lift of a wing", ids, index="texts")
+    expected = searcher.rank(["the lift of a wing"], "full", ids=ids)[0]
+    assert [scored.item_id for scored in found.results] == expected.item_ids
+    assert found.missing == ["nobody"]
+    assert len(client.rerank("lift", ids, index="texts", k=1).results) == 1
+
+
+def test_encoding(client, searcher):
+    found = client.encode(QUERIES, index="texts")
+    expected = searcher.queries(QUERIES)
+    assert found.fingerprint == searcher.index.representation("full")["fingerprint"]
+    for query, tokens, texts in zip(
+        found.queries, expected.tokens, expected.token_texts, strict=True
+    ):
+        np.testing.assert_allclose(query.vectors, tokens.numpy(), atol=1e-5)
+        assert query.token_texts == texts and len(query.pooled) == 384
+
+
+def test_items_and_indexes(client, searcher):
+    item = client.item("wing/1", "texts")
+    assert item.parent_id == "wing" and item.title == "On wing/1" and item.modality == "text"
+    names = [info.name for info in client.indexes()]
+    assert names == ["texts", "whole"]
+    info = client.indexes()[0]
+    assert info.num_items == 8 and info.default_representation == "full"
+    roles = {r.name: r.role for r in info.representations}
+    assert roles["hpool_2"] == "search" and "rerank" in roles.values()
+
+
+def test_many_requests_at_once(url, searcher):
+    """They are encoded and scored together, and each gets its own answer."""
+    expected = {query: searcher.search(query, k=3) for query in QUERIES}
+
+    async def ask_all() -> None:
+        async with AsyncClient(url, "mr_all") as client:
+            queries = QUERIES * 8
+            found = await asyncio.gather(
+                *(client.search(query, index="texts", k=3) for query in queries)
+            )
+            for query, answer in zip(queries, found, strict=True):
+                assert_same(answer.hits, expected[query])
+
+    asyncio.run(ask_all())
+
+
+def test_one_bad_query_of_many_spoils_no_other(url, searcher):
+    async def ask_all() -> list:
+        async with AsyncClient(url, "mr_all") as client:
+            bad = client.search("x", index="texts", filter="nonsense = ")
+            asked = [client.search("heat", index="texts", k=3) for _ in range(6)]
+            return await asyncio.gather(bad, *asked, return_exceptions=True)
+
+    bad, *answers = asyncio.run(ask_all())
+    assert isinstance(bad, ServerError) and bad.problem.field == "filter"
+    for answer in answers:
+        assert_same(answer.hits, searcher.search("heat", k=3))

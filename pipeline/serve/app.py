@@ -90,6 +90,7 @@ def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Dep
         ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus},
         max_ongoing_requests=scale.max_ongoing,
         max_queued_requests=scale.max_queued,
+        logging_config={"encoding": "JSON", "enable_access_log": False},
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=0.5,
         **replicas,

@@ -11,14 +11,16 @@ batch, and vectors are read once for all the queries that ask for them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import json
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,7 @@ from pipeline.schema import ITEM, Hit
 from pipeline.search.maps import Previews, SimilarityMap, similarity_map
 from pipeline.search.queries import Queries
 from pipeline.search.searcher import Ranking, Searcher, check_fingerprint, query_encoder
+from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.settings import Scale, ServedIndex
 
 log = logging.getLogger("ray.serve")
@@ -56,6 +59,20 @@ def answer(outcome: Any) -> Any:
     if isinstance(outcome, Failed):
         raise outcome.error
     return outcome
+
+
+@contextlib.contextmanager
+def logged(stage: str, **about: Any) -> Iterator[None]:
+    """Logs what a stage did for a request and how long it took; Ray adds the request's id."""
+    start = time.perf_counter()
+    done = "failed"
+    try:
+        yield
+        done = "ok"
+    finally:
+        milliseconds = round(1e3 * (time.perf_counter() - start), 1)
+        said = {"event": "stage", "stage": stage, "done": done, "milliseconds": milliseconds}
+        log.info(json.dumps({**said, **about}))
 
 
 def limit_threads(scale: Scale) -> None:
@@ -107,6 +124,7 @@ class QueryEncoder:
 
     def __init__(self, scale: Scale, preload: Sequence[Mapping[str, Any]] = ()):
         limit_threads(scale)
+        self._sizes = batch_sizes("encode")
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
         for about in preload:
@@ -125,10 +143,12 @@ class QueryEncoder:
         Raises:
             SpecError: the encoder is not the one that made the representation, or not here.
         """
-        return answer(await self._encode((name, about, text)))
+        with logged("encode"):
+            return answer(await self._encode((name, about, text)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
     async def _encode(self, asked: list[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
+        self._sizes.observe(len(asked))
         return await asyncio.to_thread(self._encode_all, asked)
 
     def _encode_all(self, asked: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
@@ -236,6 +256,7 @@ class Ranker:
 
     def __init__(self, served: ServedIndex, scale: Scale, shard: tuple[int, int] | None = None):
         limit_threads(scale)
+        self._sizes = batch_sizes("rank")
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
 
@@ -264,10 +285,12 @@ class Ranker:
         Raises:
             SpecError: an option is not legal.
         """
-        return answer(await self._rank((encoded, options)))
+        with logged("rank", representation=options.representation, version=options.version):
+            return answer(await self._rank((encoded, options)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
     async def _rank(self, asked: list[tuple[Encoded, Options]]) -> list[Any]:
+        self._sizes.observe(len(asked))
         return await asyncio.to_thread(self._rank_all, asked)
 
     def _rank_all(self, asked: Sequence[tuple[Encoded, Options]]) -> list[Any]:
@@ -291,7 +314,8 @@ class Ranker:
         self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
     ) -> tuple[list[Hit], list[SimilarityMap | None]]:
         """What is stored about ranked items of this shard, and how they match the query."""
-        return await asyncio.to_thread(self._describe, encoded, options, ranking, explain)
+        with logged("describe", items=len(ranking.item_ids)):
+            return await asyncio.to_thread(self._describe, encoded, options, ranking, explain)
 
     def _describe(
         self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
@@ -354,7 +378,8 @@ class Library:
             SpecError: it has none; for `documents`: its file is gone, or is not the one any more
                 that was indexed.
         """
-        return await asyncio.to_thread(self._preview, index, version, item_id, what, seconds)
+        with logged("preview", what=what):
+            return await asyncio.to_thread(self._preview, index, version, item_id, what, seconds)
 
     def _preview(
         self, index: str, version: int, item_id: str, what: str, seconds: float | None

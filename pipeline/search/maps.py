@@ -29,7 +29,7 @@ from pipeline.schema import Hit
 from pipeline.search.explain import outputs_of, place_of
 from pipeline.search.queries import Queries
 from pipeline.search.searcher import Searcher
-from pipeline.sources import NO_PREVIEW, Source
+from pipeline.sources import NO_PREVIEW, Source, content_in
 from pipeline.sources.files import existing_root
 
 #: The colour of what matches; its opacity grows with the similarity.
@@ -153,10 +153,18 @@ class Previews:
     Args:
         documents: where the files of a collection lie now, if not where the jobs found them; under
             "", those of all others.
+        only_indexed: whether a file is shown only if it holds what it held when it was indexed.
     """
 
-    def __init__(self, index: Index, documents: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        index: Index,
+        documents: Mapping[str, str] | None = None,
+        *,
+        only_indexed: bool = False,
+    ):
         self.index, self._documents = index, documents or {}
+        self._only_indexed = only_indexed
         self._sources: dict[str, Source] = {}
 
     def picture(self, item_id: str, seconds: float | None = None) -> bytes:
@@ -176,13 +184,16 @@ class Previews:
         return self._of(item_id, lambda source, item: source.sound(item))
 
     def _of(self, item_id: str, read: Callable[[Source, dict[str, Any]], Any]) -> Any:
-        columns = ["source", "parent_id", "modality", "span", "metadata"]
+        columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
         (item,) = self.index.items([item_id], columns).to_pylist() or [None]
         if item is None:
             raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
         item["metadata"] = json.loads(item["metadata"] or "{}")
         source = self._source(item["source"])
         try:
+            if self._only_indexed and source.content_of(item) != content_in(item["revision"]):
+                legal = "the file as it was indexed"
+                raise SpecError("documents", item["parent_id"], legal, "has changed since")
             return read(source, item)
         except (Unreadable, OSError) as error:
             if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:

@@ -79,6 +79,9 @@ def of_spec_error(error: SpecError) -> ApiError:
     wrong with the server's own settings or files is none of the caller's business.
     """
     field = _FIELDS.get(error.field, error.field)
+    if field == "documents":
+        message = "the item's file is not there any more as it was when it was indexed"
+        return ApiError("gone", message)
     if field in OF_SERVER:
         return ApiError("unavailable", f"the server cannot read {OF_SERVER[field]} at the moment")
     return ApiError("invalid_argument", _sentence(field, error), field)

@@ -395,7 +395,7 @@ class Library:
 
 
 def _previews(served: ServedIndex, version: int) -> Previews:
-    return Previews(Index(served.uri, version), served.documents)
+    return Previews(Index(served.uri, version), served.documents, only_indexed=True)
 
 
 def _media_type(picture: bytes) -> str:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec
+from pipeline.config import Spec, digest
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
@@ -103,6 +103,17 @@ class Source(ABC):
             retryable=reason in RETRYABLE,
         )
 
+    def content_of(self, item: dict[str, Any]) -> str:
+        """What a stored item's file holds now, in the form in which `revision_of` keeps it.
+
+        Args:
+            item: its row, with the metadata as a mapping.
+
+        Raises:
+            Unreadable, OSError: it has no file, or it cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no file of its own")
+
     def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """What a stored item looks like, as an encoded picture: for previews.
 
@@ -122,6 +133,24 @@ class Source(ABC):
             Unreadable: it has no sound, or its file cannot be read.
         """
         raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no sound")
+
+
+def revision_of(settings: Any, content: Any) -> str:
+    """A revision: a hash of all that bears on an item, and one of its file's content alone.
+
+    By the second one who reads the file again later knows whether it is still the one that was
+    indexed, whatever the settings were.
+    """
+    return f"{digest([settings, content])}.{digest(content)}"
+
+
+def content_in(revision: str) -> str | None:
+    """The hash of the content in a revision; None in one of an older version of this software.
+
+    >>> content_in(revision_of({"dpi": 100}, "bytes")) == content_in(revision_of({}, "bytes"))
+    True
+    """
+    return revision.partition(".")[2] or None
 
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:

@@ -22,7 +22,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.schema import Item, Reject, item_id_problem, payload_of
-from pipeline.sources import Source
+from pipeline.sources import Source, revision_of
 from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
 ARCHIVE = ".tar"
@@ -221,16 +221,23 @@ class MediaSource(Source):
         return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
-        """A hash of what the file holds, or of its size and age, and of all that bears on it."""
+        """Of what the file holds, or of its size and age, and of all that bears on it."""
+        settings = [self.settings(), file.sidecars, file.about]
+        return revision_of(settings, self._content(file, path))
+
+    def content_of(self, item: dict[str, Any]) -> str:
+        """What the item's file holds now, or its size and age."""
+        file = self.file_of(item["parent_id"], item["metadata"] or {})
+        return config.digest(self._content(file, None))
+
+    def _content(self, file: MediaFile, path: str | None) -> Any:
         fs, place = self.place_of(file)
         if self.spec.revision == "stat":
             about = fs.info(place)
             age = next((about[k] for k in ("ETag", "mtime", "LastModified") if k in about), "")
-            content = [about["size"], str(age), file.offset, file.row]
-        else:
-            with open(path, "rb") if path else self._open(file) as stream:
-                content = hashlib.file_digest(stream, "blake2b").hexdigest()
-        return config.digest([content, self.settings(), file.sidecars, file.about])
+            return [about["size"], str(age), file.offset, file.row]
+        with open(path, "rb") if path else self._open(file) as stream:
+            return hashlib.file_digest(stream, "blake2b").hexdigest()
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:

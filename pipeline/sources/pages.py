@@ -19,7 +19,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.schema import Item, Reject, item_id_problem, payload_of
-from pipeline.sources import Source
+from pipeline.sources import Source, revision_of
 from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
 SUFFIX = ".pdf"
@@ -165,14 +165,15 @@ class Pages(Source):
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
         problem = item_id_problem(f"{file}#page=100000")
-        revision = ""
+        content = ""
         try:
             if problem:
                 raise Unreadable("bad id", problem)
             with self._local(file) as path:
-                revision = self._revision(path)
+                content = _content(path)
                 about = self._process.call("describe", path)
         except (Unreadable, OSError) as error:
+            revision = revision_of(self._shown, content) if content else ""
             yield self.reject(escaped(file), revision, error, "list")
             return
         for number in range(1, about["num_pages"] + 1):
@@ -181,16 +182,20 @@ class Pages(Source):
                 parent_id=file,
                 source=self.collection,
                 modality="page",
-                revision=config.digest([revision, number]),
+                revision=revision_of([self._shown, number], content),
                 span=("page", number, number),
                 title=about["title"],
             )
 
-    def _revision(self, path: str) -> str:
-        with open(path, "rb") as file:
-            content = hashlib.file_digest(file, "blake2b").hexdigest()
-        images = [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
-        return config.digest([content, images])
+    @property
+    def _shown(self) -> list[float]:
+        """The options that change what is decoded."""
+        return [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
+
+    def content_of(self, item: dict[str, Any]) -> str:
+        """What the item's document holds now."""
+        with self._local(item["parent_id"]) as path:
+            return config.digest(_content(path))
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
         numbers = [int(item.span[1]) for item in items]
@@ -220,3 +225,9 @@ class Pages(Source):
         there = {**page, "scan": None if text else image}
         payload = {name: there[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
+
+
+def _content(path: str) -> str:
+    """A hash of a document's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()

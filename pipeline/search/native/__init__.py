@@ -185,7 +185,7 @@ def best(
     best_BM = torch.empty(len(documents), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(_tasks(documents, packed, output, number))
+    _run(list(_tasks(documents, packed, output, number)))
     return best_BM, index_BM
 
 

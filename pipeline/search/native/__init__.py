@@ -310,7 +310,7 @@ def _tasks(
 ) -> Iterator[Callable[[], None]]:
     """Calls of the library that score all the documents, a run each."""
     num_threads = torch.get_num_threads()
-    least = TASK_PAIRS // max(queries.num_tokens, 32)
+    least = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
         def task(begin: int = begin, end: int = end) -> None:

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import signal
 import sys
 import time
@@ -68,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         queries = read_queries(args.queries)
     elif args.query_vectors:
         queries = read_query_vectors(args.query_vectors)
+        if args.save_maps and len(queries) > 1:
+            problem = f"holds {len(queries):,} queries"
+            raise SpecError("query-vectors", args.query_vectors, "one with --save-maps", problem)
     else:
         queries = {"1": " ".join(args.query)}
     named = {field: getattr(args, field) for field in ("ids", "parents")}
@@ -91,8 +96,32 @@ def _opened(args: Any) -> Iterator[Searcher]:
     from pipeline.search.sharded import ShardedSearcher
 
     how = {"num_shards": args.actors, "cache": args.cache, "device": args.device}
-    with jobs.cluster(), ShardedSearcher(args.index, args.version, **how) as searcher:
-        yield searcher
+    with jobs.cluster():
+        how |= _shares(args.actors, args.device)
+        with ShardedSearcher(args.index, args.version, **how) as searcher:
+            yield searcher
+
+
+def _shares(num_actors: int, device: str) -> dict[str, float]:
+    """What of the machine each actor takes.
+
+    Of a cluster that others started one CPU and GPU each, which it may have to wait for. One that
+    was started here never has more than this machine: the actors share it.
+
+    Raises:
+        SpecError: they need a GPU, and there is none.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return {}
+    import ray
+
+    there = ray.cluster_resources()
+    if device != "cpu" and not there.get("GPU"):
+        raise SpecError("device", device, "cpu", "is not there")
+    num_gpus = there["GPU"] if device != "cpu" else 0
+    # Ray keeps four digits: rounded up, so many would not find a place.
+    share = {"num_cpus": there["CPU"] / num_actors, "num_gpus": num_gpus / num_actors}
+    return {name: min(1.0, math.floor(part * 1e4) / 1e4) for name, part in share.items()}
 
 
 def _search(
@@ -179,6 +208,8 @@ def _check_vectors(searcher: Searcher, queries: Mapping[str, np.ndarray], name: 
         try:
             searcher.queries([vectors], name)
         except SpecError as error:
+            if error.field != "query":  # the index is damaged
+                raise
             problem = f"holds {error.value}"
             raise SpecError("query-vectors", query_id, error.legal, problem) from None
 

@@ -33,6 +33,10 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
         raise SpecError(field, uri, "the path of a file", "is a folder")
     if not as_file and there.is_file():
         raise SpecError(field, uri, "the path of a folder", "is a file")
+    # Renaming would put a file in the place of /dev/null, or of /dev/stdout, a link to /proc.
+    is_stream = there.is_symlink() and os.readlink(there).startswith("/proc/")
+    if as_file and (is_stream or (there.exists() and not there.is_file())):
+        raise SpecError(field, uri, "the path of a file", "is a device or a pipe")
     there = there.parent if as_file else there
     while not there.exists():
         there = there.parent

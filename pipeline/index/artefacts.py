@@ -6,6 +6,7 @@ import hashlib
 import json
 import posixpath
 import zipfile
+import zlib
 from typing import Any
 
 import fsspec
@@ -47,7 +48,8 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
         with fsspec.open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile):
+    # What numpy and zipfile say of a damaged file; NotImplementedError is a RuntimeError.
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError):
         raise SpecError("index", index, legal, "is damaged") from None
     if _hash(stored) != name:
         problem = f"is damaged: the file {name}.npz holds another artefact"

@@ -8,6 +8,7 @@ and the sentence says where. A filter cannot write: it is never more than a cond
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -29,6 +30,7 @@ _WORDS = re.compile(
     """,
     re.VERBOSE,
 )
+_COMPARISON = re.compile("[<>!=]+|IS|IN|NOT|LIKE|ILIKE|BETWEEN", re.IGNORECASE)
 _PARSER_ERROR = re.compile(
     r"\(sql parser error: (?:Expected: (?P<expected>.*), found: (?P<found>.*)|(?P<other>.*))\)$"
 )
@@ -51,6 +53,7 @@ def check_filter(index: Index, where: str) -> None:
     if not isinstance(where, str) or not where.strip():
         raise SpecError("where", where, LEGAL)
     words = list(_words(where))
+    _check_quotes(index, where, words)
     problem = _problem(index, f"({where})")
     if problem is None:
         return
@@ -108,6 +111,18 @@ def _words(where: str) -> Iterator[_Word]:
             raise _unparsed(where, word, ")")
         yield word
         depth += (word.text == "(") - (word.text == ")")
+
+
+def _check_quotes(index: Index, where: str, words: Sequence[_Word]) -> None:
+    """Raises `SpecError` if a column stands in double quotes, which Lance takes for a text.
+
+    In other SQL it is the column; here its name would be compared, and match nothing in silence.
+    """
+    names = set(filterable(index.schema))
+    for word, following in itertools.pairwise(words):
+        name = word.text[1:-1].lower()
+        if word.text[0] == '"' and name in names and _COMPARISON.fullmatch(following.text):
+            raise _unparsed(where, word, f"`{name}` for the column, '{name}' for a text")
 
 
 def _problem(index: Index, where: str) -> str | None:

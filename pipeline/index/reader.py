@@ -18,7 +18,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from pipeline.atomic import check_writable
-from pipeline.config import SpecError, absolute, digest
+from pipeline.config import SpecError, absolute, digest, within
 from pipeline.index.artefacts import ARTEFACTS, load_artefact
 from pipeline.index.columns import by_role, codec_fitted_for
 from pipeline.index.lease import Lease
@@ -75,7 +75,8 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
         SpecError: there is no index, or it is damaged (half deleted), or of a newer format.
     """
     _check_scheme(uri)
-    items = part(uri, ITEMS)
+    with within("index"):
+        items = part(uri, ITEMS)
     try:
         dataset = lance.dataset(items, version=version)
     except (ValueError, OSError, OverflowError) as error:

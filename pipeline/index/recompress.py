@@ -139,7 +139,10 @@ def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
     Raises:
         SpecError: `source` is no representation with all tokens.
     """
-    about = index.representation(source)
+    there = index.representations()
+    if source not in there:
+        raise SpecError("source", source, ", ".join(there) or "none yet", "is not in the index")
+    about = there[source]
     if about["compressor"]["name"] != "none":
         raise SpecError("source", source, "a representation by the compressor none", "lacks tokens")
     schema = index.dataset.schema

@@ -56,10 +56,12 @@ def cache_folder() -> Path:
     """Where packed files lie: `MAXRAY_CACHE`, else `maxray` in the user's folder for caches.
 
     Raises:
-        SpecError: for `cache`: it begins with the home of nobody.
+        SpecError: for `cache`: it is a URI, or begins with the home of nobody.
     """
     with within("cache"):
         if chosen := os.environ.get("MAXRAY_CACHE"):
+            if "://" in chosen:  # else a folder s3: would be made here
+                raise SpecError("", chosen, "a local folder (see MAXRAY_CACHE)", "is a URI")
             return Path(absolute(chosen))
         return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
 
@@ -255,7 +257,7 @@ def _there(
         try:
             if segment := _segment(column, key, fragment, when_damaged):
                 found[key] = segment
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, DamagedError) as error:
             log.warning("%s %s; it is made anew", column.path(key), error)

@@ -113,8 +113,11 @@ class Searcher:
         cache: bool = True,
         device: str = "cpu",
     ):
-        if device != "cpu" and not torch.cuda.is_available():
-            raise SpecError("device", device, "cpu", "is not there")
+        devices = ["cpu"]
+        if torch.cuda.is_available():
+            devices += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        if device not in devices:
+            raise SpecError("device", device, ", ".join(devices), "is not there")
         self.index, self._device = index, device
         self._fragments = index.fragments(shard)
         self._cache = cache
@@ -307,12 +310,7 @@ class Searcher:
         group_by: str | None,
         rows: np.ndarray | None,
     ) -> list[Ranking]:
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise SpecError("k", k, "an integer >= 1")
-        if group_by not in (None, "parent"):
-            raise SpecError("group_by", group_by, "parent, or nothing")
-        _check_score(score, about, queries)
-        check_weights(weights, score)
+        check_options(queries, about, k, score, weights, group_by)
         parents = self._parents if group_by else None
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
@@ -405,7 +403,7 @@ class Searcher:
         """The ascending positions of the items that a filter lets through; None for all."""
         if where is None:
             return None
-        if where in self._filtered:  # the version does not change
+        if isinstance(where, str) and where in self._filtered:  # the version does not change
             return self._filtered[where]
         with filtering(self.index, where):
             scanner = self.index.dataset.scanner(
@@ -594,6 +592,18 @@ def _columns(name: str, about: dict[str, Any], score: str) -> list[str]:
     """The columns of vectors that a score reads."""
     late, single = score in ("late", "hybrid"), score in ("single", "hybrid")
     return [name] * late + [about["pooled"]] * (single and about["pooled"] is not None)
+
+
+def check_options(
+    queries: Queries, about: dict[str, Any], k: int, score: str, weights: Weights, group_by: Any
+) -> None:
+    """Raises `SpecError` if a search of a representation cannot be done in this way."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise SpecError("k", k, "an integer >= 1")
+    if group_by not in (None, "parent"):
+        raise SpecError("group_by", group_by, "parent, or nothing")
+    _check_score(score, about, queries)
+    check_weights(weights, score)
 
 
 def _check_score(score: str, about: dict[str, Any], queries: Queries) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
 from pipeline.search.queries import Queries
-from pipeline.search.searcher import Ranking, Score, Searcher, Weights
+from pipeline.search.searcher import Ranking, Score, Searcher, Weights, check_options
 from pipeline.search.shards import merge_rankings
 
 
@@ -127,6 +127,8 @@ class ShardedSearcher(Searcher):
         group_by: str | None,
         rows: np.ndarray | None,
     ) -> list[Ranking]:
+        # Here and not by the actors alone: Ray prints errors of those that are not waited for.
+        check_options(queries, about, k, score, weights, group_by)
         shared = ray.put(queries)
         options = name, k, score, weights, group_by
         asked = [

@@ -36,6 +36,7 @@ def sentence(index: Index, where) -> str:
         "NOT modality = 'text' AND length(text) > 3",
         "`item_id` IN ('a', 'b)', '--', '?') OR text LIKE '%$;%'",
         'item_id = "a\'b"',
+        'modality = "text" AND item_id = "title"',
         "span.start::int >= -1 OR span.unit IS NULL",
         "cast(span.start AS int) BETWEEN 1 AND 2",
         "hpool_2 IS NOT NULL",
@@ -68,6 +69,8 @@ def test_filters_that_pass(index, where):
         ("item_id = $1", "near '$', character 11", "parameters"),
         ("item_id = :name", "near ':', character 11", "parameters"),
         ("item_id = N'x'", "near 'N', character 11", "prefixes of strings"),
+        ("true AND \"Item_id\" = 'a'", "near '\"Item_id\"', character 10", "`item_id` for the col"),
+        ('"title" IS NULL', "near '\"title\"', character 1", "`title` for the column, 'title' "),
     ],
 )
 def test_where_a_filter_does_not_parse(index, where, at, there):

@@ -141,7 +141,11 @@ def test_an_artefact_is_named_by_its_content(tmp_path):
     shutil.copy(Path(uri, "artefacts", f"{other}.npz"), file)
     with pytest.raises(ValueError, match="holds another artefact"):
         load_artefact(uri, name, about)
-    for damage in (lambda: file.write_bytes(file.read_bytes()[:100]), file.unlink):
-        damage()
+    whole = Path(uri, "artefacts", f"{other}.npz").read_bytes()
+    entry = whole.index(b"PK\1\2")  # of the archive's directory: flags and method lie behind it
+    encrypted, compressed = bytearray(whole), bytearray(whole)
+    encrypted[entry + 8], compressed[entry + 10] = 1, 99
+    for damaged in (encrypted, compressed, whole[:100], b"", None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"is damaged; legal: artefact {name} in it"):
             load_artefact(uri, name, about)

@@ -236,7 +236,7 @@ def test_what_is_refused(uri, monkeypatch):
     for source, representation, sentence in [
         ("full", other, r"representations.hpool_4.compressor: .* differs .*, or another `id`$"),
         ("hpool_4", SAMER, "source: 'hpool_4' lacks tokens; legal: a representation by the .*none"),
-        ("fully", SAMER, "representation: 'fully' is not in the index; legal: full, hpool_4$"),
+        ("fully", SAMER, "source: 'fully' is not in the index; legal: full, hpool_4$"),
     ]:
         with pytest.raises(SpecError, match=sentence):
             run(spec(uri, representation, source=source))

@@ -1,6 +1,7 @@
 """The search job: as a user runs it, and its options."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -92,6 +93,24 @@ def test_actors_find_what_one_process_finds(index_uri, query_file, tmp_path, clu
 def test_a_device_that_is_not_there(index_uri):
     with pytest.raises(SpecError, match=r"device: 'cuda' is not there; legal: cpu"):
         search.main([index_uri, "wing", "--device", "cuda"])
+
+
+def test_devices_are_named(index_uri, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("nonsense", "cuda:1", "meta"):
+        with pytest.raises(SpecError, match="is not there; legal: cpu, cuda, cuda:0$"):
+            open_index(index_uri, device=device)
+
+
+def test_actors_share_a_machine(cluster, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert search._shares(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
+    assert search._shares(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
+    with pytest.raises(SpecError, match="device: 'cuda' is not there; legal: cpu"):
+        search._shares(1, "cuda")
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    assert search._shares(12, "cuda") == {}
 
 
 def test_many_queries_without_a_run_are_printed(index_uri, query_file, capsys):
@@ -298,15 +317,20 @@ def test_query_vectors_that_cannot_be(index_uri, tmp_path, vectors, sentence, ca
         (["--ids", "none"], "ids: 'none' is empty; legal: a file with at least one id"),
         (["--run", "none/run.trec"], "run: 'none/run.trec' lies under the file none; legal: a path "
          "under folders"),
+        (["--run", "pipe"], "run: 'pipe' is a device or a pipe; legal: the path of a file"),
+        (["--run", "stream"], "run: 'stream' is a device or a pipe; legal: the path of a file"),
         (["--run", "x", "--json"], "--json is of printed hits, without --run; see --help"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(index_uri, tmp_path, options, sentence, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").write_text("\n")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "stream").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
     said = refused([index_uri, "wing", *options], capsys)
     assert said.replace(f"{tmp_path}/", "") == sentence
-    assert [path.name for path in tmp_path.iterdir()] == ["none"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["none", "pipe", "stream"]
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "stream").is_symlink()
 
 
 def test_a_failed_run_leaves_no_file(index_uri, tmp_path):
@@ -333,6 +357,21 @@ def test_one_way_to_ask(index_uri, asked, capsys):
     assert capsys.readouterr().err == (
         "error: one of QUERY, --queries and --query-vectors is needed, and only one; see --help\n"
     )
+
+
+def test_a_home_of_nobody(capsys):
+    sentence = (
+        "index: '~nobody-of-this-name/x' names no user's home; legal: a path, or ~/ and a path"
+    )
+    assert refused(["~nobody-of-this-name/x", "wing"], capsys) == sentence
+
+
+def test_maps_are_of_one_query(index_uri, tmp_path, capsys):
+    vectors = np.ones((2, 3, 384), np.float32).tolist()
+    file, maps = tmp_path / "queries.parquet", str(tmp_path / "maps")
+    pq.write_table(pa.table({"id": ["a", "b"], "vectors": vectors}), file)
+    said = refused([index_uri, "--query-vectors", str(file), "--save-maps", maps], capsys)
+    assert said == f"query-vectors: '{file}' holds 2 queries; legal: one with --save-maps"
 
 
 def test_versions_that_cannot_be_searched(index_uri, tmp_path):

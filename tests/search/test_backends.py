@@ -146,6 +146,22 @@ def test_many_documents_and_queries_in_many_tasks(backend, monkeypatch):
     torch.testing.assert_close(maxsim(asked, packed, backend=backend), oracle(asked, packed)[0])
 
 
+@pytest.mark.parametrize("backend", native.available())
+@pytest.mark.parametrize("task_pairs", [1, 1 << 18])
+def test_the_best_tokens_of_many_threads(backend, task_pairs, monkeypatch):
+    monkeypatch.setattr(native, "TASK_PAIRS", task_pairs)
+    lengths = LENGTHS * 10
+    packed = stored({"name": "int8"}, vectors(sum(lengths), 48), lengths)
+    query_MD = torch.cat(queries(48))
+    (alone,) = best_tokens(query_MD, packed, backend=backend)
+    torch.set_num_threads(3)
+    try:
+        (found,) = best_tokens(query_MD, packed, backend=backend)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_and_deleted_documents(backend):
     values = vectors(sum(LENGTHS), 64)

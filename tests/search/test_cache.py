@@ -398,6 +398,13 @@ def test_no_folder_at_all(uri, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MAXRAY_CACHE", str(tmp_path / "file"))
     assert found(open_index(uri)) == found(open_index(uri, cache=False))
     assert "cannot hold them (Not a directory)" in caplog.text
+    assert len(caplog.records) == 1  # and not one for each file that is not there
+    caplog.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAXRAY_CACHE", "s3://bucket/cache")
+    assert found(open_index(uri)) == found(open_index(uri, cache=False))
+    assert "cache: 's3://bucket/cache' is a URI; legal: a local folder" in caplog.text
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_where_files_lie(uri, tmp_path, monkeypatch, caplog):

@@ -117,7 +117,9 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
     ("options", "field"),
     [({"k": 0}, "k"), ({"where": "colour = 'red'"}, "where"), ({"score": "best"}, "score")],
 )
-def test_illegal_arguments_are_said_as_without_shards(sharded, options, field):
+def test_illegal_arguments_are_said_as_without_shards(sharded, options, field, monkeypatch):
+    """And before an actor is asked: Ray would print the errors of all of them but the first."""
+    monkeypatch.setattr(sharded, "_open_actors", lambda: pytest.fail("an actor was asked"))
     with pytest.raises(SpecError) as caught:
         sharded.search("lift", **options)
     assert caught.value.field == field

@@ -185,7 +185,7 @@ def best(
     best_BM = torch.empty(len(documents), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(_tasks(documents, packed, output, number))
+    _run(list(_tasks(documents, packed, output, number)))
     return best_BM, index_BM
 
 
@@ -310,7 +310,7 @@ def _tasks(
 ) -> Iterator[Callable[[], None]]:
     """Calls of the library that score all the documents, a run each."""
     num_threads = torch.get_num_threads()
-    least = TASK_PAIRS // max(queries.num_tokens, 32)
+    least = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
         def task(begin: int = begin, end: int = end) -> None:

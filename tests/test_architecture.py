@@ -25,6 +25,7 @@ ORDER = [
     ("index",),
     ("search",),
     ("eval",),
+    ("serve",),
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

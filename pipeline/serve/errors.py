@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from pipeline.config import SpecError
-from pipeline.serve.wire import Code, ErrorAnswer, Problem
+from pipeline.serve.wire import QUERY_FORMS, Code, ErrorAnswer, Problem
 
 STATUS: dict[Code, int] = {
     "invalid_argument": 422,
@@ -111,7 +111,10 @@ def of_validation(errors: list[dict[str, Any]]) -> ApiError:
     'k'
     """
     first = errors[0]
-    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    place = [str(part) for part in first.get("loc", ())[1:]]  # behind body, query or path
+    form = {"query": 1, "queries": 2}.get(place[0], 0) if place else 0
+    if form and place[form : form + 1] and place[form] in QUERY_FORMS:
+        del place[form]  # which is no field of the request
     if first.get("type") == "json_invalid":
         return ApiError("bad_request", f"the body is no JSON: {first['ctx']['error']}")
     field = ".".join(place)

@@ -35,6 +35,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import SpecError, absolute, dump, parse
+from pipeline.eval.results import read_results
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
 from pipeline.serve.settings import Evaluations, ServeSpec
@@ -370,21 +371,15 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
 
 def _results(out: Path) -> list[wire.Measured]:
     """The rows of an evaluation's table."""
-    found = json.loads((out / "results.json").read_text("utf-8"))
-    return [_measured(row) for row in found["results"]]
-
-
-def _measured(row: dict[str, Any]) -> wire.Measured:
-    means = {
-        measure: sum(by_query.values()) / max(len(by_query), 1)
-        for measure, by_query in row["values"].items()
-    }
-    return wire.Measured(
-        representation=row["representation"],
-        score=row["score"],
-        measures=means,
-        bytes_per_item=row["all_bytes"],
-    )
+    return [
+        wire.Measured(
+            representation=row.representation,
+            score=row.score,
+            measures=row.means,
+            bytes_per_item=row.all_bytes,
+        )
+        for row in read_results(str(out), "evaluation").results
+    ]
 
 
 def _files(out: Path) -> set[str]:

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
@@ -37,8 +37,6 @@ log = logging.getLogger("ray.serve")
 
 #: What a caller's own request id may look like; another one is made in its place.
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-#: Item columns that filters cannot use.
-NOT_FILTERED = {"list", "fixed_size_list"}
 
 
 class Gateway:
@@ -192,8 +190,9 @@ class Guard:
             return
         gateway: Gateway = scope["app"].state.gateway
         headers = {name: value for name, value in scope["headers"]}
+        # Ray's proxy gives each request an id, keeps a client's own, and sends it back.
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not REQUEST_ID.fullmatch(request_id):
+        if not (is_known := REQUEST_ID.fullmatch(request_id)):
             request_id = str(uuid.uuid4())
         scope["maxray_request_id"] = request_id
         start, status = time.perf_counter(), 0
@@ -202,9 +201,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = (b"x-request-id", request_id.encode())
-                others = [h for h in message["headers"] if h[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*others, own]}
+                if not is_known:
+                    own = (b"x-request-id", request_id.encode())
+                    message = {**message, "headers": [*message["headers"], own]}
             await send(message)
 
         counted = not scope["path"].endswith(("/healthz", "/readyz", "/metrics"))
@@ -465,31 +464,35 @@ async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
 
 def _index_info(served: Served) -> wire.IndexInfo:
     index = served.searcher.index
-    by_role = {role: index.by_role(role) for role in ("search", "rerank")}
-    there = by_role["search"]
-    default = served.representation(None)[0] if there else None
+    representations = [
+        _representation(name, role, about)
+        for role in ("search", "rerank")
+        for name, about in index.by_role(role).items()
+    ]
     return wire.IndexInfo(
         name=served.name,
         version=served.version,
         num_items=len(index),
-        default_representation=default,
-        representations=[
-            wire.Representation(
-                name=name,
-                role=role,
-                encoder=about["encoder"]["name"],
-                compressor=about["compressor"]["name"],
-                codec=about["codec"]["name"],
-                dim=about["dim"],
-                scores=["late", "single", "hybrid"] if about.get("pooled") else ["late"],
-                queries=["vectors"]
-                if about["encoder"]["name"] == "precomputed"
-                else ["text", "vectors"],
-            )
-            for role, columns in by_role.items()
-            for name, about in columns.items()
-        ],
-        columns={field.name: str(field.type) for field in index.schema if field.name in ITEM.names},
+        default_representation=(
+            served.representation(None)[0] if index.representations() else None
+        ),
+        representations=representations,
+        columns={f.name: str(f.type) for f in index.schema if f.name in ITEM.names},
+    )
+
+
+def _representation(name: str, role: str, about: Mapping[str, Any]) -> wire.Representation:
+    """A representation; of one for reranking alone less is known."""
+    made = {part: about.get(part, {}).get("name") for part in ("encoder", "compressor", "codec")}
+    scores = ["late", "single", "hybrid"] if about.get("pooled") else ["late"]
+    queries = ["vectors"] if made["encoder"] == "precomputed" else ["text", "vectors"]
+    return wire.Representation(
+        name=name,
+        role=role,
+        dim=about.get("dim"),
+        scores=scores if role == "search" else [],
+        queries=queries if role == "search" else [],
+        **made,
     )
 
 

@@ -6,9 +6,18 @@ of k, queries and bytes beyond them stands in its settings (`pipeline.serve.sett
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 #: An id of an index, an item, an evaluation: never empty, never of unbounded length.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
@@ -80,7 +89,21 @@ class Image(Request):
     )
 
 
-Query = Text | Vectors | Image
+def _kind_of(query: Any) -> str:
+    """By which of its forms a query is read, so that what is wrong is said of that form."""
+    if isinstance(query, Mapping):
+        return "image" if "image" in query else "vectors"
+    return {Vectors: "vectors", Image: "image"}.get(type(query), "text")
+
+
+Query = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Vectors, Tag("vectors")]
+    | Annotated[Image, Tag("image")],
+    Discriminator(_kind_of),
+]
+#: What stands in the places of errors for the form of a query.
+QUERY_FORMS = ("text", "vectors", "image")
 
 
 class Rerank(Request):
@@ -244,7 +267,7 @@ class EncodeRequest(Request):
 
     index: Name | None = None
     representation: Name | None = None
-    queries: Annotated[list[Text | Image], Field(min_length=1, max_length=256)]
+    queries: Annotated[list[Query], Field(min_length=1, max_length=256)]
 
 
 class EncodedQuery(Answer):
@@ -313,10 +336,10 @@ class Representation(Answer):
 
     name: str
     role: Literal["search", "rerank"]
-    encoder: str
-    compressor: str
-    codec: str
-    dim: int
+    encoder: str | None
+    compressor: str | None
+    codec: str | None
+    dim: int | None
     scores: list[str]
     queries: list[Literal["text", "image", "vectors"]]
 

@@ -170,11 +170,13 @@ def test_one_that_fails_says_why(settings, index_uri):
     store = Store(settings)
     name = store.create(REQUEST, "i", "ann", None)
     spec = store._folder / name / "spec.yaml"
-    spec.write_text(spec.read_text().replace("representations:\n- full", "representations:\n- no"))
+    spec.write_text(
+        spec.read_text().replace("representations:\n- full", "representations:\n- nope")
+    )
     evaluator = Evaluator(settings)
     found = wait_for(store, name, "failed", "done")
     stop(evaluator)
-    assert found.state == "failed" and "'no'" in found.error and index_uri not in found.error
+    assert found.state == "failed" and "'nope'" in found.error and index_uri not in found.error
 
 
 def test_old_ones_are_removed_and_too_many_refused(settings):
@@ -182,7 +184,7 @@ def test_old_ones_are_removed_and_too_many_refused(settings):
     made = []
     for _ in range(5):
         made.append(store.create(REQUEST, "i", "ann", None))
-        end(store._folder / made[-1], "done")
+        end(store._folder / made[-1], "failed")
         time.sleep(0.005)  # the next one is newer
     store.create(REQUEST, "i", "ann", None)
     assert set(made[-2:]) <= set(store.names()) and len(store.names()) == 3

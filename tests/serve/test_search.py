@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from pipeline.search.maps import similarity_map
 from pipeline.search.searcher import open_index
 from pipeline.serve import wire
 from pipeline.serve.client import AsyncClient, ServerError
@@ -97,9 +98,13 @@ def test_explanations(client, searcher, index):
             assert match.spans == list(other.spans)
             assert match.similarity == pytest.approx(other.similarity, abs=1e-5)
     hit = client.search(query, index=index, explain="map", **how).hits[0]
-    assert hit.map.query_tokens == [match.query_token for match in hit.matches]
-    lift = next(word for word in hit.map.words if word.text == "lift")
-    assert max(lift.similarities) == lift.similarities[hit.map.query_tokens.index("lift")]
+    drawn = wire.Map.model_validate_json(
+        similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()
+    )
+    assert hit.map.query_tokens == drawn.query_tokens
+    for word, expected in zip(hit.map.words, drawn.words, strict=True):
+        assert (word.text, word.box, word.times) == (expected.text, None, None)
+        assert word.similarities == pytest.approx(expected.similarities, abs=2e-4)
     assert client.search(query, index=index).hits[0].matches is None
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.index.reader import ITEMS
 from pipeline.serve import wire
-from pipeline.serve.client import AsyncClient, Client
+from pipeline.serve.client import AsyncClient, Client, ServerError
 
 pytestmark = pytest.mark.heavy
 
@@ -134,15 +134,18 @@ def test_a_new_version_is_served_and_no_request_fails(url, uri):
         assert client.indexes()[0].num_items == 6
 
 
-def test_an_index_that_cannot_be_read_is_served_as_it_was(url, uri):
+def test_an_index_that_cannot_be_read_for_a_while(url, uri):
     with Client(url, tries=1) as client:
         before = client.search(**SEARCH)
         shutil.move(f"{uri}/{ITEMS}", f"{uri}/gone")
         try:
             time.sleep(2)
-            assert client.search("flow", k=1).version == before.version
+            with pytest.raises(ServerError, match="cannot read the index") as caught:
+                client.search("flow", k=1)
+            assert caught.value.status == 503 and uri not in str(caught.value)
         finally:
             shutil.move(f"{uri}/gone", f"{uri}/{ITEMS}")
+        assert client.search(**SEARCH).hits == before.hits
 
 
 def test_a_stage_that_takes_too_long(serving, uri):

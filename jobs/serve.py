@@ -16,6 +16,8 @@ when the requests under way are answered. The API is described at /docs and /ope
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import re
 import signal
 import socket
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_address(args.host, args.port, settings)
     _check_indexes(settings)
     signal.signal(signal.SIGTERM, _stop)
+    be_lean()
     with jobs.cluster():
         serve(settings, args.host, args.port)
 
@@ -135,6 +138,14 @@ def _check_indexes(settings: ServeSpec) -> None:
         Keys(settings.keys)
 
 
+def be_lean() -> None:
+    """Sets what Ray Serve reads when a cluster is started here, unless it is set already."""
+    from pipeline.serve.settings import LEAN
+
+    for name, value in LEAN.items():
+        os.environ.setdefault(name, value)
+
+
 def serve(settings: ServeSpec, host: str, port: int) -> None:
     """Starts the application on the Ray cluster of this process, until it is asked to stop."""
     from ray import serve as ray_serve
@@ -142,6 +153,7 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
     from pipeline.serve.app import build
 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # here; replicas have their own
     ray_serve.start(http_options={"host": host, "port": port})
     try:
         ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")

@@ -21,6 +21,7 @@ BENCHES = {
     "media": "the sources of video and sound against bare loops; memory; recognition",
     "pages": "the source of PDF pages against a bare loop; the memory of a long document",
     "pipeline": "the index job against a bare loop; resuming; the driver's memory",
+    "serve": "searches over HTTP beside searches in process; load, crashes, new versions",
 }
 
 

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, table
-from jobs.serve import APPLICATION
+from jobs.serve import APPLICATION, be_lean
 from pipeline.config import parse
 from pipeline.index.columns import (
     EncoderFacts,
@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         write_index(f"{folder}/index", args.items)
+        be_lean()
         with jobs.cluster():
             server = Server(f"{folder}/index", args.port)
             try:

@@ -232,6 +232,12 @@ class Engine:
         second = self._second(served, asked.rerank) if asked.rerank else None
         with timer.stage("encode"):
             encoded = await self.encode_all(queries, name, about)
+        if second is None and len(self._stages.searchers[served.name]) == 1:
+            with timer.stage("search"):
+                hits = await _all(
+                    self._search(served, each, options, asked.explain) for each in encoded
+                )
+            return name, False, hits, []
         with timer.stage("search"):
             first_options = replace(options, k=depth)
             rankings = await _all(self._rank(served, e, first_options) for e in encoded)
@@ -331,6 +337,18 @@ class Engine:
             for stage, several in handles.items()
             for handle in several
         )
+
+    async def _search(
+        self, served: Served, encoded: Encoded, options: Options, explain: str | None
+    ) -> list[wire.Hit]:
+        """The hits of the only shard, ranked and described in one call."""
+        seconds = self.settings.seconds.search + self.settings.seconds.describe
+        (shard,) = self._stages.searchers[served.name]
+        _, found, maps = await self.ask(
+            "search", lambda: shard.search.remote(encoded, options, explain), seconds
+        )
+        described = enumerate(zip(found, maps, strict=True), start=1)
+        return [_hit(hit, rank, None, drawn, explain) for rank, (hit, drawn) in described]
 
     async def _rank(self, served: Served, encoded: Encoded, options: Options) -> Ranking:
         """The best items of all shards."""
@@ -441,11 +459,16 @@ class Engine:
             ApiError: it has none, or its file is not there any more.
         """
         where = served.name, served.version, item_id, what, seconds
-        return await self.ask(
-            "preview",
-            lambda: self._stages.library.preview.remote(*where),
-            self.settings.seconds.preview,
-        )
+        try:
+            return await self.ask(
+                "preview",
+                lambda: self._stages.library.preview.remote(*where),
+                self.settings.seconds.preview,
+            )
+        except ApiError as error:
+            if error.field == "item_id":  # there is no such item, or it has none
+                raise ApiError("not_found", error.message, error.field) from None
+            raise
 
     async def ask(self, stage: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
         """What a stage answers; it is asked once more if its replica died.

@@ -310,6 +310,16 @@ class Ranker:
                 answers[place] = outcome
         return answers
 
+    async def search(
+        self, encoded: Encoded, options: Options, explain: str | None
+    ) -> tuple[Ranking, list[Hit], list[SimilarityMap | None]]:
+        """`rank` and `describe` in one call, for an index of one shard."""
+        about = {"representation": options.representation, "version": options.version}
+        with logged("search", **about):
+            ranking = answer(await self._rank((encoded, options)))
+            described = self._describe, encoded, options, ranking, explain
+            return ranking, *(await asyncio.to_thread(*described))
+
     async def describe(
         self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
     ) -> tuple[list[Hit], list[SimilarityMap | None]]:

@@ -100,6 +100,7 @@ class Served:
 
     @property
     def version(self) -> int:
+        """The Lance version."""
         return self.searcher.index.version
 
     def representation(self, name: str | None) -> tuple[str, dict[str, Any]]:
@@ -196,19 +197,8 @@ class Engine:
         if now is not None:
             log.info("index %s: version %d is served now", name, served.version)
 
-    def served(self, name: str | None) -> Served:
-        """The index of that name; without one, the only one there is.
-
-        Raises:
-            ApiError: no such index, or several to choose from.
-        """
-        if name is None:
-            if len(self._served) != 1:
-                legal = ", ".join(sorted(self._served))
-                raise ApiError("invalid_argument", f"index: is missing; legal: {legal}", "index")
-            return next(iter(self._served.values()))
-        if name not in self._served:
-            raise ApiError("not_found", f"index: {name!r} is not served here", "index")
+    def served(self, name: str) -> Served:
+        """The index of that name, in the version that is served now."""
         return self._served[name]
 
     @property

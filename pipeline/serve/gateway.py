@@ -84,13 +84,19 @@ class Gateway:
 
     def served(self, key: Key, name: str | None) -> Served:
         """An index that the key may see."""
-        if name is None and key.indexes is not None:
-            seen = [n for n in self.engine.names if key.may_see(n)]
-            name = seen[0] if len(seen) == 1 else None
-        served = self.engine.served(name)
-        if not key.may_see(served.name):  # said as of one that is not there
-            raise ApiError("not_found", f"index: {served.name!r} is not served here", "index")
-        return served
+        seen = self.seen(key)
+        if name is None and len(seen) == 1:
+            return self.engine.served(seen[0])
+        if name is None:
+            legal = ", ".join(seen) or "none for this key"
+            raise ApiError("invalid_argument", f"index: is missing; legal: {legal}", "index")
+        if name not in seen:  # one that the key may not see is said not to be there
+            raise ApiError("not_found", f"index: {name!r} is not served here", "index")
+        return self.engine.served(name)
+
+    def seen(self, key: Key) -> list[str]:
+        """The names of the indexes that a key may see."""
+        return [name for name in self.engine.names if key.may_see(name)]
 
     def evaluations(self, key: Key) -> Store:
         """The evaluations.
@@ -458,8 +464,8 @@ IndexName = Annotated[str | None, Query(description="default: the only one", max
 
 @_api.get("/indexes", tags=["indexes"], summary="What is served")
 async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
-    seen = [name for name in gateway.engine.names if key.may_see(name)]
-    return wire.IndexList(indexes=[_index_info(gateway.engine.served(name)) for name in seen])
+    served = [gateway.engine.served(name) for name in gateway.seen(key)]
+    return wire.IndexList(indexes=[_index_info(each) for each in served])
 
 
 def _index_info(served: Served) -> wire.IndexInfo:

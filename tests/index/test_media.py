@@ -170,7 +170,7 @@ def test_a_video_comes_once_with_its_best_window(uri):
 
 def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
     searcher = open_index(str(uri))
-    previews = Previews(searcher.index)
+    previews = Previews(searcher.index, only_indexed=True)
     for query, item_id, size in [
         ("wildlife criterion", "talk.mp4#t=10,20", (1280, 720)),
         ("road closed", "sign.png", (800, 600)),

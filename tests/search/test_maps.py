@@ -119,6 +119,26 @@ def test_what_has_no_map(uri, tmp_path):
         Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
 
 
+def test_only_the_file_that_was_indexed_is_shown(uri, tmp_path):
+    """One that changed, or another one of its name, is none; a copy elsewhere is the same."""
+    searcher = open_index(uri)
+    whole = Path(uri).parent.joinpath("pages/a.pdf").read_bytes()
+    here = Previews(searcher.index, only_indexed=True)
+    moved = Previews(searcher.index, {"": str(tmp_path)}, only_indexed=True)
+    (tmp_path / "a.pdf").write_bytes(whole)
+    for previews in (here, moved):
+        assert previews.picture("a.pdf#page=1").startswith(b"\xff\xd8")
+    (tmp_path / "a.pdf").write_bytes(pdf(Page(PAGE), Page([(20, 50, "somebody else's bread")])))
+    with pytest.raises(SpecError, match="'a.pdf' has changed since") as caught:
+        moved.picture("a.pdf#page=1")
+    assert caught.value.field == "documents"
+    (tmp_path / "a.pdf").unlink()
+    with pytest.raises(SpecError, match="has no readable a.pdf"):
+        moved.picture("a.pdf#page=1")
+    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text"):
+        here.picture("letter.txt")
+
+
 def test_documents_that_were_moved(uri, tmp_path):
     searcher = open_index(uri)
     (tmp_path / "a.pdf").write_bytes(Path(uri).parent.joinpath("pages/a.pdf").read_bytes())

@@ -1,0 +1,70 @@
+"""The configurations for clusters are of the form that Ray, KubeRay and Grafana read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from pipeline.config import parse
+from pipeline.serve import app
+from pipeline.serve.settings import ServeSpec
+from tests.conftest import ROOT
+
+FILES = sorted((ROOT / "cluster/serve").glob("*.yaml"))
+DASHBOARD = json.loads((ROOT / "cluster/grafana/serving.json").read_text())
+
+
+def serve_config(path: Path) -> dict:
+    """What `serve deploy` reads; in KubeRay's file it is a text."""
+    data = yaml.safe_load(path.read_text())
+    return yaml.safe_load(data["spec"]["serveConfigV2"]) if "spec" in data else data
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_serve_deploy_reads(path):
+    (application,) = ServeDeploySchema.model_validate(serve_config(path)).applications
+    assert application.import_path == f"{app.__name__}:{app.build.__name__}"
+    settings = parse(ServeSpec, application.args)
+    assert settings.keys  # they are open to a network
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_deployments_of_a_configuration(path):
+    (application,) = serve_config(path)["applications"]
+    settings = parse(ServeSpec, application["args"])
+    built = app.build(settings)
+    assert built._bound_deployment.name == "Gateway"
+    for index in settings.indexes.values():
+        assert index.shards == (8 if path.stem == "sharded" else 1)
+
+
+def test_panels_of_the_dashboard():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not own & cells, panel["title"]
+        cells |= own
+        for target in panel.get("targets", []):
+            assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_metrics_of_the_dashboard():
+    """Those of ours are the ones that the gateway and the stages have."""
+    source = (ROOT / "pipeline/serve/metrics.py").read_text()
+    ours = set(re.findall(r'"(maxray_\w+)"', source))
+    expressions = [t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])]
+    used = set(re.findall(r"ray_(maxray_\w+)", " ".join(expressions)))
+    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} == ours

@@ -133,6 +133,7 @@ def stop(evaluator: Evaluator) -> None:
     evaluator._thread.join(60)
 
 
+@pytest.mark.heavy
 def test_what_waits_is_run_by_whoever_is_started_next(settings):
     store = Store(settings)
     first = store.create(REQUEST, "i", "ann", None)

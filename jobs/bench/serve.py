@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
     parser.add_argument("--items", type=jobs.positive, default=10_000, help="of the index")
-    parser.add_argument("--seconds", type=jobs.positive, default=60, help="of each load")
+    parser.add_argument(
+        "--seconds", type=jobs.positive, default=60, help="of each load; of closed loops a sixth"
+    )
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="of closed loops")
     parser.add_argument("--port", type=jobs.positive, default=8765)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")

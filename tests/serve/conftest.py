@@ -40,7 +40,7 @@ def write_keys(path: Path, keys: dict[str, dict[str, Any]]) -> None:
     path.write_text(yaml.safe_dump({"keys": entries}), encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
     """Starts an application with settings, under a route; gives its URL."""
     from ray import serve
@@ -59,14 +59,14 @@ def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
     serve.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def keys_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, KEYS)
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
     """The URL of a server of two indexes: `texts` in two shards, `whole` the same in one."""
     settings = {

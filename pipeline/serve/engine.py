@@ -13,7 +13,7 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +40,8 @@ T = TypeVar("T")
 ASK_AGAIN = 0.2
 #: Seconds in which a stage says that it is there.
 READY_SECONDS = 5.0
+#: Queries of a request that are reranked at once: each is a call, since each has its own items.
+RERANKED_AT_ONCE = 16
 #: Rows of shard i are counted from i times this on, where rankings of shards are merged.
 SHARD_ROWS = 1 << 40
 
@@ -221,16 +223,13 @@ class Engine:
         depth = max(asked.rerank.depth, asked.k) if asked.rerank else asked.k
         second = self._second(served, asked.rerank) if asked.rerank else None
         with timer.stage("encode"):
-            encoded = await self.encode_all(queries, name, about)
+            encoded = await self.encode(queries, name, about)
         if second is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
-                hits = await _all(
-                    self._search(served, each, options, asked.explain) for each in encoded
-                )
+                hits = await self._search(served, encoded, options, asked.explain)
             return name, False, hits, []
         with timer.stage("search"):
-            first_options = replace(options, k=depth)
-            rankings = await _all(self._rank(served, e, first_options) for e in encoded)
+            rankings = await self._rank(served, encoded, replace(options, k=depth))
         outcomes = [
             _Outcome(ranking, options, e) for ranking, e in zip(rankings, encoded, strict=True)
         ]
@@ -239,8 +238,11 @@ class Engine:
             try:
                 with timer.stage("rerank"):
                     outcomes = await _all(
-                        self._rerank(served, query, outcome, second, asked)
-                        for query, outcome in zip(queries, outcomes, strict=True)
+                        (
+                            self._rerank(served, query, outcome, second, asked)
+                            for query, outcome in zip(queries, outcomes, strict=True)
+                        ),
+                        at_once=RERANKED_AT_ONCE,
                     )
                 reranked = True
             except ApiError as error:
@@ -253,7 +255,7 @@ class Engine:
                     for o in outcomes
                 ]
         with timer.stage("describe"):
-            hits = await _all(self._describe(served, o, asked.explain) for o in outcomes)
+            hits = await self._describe(served, outcomes, asked.explain)
         return name, reranked, hits, warnings
 
     def _options(
@@ -280,37 +282,49 @@ class Engine:
         except ApiError as error:
             raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
 
-    async def encode(self, query: wire.Query, name: str, about: Mapping[str, Any]) -> Encoded:
-        """A query as vectors for a representation.
-
-        Raises:
-            ApiError: it is none, or the encoder does not take it.
-        """
-        try:
-            if isinstance(query, wire.Vectors):
-                return await asyncio.to_thread(Encoded.of_vectors, query.vectors)
-            if isinstance(query, wire.Image):
-                _check_image(query, self.settings.limits.image_pixels)
-                message = f"query: the encoder of {name} reads no images; legal: a text"
-                raise ApiError("invalid_argument", message, "query")
-            if len(query) > self.settings.limits.query_chars:
-                most = self.settings.limits.query_chars
-                message = f"query: {len(query):,} characters are too many; legal: {most:,} at most"
-                raise ApiError("invalid_argument", message, "query")
-            check_texts([query])
-        except SpecError as error:
-            raise of_spec_error(error) from None
-        needed = {key: about[key] for key in ("encoder", "fingerprint")}
-        seconds = self.settings.seconds.encode
-        return await self.ask(
-            "encode", lambda: self._stages.encoder.encode.remote(name, needed, query), seconds
-        )
-
-    async def encode_all(
+    async def encode(
         self, queries: Sequence[wire.Query], name: str, about: Mapping[str, Any]
     ) -> list[Encoded]:
-        """Several queries as vectors for a representation."""
-        return await _all(self.encode(query, name, about) for query in queries)
+        """Queries as vectors for a representation.
+
+        Raises:
+            ApiError: one is none, or the encoder does not take it.
+        """
+        try:
+            encoded = [await asyncio.to_thread(self._unless_text, q, name) for q in queries]
+        except SpecError as error:
+            raise of_spec_error(error) from None
+        texts = [query for query in queries if isinstance(query, str)]
+        if texts:
+            needed = {key: about[key] for key in ("encoder", "fingerprint")}
+            seconds = self.settings.seconds.encode
+            found = iter(
+                await self.ask(
+                    "encode",
+                    lambda: self._stages.encoder.encode.remote(name, needed, texts),
+                    seconds,
+                )
+            )
+            encoded = [next(found) if each is None else each for each in encoded]
+        return encoded
+
+    def _unless_text(self, query: wire.Query, name: str) -> Encoded | None:
+        """A query of vectors; None for a text, after a look at whether it is one to be encoded.
+
+        Raises:
+            SpecError: it is no query.
+        """
+        limits = self.settings.limits
+        if isinstance(query, wire.Vectors):
+            return Encoded.of_vectors(query.vectors)
+        if isinstance(query, wire.Image):
+            _check_image(query, limits.image_pixels)
+            raise SpecError("query", "an image", "a text", f"is not read by the encoder of {name}")
+        if len(query) > limits.query_chars:
+            legal = f"{limits.query_chars:,} at most"
+            raise SpecError("query", f"{len(query):,} characters", legal, "are too many")
+        check_texts([query])
+        return None
 
     async def check(self) -> None:
         """Asks every stage whether it is there.
@@ -329,32 +343,39 @@ class Engine:
         )
 
     async def _search(
-        self, served: Served, encoded: Encoded, options: Options, explain: str | None
-    ) -> list[wire.Hit]:
+        self, served: Served, encoded: Sequence[Encoded], options: Options, explain: str | None
+    ) -> list[list[wire.Hit]]:
         """The hits of the only shard, ranked and described in one call."""
         seconds = self.settings.seconds.search + self.settings.seconds.describe
         (shard,) = self._stages.searchers[served.name]
-        _, found, maps = await self.ask(
+        described = await self.ask(
             "search", lambda: shard.search.remote(encoded, options, explain), seconds
         )
-        described = enumerate(zip(found, maps, strict=True), start=1)
-        return [_hit(hit, rank, None, drawn, explain) for rank, (hit, drawn) in described]
-
-    async def _rank(self, served: Served, encoded: Encoded, options: Options) -> Ranking:
-        """The best items of all shards."""
-        seconds = self.settings.seconds.search
-        shards = self._stages.searchers[served.name]
-        rankings = await _all(
-            self.ask("search", lambda s=shard: s.rank.remote(encoded, options), seconds)
-            for shard in shards
-        )
-        if len(rankings) == 1:
-            return rankings[0]
-        counted = [
-            replace(ranking, rows=ranking.rows + i * SHARD_ROWS)
-            for i, ranking in enumerate(rankings)
+        return [
+            [
+                _hit(hit, rank, None, drawn, explain)
+                for rank, (hit, drawn) in enumerate(zip(own.hits, own.maps, strict=True), start=1)
+            ]
+            for own in described
         ]
-        return merge_rankings(counted, options.k, options.group_by)
+
+    async def _rank(
+        self, served: Served, encoded: Sequence[Encoded], options: Options
+    ) -> list[Ranking]:
+        """The best items of all shards for each query."""
+        seconds = self.settings.seconds.search
+        by_shard = await _all(
+            self.ask("search", lambda s=shard: s.rank.remote(encoded, options), seconds)
+            for shard in self._stages.searchers[served.name]
+        )
+        if len(by_shard) == 1:
+            return by_shard[0]
+        counted = [
+            [replace(ranking, rows=ranking.rows + i * SHARD_ROWS) for ranking in rankings]
+            for i, rankings in enumerate(by_shard)
+        ]
+        merged = zip(*counted, strict=True)
+        return [merge_rankings(each, options.k, options.group_by) for each in merged]
 
     async def _rerank(
         self,
@@ -398,39 +419,49 @@ class Engine:
         """
         name, about = second
         if encoded is None:
-            encoded = await self.encode(query, name, about)
+            (encoded,) = await self.encode([query], name, about)
         unique = tuple(dict.fromkeys(item_ids))
         options = Options(served.version, name, k=len(unique), ids=unique)
-        ranking = await self.ask(
+        (ranking,) = await self.ask(
             "rerank",
-            lambda: self._stages.rerankers[served.name].rank.remote(encoded, options),
+            lambda: self._stages.rerankers[served.name].rank.remote([encoded], options),
             self.settings.seconds.rerank,
         )
         return ranking.scores_by_item()
 
     async def _describe(
-        self, served: Served, outcome: _Outcome, explain: str | None
-    ) -> list[wire.Hit]:
-        ranking, shards = outcome.ranking, self._stages.searchers[served.name]
-        places: dict[int, list[int]] = {}
-        for i, row in enumerate(ranking.rows.tolist()):
-            places.setdefault(row // SHARD_ROWS, []).append(i)
-        seconds = self.settings.seconds.describe
+        self, served: Served, outcomes: Sequence[_Outcome], explain: str | None
+    ) -> list[list[wire.Hit]]:
+        """The hits of each query, each described by the shard it lies in."""
+        shards = self._stages.searchers[served.name]
+        encoded, options = [o.encoded for o in outcomes], outcomes[0].options
+        # Of each shard its places in the ranking of each query.
+        places = [
+            [np.flatnonzero(o.ranking.rows // SHARD_ROWS == i).tolist() for o in outcomes]
+            for i in range(len(shards))
+        ]
+        asked = [i for i, own in enumerate(places) if any(own)]
         parts = await _all(
             self.ask(
                 "describe",
-                lambda shard=shard, own=own: shards[shard].describe.remote(
-                    outcome.encoded, outcome.options, _of_shard(ranking, own), explain
+                lambda i=i: shards[i].describe.remote(
+                    encoded,
+                    options,
+                    [_of_shard(o.ranking, p) for o, p in zip(outcomes, places[i], strict=True)],
+                    explain,
                 ),
-                seconds,
+                self.settings.seconds.describe,
             )
-            for shard, own in places.items()
+            for i in asked
         )
-        hits: dict[int, wire.Hit] = {}
-        for own, (found, maps) in zip(places.values(), parts, strict=True):
-            for i, hit, drawn in zip(own, found, maps, strict=True):
-                hits[i] = _hit(hit, i + 1, outcome.first.get(hit.item_id), drawn, explain)
-        return [hits[i] for i in range(len(ranking.item_ids))]
+        hits: list[dict[int, wire.Hit]] = [{} for _ in outcomes]
+        for i, described in zip(asked, parts, strict=True):
+            for query, (own, places_of) in enumerate(zip(described, places[i], strict=True)):
+                first = outcomes[query].first
+                for place, hit, drawn in zip(places_of, own.hits, own.maps, strict=True):
+                    stood = first.get(hit.item_id)
+                    hits[query][place] = _hit(hit, place + 1, stood, drawn, explain)
+        return [[found[place] for place in sorted(found)] for found in hits]
 
     async def item(self, served: Served, item_id: str) -> dict[str, Any] | None:
         """What is stored of an item; None if it is not in the index."""
@@ -500,12 +531,18 @@ def _opened(spec: ServedIndex, now: Served | None) -> Searcher | None:
     return Searcher(index)
 
 
-async def _all(tasks: Any) -> list[Any]:
+async def _all(tasks: Iterable[Awaitable[T]], at_once: int = 1_000) -> list[T]:
     """What all give; where one fails the others are given up."""
     tasks = list(tasks)
     if len(tasks) == 1:
         return [await tasks[0]]
-    started = [asyncio.ensure_future(task) for task in tasks]
+    free = asyncio.Semaphore(at_once)
+
+    async def when_free(task: Awaitable[T]) -> T:
+        async with free:
+            return await task
+
+    started = [asyncio.ensure_future(when_free(task)) for task in tasks]
     try:
         return await asyncio.gather(*started)
     finally:

@@ -269,6 +269,7 @@ def _note(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
     """Counts and logs an answered request."""
     route = getattr(scope.get("route"), "path", "none")
     key = getattr(scope.get("state", {}).get("key"), "name", "")
+    status = status or 499  # nobody waited for the answer
     gateway.metrics.request(route, scope["method"], status, key, seconds)
     said = {
         "event": "request",
@@ -276,7 +277,7 @@ def _note(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
         "key": key,
         "method": scope["method"],
         "route": route,
-        "status": status or 499,  # 0: nobody waited for the answer
+        "status": status,
         "milliseconds": round(1e3 * seconds, 1),
         **scope.get("state", {}).get("about", {}),
     }
@@ -421,7 +422,7 @@ async def encode(
     request_id = _about(request, index=served.name, queries=len(asked.queries))
     _check_many(gateway, len(asked.queries))
     name, about = served.representation(asked.representation)
-    encoded = await gateway.engine.encode_all(asked.queries, name, about)
+    encoded = await gateway.engine.encode(asked.queries, name, about)
     return wire.EncodeAnswer(
         request_id=request_id,
         index=served.name,

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import soundfile
@@ -40,6 +41,7 @@ from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.settings import Scale, ServedIndex
 
 log = logging.getLogger("ray.serve")
+T = TypeVar("T")
 
 #: Versions of an index that a stage keeps open: the newest, and one whose requests are under way.
 OPEN_VERSIONS = 2
@@ -103,14 +105,12 @@ class Encoded:
         ready = Queries.of_vectors([array])
         return cls(ready.tokens[0].numpy(), None, ready.token_texts[0])
 
-    def queries(self) -> Queries:
-        """What a searcher takes, before the representation's own transformation."""
-        pooled = None if self.pooled_P is None else torch.from_numpy(self.pooled_P)[None]
-        return Queries([torch.from_numpy(self.tokens_MD)], pooled, [self.token_texts])
-
 
 def _joined(encoded: Sequence[Encoded]) -> Queries:
-    """Several queries; they have pooled vectors if all do."""
+    """What a searcher takes, before the representation's own transformation.
+
+    The queries have pooled vectors if all do.
+    """
     pooled = [each.pooled_P for each in encoded]
     return Queries(
         [torch.from_numpy(each.tokens_MD) for each in encoded],
@@ -134,8 +134,10 @@ class QueryEncoder:
         """Whether it answers."""
         return True
 
-    async def encode(self, name: str, about: Mapping[str, Any], text: str) -> Encoded:
-        """A query's vectors for a representation.
+    async def encode(
+        self, name: str, about: Mapping[str, Any], texts: Sequence[str]
+    ) -> list[Encoded]:
+        """Queries' vectors for a representation.
 
         Args:
             about: the encoder and the fingerprint of the representation.
@@ -143,28 +145,23 @@ class QueryEncoder:
         Raises:
             SpecError: the encoder is not the one that made the representation, or not here.
         """
-        with logged("encode"):
-            return answer(await self._encode((name, about, text)))
+        with logged("encode", queries=len(texts)):
+            return answer(await self._encode((name, about, texts)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _encode(self, asked: list[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
+    async def _encode(self, asked: list[tuple[str, Mapping[str, Any], Sequence[str]]]) -> list[Any]:
         self._sizes.observe(len(asked))
-        return await asyncio.to_thread(self._encode_all, asked)
+        about = [digest(about) for _, about, _ in asked]
+        return await asyncio.to_thread(together, asked, about, self._encode_all)
 
-    def _encode_all(self, asked: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
-        answers: list[Any] = [None] * len(asked)
-        for places in _alike(digest(about) for _, about, _ in asked):
-            name, about, _ = asked[places[0]]
-            try:
-                encoder = self._encoder(about)
-                check_fingerprint(encoder, name, about)
-                found = encoder.encode_queries([asked[i][2] for i in places])
-                outcomes: list[Any] = list(_each(found))
-            except Exception as error:
-                outcomes = [Failed(error)] * len(places)
-            for place, outcome in zip(places, outcomes, strict=True):
-                answers[place] = outcome
-        return answers
+    def _encode_all(
+        self, asked: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]
+    ) -> list[list[Encoded]]:
+        name, about, _ = asked[0]
+        encoder = self._encoder(about)
+        check_fingerprint(encoder, name, about)
+        texts = [text for _, _, texts in asked for text in texts]
+        return split(_each(encoder.encode_queries(texts)), [len(texts) for _, _, texts in asked])
 
     def _encoder(self, about: Mapping[str, Any]) -> Encoder:
         key = digest(about["encoder"])
@@ -186,12 +183,38 @@ def _each(encoded: EncodedQueries) -> list[Encoded]:
     ]
 
 
-def _alike(keys: Any) -> list[list[int]]:
-    """The places of equal keys."""
+def together(
+    asked: Sequence[T], keys: Sequence[Any], do: Callable[[Sequence[T]], Sequence[Any]]
+) -> list[Any]:
+    """Answers requests of equal keys together; if that fails each alone, so that one spoils none.
+
+    >>> together(["a", "b", "c"], [1, 2, 1], lambda some: [len(some)] * len(some))
+    [2, 1, 2]
+    """
     places: dict[Any, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
-    return list(places.values())
+    answers: list[Any] = [None] * len(asked)
+    for alike in places.values():
+        try:
+            outcomes = do([asked[i] for i in alike])
+        except Exception as error:
+            outcomes = [Failed(error)]
+            if len(alike) > 1:
+                outcomes = [together([asked[i]], [None], do)[0] for i in alike]
+        for place, outcome in zip(alike, outcomes, strict=True):
+            answers[place] = outcome
+    return answers
+
+
+def split(values: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Cuts a list into parts.
+
+    >>> split([1, 2, 3], [1, 0, 2])
+    [[1], [], [2, 3]]
+    """
+    rest = iter(values)
+    return [list(itertools.islice(rest, size)) for size in sizes]
 
 
 class Versions:
@@ -247,6 +270,14 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
 
+@dataclass(frozen=True)
+class Described:
+    """The hits of a query, and their maps where these are asked for."""
+
+    hits: list[Hit]
+    maps: list[SimilarityMap | None]
+
+
 class Ranker:
     """Ranks the items of an index, or of a shard of it, and says what it found.
 
@@ -279,8 +310,8 @@ class Ranker:
         for name in representations:
             searcher.load(name)
 
-    async def rank(self, encoded: Encoded, options: Options) -> Ranking:
-        """The best items of the shard for a query; `rows` are counted in the shard.
+    async def rank(self, encoded: Sequence[Encoded], options: Options) -> list[Ranking]:
+        """The best items of the shard for each query; `rows` are counted in the shard.
 
         Raises:
             SpecError: an option is not legal.
@@ -289,55 +320,60 @@ class Ranker:
             return answer(await self._rank((encoded, options)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _rank(self, asked: list[tuple[Encoded, Options]]) -> list[Any]:
+    async def _rank(self, asked: list[tuple[Sequence[Encoded], Options]]) -> list[Any]:
         self._sizes.observe(len(asked))
-        return await asyncio.to_thread(self._rank_all, asked)
+        keys = [
+            (options, any(each.pooled_P is None for each in encoded)) for encoded, options in asked
+        ]
+        return await asyncio.to_thread(together, asked, keys, self._rank_all)
 
-    def _rank_all(self, asked: Sequence[tuple[Encoded, Options]]) -> list[Any]:
-        answers: list[Any] = [None] * len(asked)
-        for places in _alike((options, encoded.pooled_P is None) for encoded, options in asked):
-            options = asked[places[0]][1]
-            try:
-                searcher = self._versions.of(options.version)
-                queries = _joined([asked[i][0] for i in places])
-                ready = searcher.transformed(queries, options.representation)
-                outcomes: list[Any] = searcher.rank(ready, **options.arguments())
-            except Exception as error:
-                outcomes = [Failed(error)] * len(places)
-                if len(places) > 1:  # which of them it was, each is told alone
-                    outcomes = [self._rank_all([asked[i]])[0] for i in places]
-            for place, outcome in zip(places, outcomes, strict=True):
-                answers[place] = outcome
-        return answers
+    def _rank_all(self, asked: Sequence[tuple[Sequence[Encoded], Options]]) -> list[list[Ranking]]:
+        options = asked[0][1]
+        searcher = self._versions.of(options.version)
+        queries = _joined([each for encoded, _ in asked for each in encoded])
+        ready = searcher.transformed(queries, options.representation)
+        rankings = searcher.rank(ready, **options.arguments())
+        return split(rankings, [len(encoded) for encoded, _ in asked])
 
     async def search(
-        self, encoded: Encoded, options: Options, explain: str | None
-    ) -> tuple[Ranking, list[Hit], list[SimilarityMap | None]]:
+        self, encoded: Sequence[Encoded], options: Options, explain: str | None
+    ) -> list[Described]:
         """`rank` and `describe` in one call, for an index of one shard."""
         about = {"representation": options.representation, "version": options.version}
-        with logged("search", **about):
-            ranking = answer(await self._rank((encoded, options)))
-            described = self._describe, encoded, options, ranking, explain
-            return ranking, *(await asyncio.to_thread(*described))
+        with logged("search", queries=len(encoded), **about):
+            rankings = answer(await self._rank((encoded, options)))
+            return await asyncio.to_thread(self._describe, encoded, options, rankings, explain)
 
     async def describe(
-        self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
-    ) -> tuple[list[Hit], list[SimilarityMap | None]]:
-        """What is stored about ranked items of this shard, and how they match the query."""
-        with logged("describe", items=len(ranking.item_ids)):
-            return await asyncio.to_thread(self._describe, encoded, options, ranking, explain)
+        self,
+        encoded: Sequence[Encoded],
+        options: Options,
+        rankings: Sequence[Ranking],
+        explain: str | None,
+    ) -> list[Described]:
+        """What is stored about ranked items of this shard, and how they match their query."""
+        with logged("describe", queries=len(encoded)):
+            return await asyncio.to_thread(self._describe, encoded, options, rankings, explain)
 
     def _describe(
-        self, encoded: Encoded, options: Options, ranking: Ranking, explain: str | None
-    ) -> tuple[list[Hit], list[SimilarityMap | None]]:
+        self,
+        encoded: Sequence[Encoded],
+        options: Options,
+        rankings: Sequence[Ranking],
+        explain: str | None,
+    ) -> list[Described]:
         searcher = self._versions.of(options.version)
         name = options.representation
-        queries = searcher.transformed(encoded.queries(), name)
-        (hits,) = searcher.hits([ranking], queries, name, explain=explain is not None)
-        maps: list[SimilarityMap | None] = [None] * len(hits)
-        if explain == "map":
-            maps = [_map(searcher, queries, hit.item_id, name) for hit in hits]
-        return hits, maps
+        queries = searcher.transformed(_joined(encoded), name)
+        hits = searcher.hits(rankings, queries, name, explain=explain is not None)
+        if explain != "map":
+            return [Described(own, [None] * len(own)) for own in hits]
+        described = []
+        for each, own in zip(encoded, hits, strict=True):
+            query = searcher.transformed(_joined([each]), name)
+            maps = [_map(searcher, query, hit.item_id, name) for hit in own]
+            described.append(Described(own, maps))
+        return described
 
 
 def _map(

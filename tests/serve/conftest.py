@@ -75,7 +75,7 @@ def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
             "whole": {"uri": index_uri, "load": ["hpool_2"]},
         },
         "keys": str(keys_file),
-        "limits": {"k": 100, "batch": 8, "body_bytes": 100_000, "burst": 5},
+        "limits": {"k": 100, "batch": 150, "body_bytes": 100_000, "burst": 5},
         "evaluations": {"folder": str(tmp_path_factory.mktemp("evaluations"))},
     }
     return serving(settings, "both")

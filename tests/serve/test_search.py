@@ -78,6 +78,18 @@ def test_many_queries_at_once(client, searcher, index):
         assert_same(hits, searcher.search(query, k=3))
 
 
+@pytest.mark.parametrize("rerank", [None, wire.Rerank(depth=4)])
+def test_as_many_queries_as_a_server_allows(client, searcher, rerank):
+    """They are more than a stage takes calls at once."""
+    queries = QUERIES * 50
+    vectors = np.ones((1, 384), np.float32)
+    found = client.search_batch([*queries[1:], vectors], index="texts", k=2, rerank=rerank)
+    expected = {query: searcher.search(query, k=2) for query in QUERIES}
+    for hits, query in zip(found.results[:-1], queries[1:], strict=True):
+        assert_same(hits, expected[query])
+    assert_same(found.results[-1], searcher.search(vectors, k=2))
+
+
 def test_vectors_for_a_query(client, searcher):
     vectors = np.random.default_rng(0).normal(size=(3, 384)).astype(np.float32)
     assert_same(client.search(vectors, index="texts").hits, searcher.search(vectors))

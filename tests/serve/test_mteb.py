@@ -1,0 +1,77 @@
+"""A task of mteb against the server gives what the measures give of a search in process."""
+
+from __future__ import annotations
+
+import pytest
+
+mteb = pytest.importorskip("mteb", reason="needs the extra mteb")
+
+from datasets import Dataset  # noqa: E402
+from mteb.abstasks.retrieval import AbsTaskRetrieval  # noqa: E402
+from mteb.abstasks.task_metadata import TaskMetadata  # noqa: E402
+
+from pipeline.search.searcher import open_index  # noqa: E402
+from pipeline.serve.mteb import Endpoint  # noqa: E402
+
+QUERIES = {"q1": "the lift of a wing", "q2": "heat", "q3": "bread with a crust"}
+QRELS = {"q1": {"wing/1": 1}, "q2": {"heat/1": 1, "heat/2": 1}, "q3": {"bread/1": 1}}
+
+
+class Task(AbsTaskRetrieval):
+    """The eight texts of the tests."""
+
+    metadata = TaskMetadata(
+        name="MaxrayTexts",
+        description="eight texts",
+        dataset={"path": "local/texts", "revision": "1"},
+        type="Retrieval",
+        category="t2t",
+        eval_langs=["eng-Latn"],
+        main_score="ndcg_at_10",
+    )
+    texts: dict[str, str]
+
+    def load_data(self, *arguments, **options) -> None:
+        documents = [{"id": i, "title": "", "text": text} for i, text in self.texts.items()]
+        split = {
+            "corpus": Dataset.from_list(documents),
+            "queries": Dataset.from_list([{"id": i, "text": t} for i, t in QUERIES.items()]),
+            "relevant_docs": QRELS,
+            "top_ranked": None,
+        }
+        self.dataset["default"]["test"] = split
+        self.data_loaded = True
+
+
+def test_a_task(client, index_uri, texts):
+    task = Task()
+    task.texts = texts
+    model = Endpoint(client, index="texts", representation="hpool_4")
+    result = mteb.evaluate(model, task, cache=None)
+    score = result.task_results[0].get_score()
+    searcher = open_index(index_uri)
+    ranked = {i: searcher.rank([text], "hpool_4", k=8)[0].item_ids for i, text in QUERIES.items()}
+
+    def ndcg(query_id: str) -> float:
+        from math import log2
+
+        gains = [QRELS[query_id].get(i, 0) / log2(n + 2) for n, i in enumerate(ranked[query_id])]
+        best = sum(1 / log2(n + 2) for n in range(len(QRELS[query_id])))
+        return sum(gains) / best
+
+    assert score == pytest.approx(sum(map(ndcg, QUERIES)) / len(QUERIES), abs=1e-4)
+
+
+def test_an_index_without_the_corpus(client):
+    with pytest.raises(ValueError, match="lacks 'nobody'"):
+        Endpoint(client, index="texts").index([{"id": "nobody", "text": "x"}])
+    Endpoint(client, index="texts", judged="parent").index([{"id": "wing", "text": "x"}])
+    with pytest.raises(ValueError, match="lacks 'nobody'"):
+        Endpoint(client, index="texts", judged="parent").index([{"id": "nobody", "text": "x"}])
+
+
+def test_documents_to_rank(client):
+    model = Endpoint(client, index="texts")
+    given = {"q1": ["flow", "wing/2"]}
+    found = model.search([{"id": "q1", "text": QUERIES["q1"]}], top_k=5, top_ranked=given)
+    assert set(found["q1"]) == {"flow", "wing/2"}

@@ -14,7 +14,6 @@ finds everything in the folder.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -267,9 +266,9 @@ class Evaluator:
         if not self._thread.is_alive():
             raise RuntimeError("evaluations are no longer run")
 
-    async def __del__(self) -> None:  # Ray's name for the end of a replica
+    def __del__(self) -> None:  # Ray's name for the end of a replica
         self._ends.set()
-        await asyncio.to_thread(self._thread.join, END_SECONDS)
+        self._thread.join(END_SECONDS)
 
     def _run(self) -> None:
         for folder, state in self._waiting():

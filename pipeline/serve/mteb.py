@@ -21,8 +21,8 @@ from pipeline.serve.client import Client, ServerError
 
 #: Documents of a corpus that are looked for in the index before a task is run.
 LOOKED_FOR = 8
-#: Queries of a request.
-BATCH = 32
+#: Hits, and queries, of a request at most.
+BATCH_HITS, BATCH = 10_000, 32
 
 
 class Endpoint:
@@ -32,6 +32,7 @@ class Endpoint:
         client: of the server.
         index, representation: what is searched; default: as the server chooses.
         judged: whether the task's documents are items, or parents of items.
+        max_k: hits of a query that the server gives at most; mteb asks for 1,000.
         options: of each search, such as score or rerank.
     """
 
@@ -42,9 +43,10 @@ class Endpoint:
         index: str | None = None,
         representation: str | None = None,
         judged: Literal["item", "parent"] = "item",
+        max_k: int = 1_000,
         **options: Any,
     ):
-        self._client, self._judged = client, judged
+        self._client, self._judged, self._max_k = client, judged, max_k
         self._index = index
         named = {"index": index, "representation": representation}
         self._options = {name: value for name, value in named.items() if value} | options
@@ -94,6 +96,7 @@ class Endpoint:
         Args:
             top_ranked: by query the documents that are to be ranked; default: all of the index.
         """
+        top_k = min(top_k, self._max_k)
         texts = {query["id"]: query["text"] for query in queries}
         if top_ranked is not None:
             only = "parents" if self._judged == "parent" else "ids"
@@ -106,9 +109,9 @@ class Endpoint:
                 for query_id, text in texts.items()
             }
         found: dict[str, dict[str, float]] = {}
-        ids = list(texts)
-        for first in range(0, len(ids), BATCH):
-            some = ids[first : first + BATCH]
+        ids, size = list(texts), max(min(BATCH_HITS // top_k, BATCH), 1)
+        for first in range(0, len(ids), size):
+            some = ids[first : first + size]
             asked = [texts[query_id] for query_id in some]
             results = self._client.search_batch(asked, k=top_k, **self._options).results
             found |= {i: self._scores(hits) for i, hits in zip(some, results, strict=True)}

@@ -39,14 +39,14 @@ class Task(AbsTaskRetrieval):
             "relevant_docs": QRELS,
             "top_ranked": None,
         }
-        self.dataset["default"]["test"] = split
+        self.dataset = {"default": {"test": split}}
         self.data_loaded = True
 
 
 def test_a_task(client, index_uri, texts):
     task = Task()
     task.texts = texts
-    model = Endpoint(client, index="texts", representation="hpool_4")
+    model = Endpoint(client, index="texts", representation="hpool_4", max_k=100)
     result = mteb.evaluate(model, task, cache=None)
     score = result.task_results[0].get_score()
     searcher = open_index(index_uri)

@@ -13,11 +13,12 @@ The index must hold the task's corpus, with its ids; it is not made here. Needs 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
-
-from mteb.models.model_meta import ModelMeta
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.serve.client import Client, ServerError
+
+if TYPE_CHECKING:
+    from mteb.models.model_meta import ModelMeta
 
 #: Documents of a corpus that are looked for in the index before a task is run.
 LOOKED_FOR = 8
@@ -56,6 +57,8 @@ class Endpoint:
     @property
     def mteb_model_meta(self) -> ModelMeta:
         """What mteb writes beside the results."""
+        from mteb.models.model_meta import ModelMeta
+
         parts = [self._options.get("index", "index"), self._options.get("representation", "full")]
         name = "maxray/" + "-".join(str(part) for part in parts)
         return ModelMeta.create_empty(overwrites={"name": name, "revision": "served"})

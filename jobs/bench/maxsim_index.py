@@ -39,15 +39,22 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
         size = min(FRAGMENT_ITEMS, num_items - first)
         names = (f"{i:09}" for i in range(first, first + size))
         rows = [Item(name, name, "bench", "text", "1").row() for name in names]
-        values = generator.integers(-127, 128, (size * num_vectors, dim), dtype=np.int8)
-        scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
-        codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
-        column = lists_of(codes, np.full(size, num_vectors)).cast(fields[0].type)
+        column = random_int8(generator, size, num_vectors, dim).cast(fields[0].type)
         table = pa.Table.from_pylist(rows, schema=ITEM).append_column(fields[0], column)
         fragments += write_fragments(
             table.cast(schema), part(uri, ITEMS), data_storage_version=STORAGE_VERSION
         )
     LanceDataset.commit(part(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
+
+
+def random_int8(
+    generator: np.random.Generator, num_items: int, num_vectors: int, dim: int
+) -> pa.ListArray:
+    """Random unit vectors of items as the codec int8 stores them."""
+    values = generator.integers(-127, 128, (num_items * num_vectors, dim), dtype=np.int8)
+    scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
+    codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
+    return lists_of(codes, np.full(num_items, num_vectors))
 
 
 def main(fields: dict) -> dict:

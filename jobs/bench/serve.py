@@ -30,6 +30,7 @@ import pyarrow as pa
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.maxsim_index import random_int8
 from jobs.serve import APPLICATION, be_lean
 from pipeline.config import parse
 from pipeline.index.columns import (
@@ -42,7 +43,7 @@ from pipeline.index.reader import ITEMS, part
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item
 from pipeline.search.searcher import Searcher, open_index
-from pipeline.tokens import lists_of, normalise
+from pipeline.tokens import normalise
 
 COLUMN, K, NUM_VECTORS = "hpool_32_int8", 10, 32
 CLIENTS = (1, 2, 4, 8, 16, 32)
@@ -100,11 +101,7 @@ def write_index(uri: str, num_items: int) -> None:
         fields_of = {"title": text.get("title"), "text": text["text"]}
         rows.append(Item(f"{i:06}", f"{i:06}", "bench", "text", "1", **fields_of).row())
     generator = np.random.default_rng(0)
-    shape = (num_items * NUM_VECTORS, facts.dim)
-    values = generator.integers(-127, 128, shape, dtype=np.int8)
-    scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
-    codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
-    column = lists_of(codes, np.full(num_items, NUM_VECTORS)).cast(field.type)
+    column = random_int8(generator, num_items, NUM_VECTORS, facts.dim).cast(field.type)
     single = normalise(_tensor(generator, num_items, facts.dim)).numpy()
     whole = pa.Table.from_pylist(rows, schema=ITEM)
     whole = whole.append_column(

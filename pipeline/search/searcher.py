@@ -78,6 +78,18 @@ class Ranking:
         """Scores by parent id, best first, of a ranking that was grouped by parent."""
         return dict(zip(self.parent_ids, self.scores, strict=True))
 
+    def taken(self, places: Sequence[int]) -> Ranking:
+        """Some of the items, in the order of their places."""
+        at = np.array(places, np.int64)
+        return Ranking(
+            *(
+                [values[i] for i in places]
+                for values in (self.item_ids, self.parent_ids, self.scores)
+            ),
+            self.rows[at],
+            *(part if part is None else part[at] for part in (self.late, self.single)),
+        )
+
 
 def open_index(
     uri: str,

@@ -39,14 +39,11 @@ def merge_rankings(
             best.setdefault(parents[i], i)
         order = list(best.values())
     values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
-    return Ranking(**{name: _taken(each, order[:k]) for name, each in values.items()})
+    return Ranking(**{name: _joined(each) for name, each in values.items()}).taken(order[:k])
 
 
-def _taken(each: Sequence[Any], chosen: Sequence[int]) -> Any:
-    """Some of the values that all rankings have of a field: arrays, lists, or none."""
+def _joined(each: Sequence[Any]) -> Any:
+    """The values that all rankings have of a field, one after the other: arrays, lists, or none."""
     if each[0] is None:
         return None
-    if isinstance(each[0], np.ndarray):
-        return np.concatenate(each)[np.array(chosen, np.int64)]
-    joined = list(chain.from_iterable(each))
-    return [joined[i] for i in chosen]
+    return np.concatenate(each) if isinstance(each[0], np.ndarray) else list(chain(*each))

@@ -162,6 +162,11 @@ def raise_for_error(response: httpx2.Response) -> None:
     raise ServerError(response.status_code, problem)
 
 
+def _is_final(response: httpx2.Response | None, is_last: bool) -> bool:
+    """Whether a response is what the request gets; else it is sent again."""
+    return response is not None and (is_last or response.status_code not in RETRIED)
+
+
 def wait_before(tried: int, response: httpx2.Response | None) -> float:
     """Seconds to wait before a request is sent again that was sent `tried` times."""
     waits = min(FIRST_WAIT * 2 ** (tried - 1), LONGEST_WAIT)
@@ -250,7 +255,7 @@ class Client:
         seconds: float | None = None,
     ) -> bytes:
         """What an item looks or sounds like: a JPEG, PNG or WebP picture, or a WAV sound."""
-        return self._response(_preview(item_id, index, what, seconds)).content
+        return self._response(_preview(item_id, index, what, seconds).arguments()).content
 
     def indexes(self) -> list[wire.IndexInfo]:
         """What is served."""
@@ -304,9 +309,7 @@ class Client:
             except httpx2.TransportError:
                 if tried == self._tries:
                     raise
-            if response is not None and (
-                response.status_code not in RETRIED or tried == self._tries
-            ):
+            if _is_final(response, tried == self._tries):
                 raise_for_error(response)
                 return response
             time.sleep(wait_before(tried, response))
@@ -375,7 +378,7 @@ class AsyncClient:
         seconds: float | None = None,
     ) -> bytes:
         """As `Client.preview`."""
-        return (await self._response(_preview(item_id, index, what, seconds))).content
+        return (await self._response(_preview(item_id, index, what, seconds).arguments())).content
 
     async def indexes(self) -> list[wire.IndexInfo]:
         """As `Client.indexes`."""
@@ -427,9 +430,7 @@ class AsyncClient:
             except httpx2.TransportError:
                 if tried == self._tries:
                     raise
-            if response is not None and (
-                response.status_code not in RETRIED or tried == self._tries
-            ):
+            if _is_final(response, tried == self._tries):
                 raise_for_error(response)
                 return response
             await asyncio.sleep(wait_before(tried, response))
@@ -442,7 +443,9 @@ def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
 
 
-def _preview(item_id: str, index: str | None, what: str, seconds: float | None) -> dict[str, Any]:
+def _preview(
+    item_id: str, index: str | None, what: str, seconds: float | None
+) -> _Call[wire.Answer]:
     parameters = {"index": index, "what": what, "seconds": seconds}
     path = f"/v1/previews/{_quoted(item_id)}"
-    return _Call("GET", path, wire.Answer, parameters=parameters).arguments()
+    return _Call("GET", path, wire.Answer, parameters=parameters)

@@ -219,7 +219,7 @@ class Engine:
             The representation, whether hits were reranked, those of each query, and warnings.
         """
         name, about = served.representation(asked.representation)
-        options = self._options(served, name, about, asked)
+        options = _options(served, name, asked)
         depth = max(asked.rerank.depth, asked.k) if asked.rerank else asked.k
         second = self._second(served, asked.rerank) if asked.rerank else None
         with timer.stage("encode"):
@@ -251,30 +251,12 @@ class Engine:
                 self._count("degraded", "rerank")
                 warnings.append(f"not reranked: {error.message}")
                 outcomes = [
-                    replace(o, ranking=_taken(o.ranking, range(min(asked.k, len(o.ranking.rows)))))
+                    replace(o, ranking=o.ranking.taken(range(min(asked.k, len(o.ranking.rows)))))
                     for o in outcomes
                 ]
         with timer.stage("describe"):
             hits = await self._describe(served, outcomes, asked.explain)
         return name, reranked, hits, warnings
-
-    def _options(
-        self, served: Served, name: str, about: Mapping[str, Any], asked: wire.SearchOptions
-    ) -> Options:
-        if asked.score != "late" and about["pooled"] is None:
-            message = f"score: {asked.score!r} needs single vectors, of which {name} has none"
-            raise ApiError("invalid_argument", message, "score")
-        return Options(
-            version=served.version,
-            representation=name,
-            k=asked.k,
-            score=asked.score,
-            weights=tuple(asked.weights),
-            group_by=asked.group_by,
-            where=asked.filter,
-            ids=None if asked.ids is None else tuple(asked.ids),
-            parents=None if asked.parents is None else tuple(asked.parents),
-        )
 
     def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, dict[str, Any]]:
         try:
@@ -396,7 +378,7 @@ class Engine:
         scores = await self.score_again(served, query, encoded, second, first.item_ids)
         scored = [i for i, item_id in enumerate(first.item_ids) if item_id in scores]
         order = sorted(scored, key=lambda i: (-scores[first.item_ids[i]], first.item_ids[i]))
-        again = _taken(first, order[: asked.k])
+        again = first.taken(order[: asked.k])
         again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
         stood = {
             item_id: wire.FirstStage(rank=i + 1, score=score)
@@ -531,6 +513,20 @@ def _opened(spec: ServedIndex, now: Served | None) -> Searcher | None:
     return Searcher(index)
 
 
+def _options(served: Served, name: str, asked: wire.SearchOptions) -> Options:
+    return Options(
+        version=served.version,
+        representation=name,
+        k=asked.k,
+        score=asked.score,
+        weights=tuple(asked.weights),
+        group_by=asked.group_by,
+        where=asked.filter,
+        ids=None if asked.ids is None else tuple(asked.ids),
+        parents=None if asked.parents is None else tuple(asked.parents),
+    )
+
+
 async def _all(tasks: Iterable[Awaitable[T]], at_once: int = 1_000) -> list[T]:
     """What all give; where one fails the others are given up."""
     tasks = list(tasks)
@@ -552,20 +548,8 @@ async def _all(tasks: Iterable[Awaitable[T]], at_once: int = 1_000) -> list[T]:
 
 def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:
     """Some items of a ranking, all of one shard, as that shard counts them."""
-    chosen = _taken(ranking, places)
+    chosen = ranking.taken(places)
     return replace(chosen, rows=chosen.rows % SHARD_ROWS)
-
-
-def _taken(ranking: Ranking, places: Sequence[int]) -> Ranking:
-    """Some items of a ranking, in the order of their places."""
-    at = np.array(places, np.int64)
-    return Ranking(
-        [ranking.item_ids[i] for i in places],
-        [ranking.parent_ids[i] for i in places],
-        [ranking.scores[i] for i in places],
-        ranking.rows[at],
-        *(part if part is None else part[at] for part in (ranking.late, ranking.single)),
-    )
 
 
 def _hit(

@@ -408,7 +408,10 @@ def _now() -> str:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Writes JSON that is there as a whole, or not."""
+    """Writes JSON that is there as a whole, or not.
+
+    Not `write_atomic`: it would make the folder of an evaluation anew that was just deleted.
+    """
     new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     new.write_text(json.dumps(value), "utf-8")
     new.replace(path)

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import pipeline
 from pipeline.config import SpecError
 from pipeline.schema import ITEM
-from pipeline.search.searcher import EQUAL, LEGAL_WEIGHTS, are_weights
+from pipeline.search.searcher import check_weights
 from pipeline.serve import wire
 from pipeline.serve.engine import Engine, Served, Timer
 from pipeline.serve.errors import CODES, ApiError, of_spec_error, of_validation
@@ -351,60 +351,49 @@ def _check_options(gateway: Gateway, asked: wire.SearchOptions, num_queries: int
     most = min(limits.k, max(limits.batch_hits // num_queries, 1))
     if depth > most:
         raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
-    if not are_weights(asked.weights):
-        message = f"weights: {list(asked.weights)} is not legal; legal: {LEGAL_WEIGHTS}"
-        raise ApiError("invalid_argument", message, "weights")
-    if asked.score != "hybrid" and tuple(asked.weights) != EQUAL:
-        message = "weights: mean nothing to a score that is not hybrid; legal: the score hybrid"
-        raise ApiError("invalid_argument", message, "weights")
+    check_weights(asked.weights, asked.score)
 
 
 @_api.post("/search", tags=["search"], summary="The best items for a query")
 async def search(
     request: Request, asked: wire.SearchRequest, key: Allowed, gateway: With
 ) -> wire.SearchAnswer:
-    served = gateway.served(key, asked.index)
-    request_id = _about(request, index=served.name, k=asked.k)
-    _check_options(gateway, asked, 1)
-    timer = Timer(gateway.metrics.stage)
-    name, reranked, hits, warnings = await gateway.engine.search(
-        served, [asked.query], asked, timer
-    )
-    return wire.SearchAnswer(
-        request_id=request_id,
-        index=served.name,
-        version=served.version,
-        representation=name,
-        reranked=reranked,
-        hits=hits[0],
-        warnings=warnings,
-        milliseconds=timer.all(),
-    )
+    about, (hits,) = await _found(request, [asked.query], asked, key, gateway)
+    return wire.SearchAnswer(hits=hits, **about)
 
 
 @_api.post("/search:batch", tags=["search"], summary="The best items for each of many queries")
 async def search_batch(
     request: Request, asked: wire.BatchRequest, key: Allowed, gateway: With
 ) -> wire.BatchAnswer:
+    _check_many(gateway, len(asked.queries))
+    about, results = await _found(request, asked.queries, asked, key, gateway)
+    return wire.BatchAnswer(results=results, **about)
+
+
+async def _found(
+    request: Request,
+    queries: Sequence[wire.Query],
+    asked: wire.SearchOptions,
+    key: Key,
+    gateway: Gateway,
+) -> tuple[dict[str, Any], list[list[wire.Hit]]]:
+    """What an answer says beside its hits, and the hits of each query."""
     served = gateway.served(key, asked.index)
-    num_queries = len(asked.queries)
-    request_id = _about(request, index=served.name, k=asked.k, queries=num_queries)
-    _check_many(gateway, num_queries)
-    _check_options(gateway, asked, num_queries)
+    request_id = _about(request, index=served.name, k=asked.k, queries=len(queries))
+    _check_options(gateway, asked, len(queries))
     timer = Timer(gateway.metrics.stage)
-    name, reranked, results, warnings = await gateway.engine.search(
-        served, asked.queries, asked, timer
-    )
-    return wire.BatchAnswer(
-        request_id=request_id,
-        index=served.name,
-        version=served.version,
-        representation=name,
-        reranked=reranked,
-        results=results,
-        warnings=warnings,
-        milliseconds=timer.all(),
-    )
+    name, reranked, hits, warnings = await gateway.engine.search(served, queries, asked, timer)
+    about = {
+        "request_id": request_id,
+        "index": served.name,
+        "version": served.version,
+        "representation": name,
+        "reranked": reranked,
+        "warnings": warnings,
+        "milliseconds": timer.all(),
+    }
+    return about, hits
 
 
 def _check_many(gateway: Gateway, num_queries: int) -> None:

@@ -80,7 +80,7 @@ class Limits(Spec):
     Attributes:
         body_bytes: of a request.
         query_chars: of a query's text.
-        image_pixels: of a query's image, and of a preview.
+        image_pixels: of a query's image.
         k: hits of a query; of a request of many, `batch_hits` in all.
         batch: queries of a request.
         in_flight: requests that a gateway works on at once; more are refused (503).

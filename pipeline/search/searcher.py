@@ -82,10 +82,9 @@ class Ranking:
         """Some of the items, in the order of their places."""
         at = np.array(places, np.int64)
         return Ranking(
-            *(
-                [values[i] for i in places]
-                for values in (self.item_ids, self.parent_ids, self.scores)
-            ),
+            [self.item_ids[i] for i in places],
+            [self.parent_ids[i] for i in places],
+            [self.scores[i] for i in places],
             self.rows[at],
             *(part if part is None else part[at] for part in (self.late, self.single)),
         )

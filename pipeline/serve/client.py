@@ -4,8 +4,9 @@
         for hit in client.search("a question", k=5).hits:
             print(hit.score, hit.item_id)
 
-What failed for a moment is asked again: a connection that broke, 429, and 502 to 504, after what
-the server's `Retry-After` says, else after a growing while. Searches change nothing and may be sent
+What failed for a moment is asked again: a connection that broke, 429, 502 to 504, and a 500 that is
+not the server's own, after what its `Retry-After` says or a growing while, for half a minute in all
+(a replica that died takes some seconds to start). Searches change nothing and may be sent
 twice; an evaluation carries a key by which the server knows it again.
 """
 
@@ -35,6 +36,8 @@ VARIABLE = "MAXRAY_KEY"
 RETRIED = frozenset({429, 502, 503, 504})
 #: Seconds before the second try; each later one waits twice as long, up to a bound.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
+#: How often a request is sent at most, unless the client says otherwise.
+TRIES = 9
 
 
 class ServerError(Exception):
@@ -164,7 +167,20 @@ def raise_for_error(response: httpx2.Response) -> None:
 
 def _is_final(response: httpx2.Response | None, is_last: bool) -> bool:
     """Whether a response is what the request gets; else it is sent again."""
-    return response is not None and (is_last or response.status_code not in RETRIED)
+    if response is None or is_last:
+        return response is not None
+    # A 500 of the server says what is wrong. One that does not is of Ray's proxy, whose replica
+    # died with the request.
+    of_proxy = response.status_code == 500 and not _is_ours(response)
+    return response.status_code not in RETRIED and not of_proxy
+
+
+def _is_ours(response: httpx2.Response) -> bool:
+    """Whether an error is in the form of this API."""
+    try:
+        return bool(wire.ErrorAnswer.model_validate_json(response.content))
+    except ValidationError:
+        return False
 
 
 def wait_before(tried: int, response: httpx2.Response | None) -> float:
@@ -194,7 +210,7 @@ class Client:
         url: str,
         key: str | None = None,
         *,
-        tries: int = 5,
+        tries: int = TRIES,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
     ):
@@ -324,7 +340,7 @@ class AsyncClient:
         url: str,
         key: str | None = None,
         *,
-        tries: int = 5,
+        tries: int = TRIES,
         timeout: float = 60.0,
         transport: httpx2.AsyncBaseTransport | None = None,
     ):

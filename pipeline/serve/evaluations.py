@@ -145,10 +145,7 @@ class Store:
             ApiError: there is none of that name.
         """
         folder = self._of(name)
-        try:
-            request, state = _read(folder / "request.json"), _read(folder / "state.json")
-        except FileNotFoundError:  # it is being deleted
-            raise _unknown(name) from None
+        request, state = self._said(folder, "request.json"), self._said(folder, "state.json")
         hidden = self._hidden(request["index"], folder)
         progress = _lines(folder / "log")[-PROGRESS_LINES:]
         done = state["state"] == "done"
@@ -181,9 +178,12 @@ class Store:
         folder = self._of(name)
         if path not in _files(folder / "out"):
             raise ApiError("not_found", f"file: {path!r} is not among the evaluation's files")
-        data = (folder / "out" / path).read_bytes()
+        index = self._said(folder, "request.json")["index"]
+        try:
+            data = (folder / "out" / path).read_bytes()
+        except FileNotFoundError:  # it is being deleted
+            raise _unknown(name) from None
         if path.endswith(_TEXTS):
-            index = _read(folder / "request.json")["index"]
             data = self._hidden(index, folder)(data.decode()).encode()
         kinds = {"html": "text/html", "csv": "text/csv", "md": "text/markdown", "png": "image/png"}
         kind = kinds.get(path.rpartition(".")[2], "text/plain")
@@ -196,12 +196,15 @@ class Store:
             ApiError: there is none of that name, or it has ended.
         """
         folder = self._of(name)
-        state = _read(folder / "state.json")["state"]
+        state = self._said(folder, "state.json")["state"]
         if state in ENDED:
             raise ApiError("conflict", f"the evaluation is {state}")
-        (folder / "cancel").touch()
-        if state == "queued":
-            end(folder, "cancelled")
+        try:
+            (folder / "cancel").touch()
+            if state == "queued":
+                end(folder, "cancelled")
+        except FileNotFoundError:  # it is being deleted
+            raise _unknown(name) from None
 
     def delete(self, name: str) -> None:
         """Removes an evaluation that has ended.
@@ -210,7 +213,7 @@ class Store:
             ApiError: there is none of that name, or it has not ended.
         """
         folder = self._of(name)
-        state = _read(folder / "state.json")["state"]
+        state = self._said(folder, "state.json")["state"]
         if state not in ENDED:
             raise ApiError("conflict", f"the evaluation is {state}; cancel it first")
         _remove(folder)
@@ -219,6 +222,13 @@ class Store:
         if not re.fullmatch("[0-9a-f]{16}", name) or not (self._folder / name).is_dir():
             raise _unknown(name)
         return self._folder / name
+
+    def _said(self, folder: Path, file: str) -> dict[str, Any]:
+        """A file of an evaluation, which somebody may delete at any time."""
+        try:
+            return _read(folder / file)
+        except FileNotFoundError:
+            raise _unknown(folder.name) from None
 
     def _all(self) -> list[str]:
         return [p.name for p in self._folder.iterdir() if re.fullmatch("[0-9a-f]{16}", p.name)]
@@ -242,7 +252,8 @@ class Store:
         return lambda text: pattern.sub(lambda found: places[found[0]], text)
 
     def _remove_old(self) -> None:
-        names = [n for n in self.names() if self.evaluation(n)[1].state in ENDED]
+        ended = {name for name, state in self._states() if state["state"] in ENDED}
+        names = [name for name in self.names() if name in ended]
         for name in names[self._own.keep :]:
             _remove(self._folder / name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -235,23 +236,13 @@ class Guard:
         headers: dict[bytes, bytes],
         gateway: Gateway,
     ) -> None:
-        """Passes a request on, its body read; one that is too large is refused before it is."""
-        most = gateway.settings.limits.body_bytes
+        """Passes a request on, its body read."""
         try:
-            said = int(headers.get(b"content-length", b"0"))
-        except ValueError:
-            said = 0
-        body = bytearray()
-        more = said <= most
-        while more and len(body) <= most:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if said > most or len(body) > most:
-            error = ApiError("too_large", f"the body is larger than {most:,} bytes")
+            body = await _body(receive, headers, gateway.settings)
+        except ApiError as error:
             await _failed(Request(scope), error)(scope, receive, send)
+            return
+        if body is None:  # nobody waits for the answer any more
             return
         given = False
 
@@ -260,9 +251,38 @@ class Guard:
             if given:
                 return await receive()
             given = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, receiving, send)
+
+
+async def _body(
+    receive: Receive, headers: Mapping[bytes, bytes], settings: ServeSpec
+) -> bytes | None:
+    """The body of a request; None if the client gave up.
+
+    Raises:
+        ApiError: it is too large, which is said before all of it has come, or it comes too slowly.
+    """
+    most, seconds = settings.limits.body_bytes, settings.seconds.body
+    too_large = ApiError("too_large", f"the body is larger than {most:,} bytes")
+    said = headers.get(b"content-length", b"")
+    if said.isdigit() and int(said) > most:
+        raise too_large
+    body, more = bytearray(), True
+    try:
+        async with asyncio.timeout(seconds):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError("bad_request", f"the body took longer than {seconds:g} s to come") from None
+    return bytes(body)
 
 
 def _note(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:

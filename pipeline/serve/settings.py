@@ -107,6 +107,8 @@ class Seconds(Spec):
     rerank: PositiveFloat = 20
     describe: PositiveFloat = 10
     preview: PositiveFloat = 30
+    #: How long a request's body may take to come in.
+    body: PositiveFloat = 30
     #: How often indexes are looked at for a new version.
     reload: PositiveFloat = 5
     #: How long a replica that ends goes on with what it has begun.

@@ -61,6 +61,21 @@ def test_panels_of_the_dashboard():
             assert target["expr"].count("(") == target["expr"].count(")")
 
 
+def test_metrics_of_ray_in_the_dashboard():
+    """They are what this version of Ray exports."""
+    import ray
+
+    files = "serve/_private/**/*.py", "dashboard/modules/reporter/**/*.py"
+    folder = Path(ray.__file__).parent
+    source = "".join(path.read_text() for pattern in files for path in folder.glob(pattern))
+    there = set(re.findall(r'"((?:serve|node)_\w+)"', source))
+    expressions = " ".join(
+        t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])
+    )
+    used = set(re.findall(r"ray_((?:serve|node)_\w+)", expressions))
+    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} <= there
+
+
 def test_metrics_of_the_dashboard():
     """Those of ours are the ones that the gateway and the stages have."""
     source = (ROOT / "pipeline/serve/metrics.py").read_text()

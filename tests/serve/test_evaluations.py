@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -194,6 +195,22 @@ def test_old_ones_are_removed_and_too_many_refused(settings):
     )
     with pytest.raises(ApiError, match="wait already"):
         Store(few).create(REQUEST, "i", "ann", None)
+
+
+def test_deleted_by_several_at_once(settings):
+    """One of them did it; to the others it is not known, or was not any more."""
+    store = Store(settings)
+    for _ in range(5):
+        name = store.create(REQUEST, "i", "ann", None)
+        end(store._folder / name, "failed")
+        asked = [store.delete, store.delete, store.evaluation, store.cancel, store.delete]
+        with ThreadPoolExecutor(16) as pool:
+            submitted = [pool.submit(do, name) for do in asked * 3]
+        outcomes = [each.exception() for each in submitted]
+        errors = [error for error in outcomes if error is not None]
+        assert {type(error) for error in errors} == {ApiError}
+        assert {error.code for error in errors} <= {"not_found", "conflict"}
+        assert name not in store.names()
 
 
 @pytest.mark.parametrize("name", ["..", "0" * 16, "state.json", "../x", "a/b", ""])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -127,6 +129,10 @@ def test_bodies_that_are_too_large(http):
     response = http.post("/v1/search", content=large)
     assert "100,000 bytes" in refused(response, 413, "too_large")
 
+    # Fifty megabytes are refused before they are read.
+    response = http.post("/v1/search", content=b" " * 50_000_000)
+    assert response.status_code == 413
+
     def chunks():
         for start in range(0, len(large), 1 << 14):
             yield large[start : start + (1 << 14)]
@@ -229,6 +235,44 @@ def test_request_ids(http):
     assert response.headers.get_list("x-request-id") == ["mine-1"]
     assert response.json()["request_id"] == "mine-1"
     assert http.post("/v1/search", json=SEARCH).json()["request_id"]
+
+
+def test_one_id_in_the_logs_of_all_stages(http):
+    """And none of them holds the query."""
+    import ray
+
+    query = {**SEARCH, "query": "zeppelin", "representation": "hpool_2", "rerank": {"depth": 3}}
+    http.post("/v1/search", json=query, headers={"X-Request-ID": "trace-7"})
+    session = ray._private.worker.global_worker.node.get_session_dir_path()
+
+    def written() -> str:
+        return "".join(p.read_text("utf-8") for p in Path(session, "logs/serve").glob("*.log"))
+
+    def lines() -> list[dict]:
+        own = [line for line in written().splitlines() if '"request_id": "trace-7"' in line]
+        return [json.loads(line) for line in own]
+
+    wait_until(lambda: any('"request"' in line["message"] for line in lines()))
+    assert "zeppelin" not in written()
+    said = [json.loads(line["message"]) for line in lines() if line["message"].startswith("{")]
+    assert {"encode", "rank", "describe"} <= {each.get("stage") for each in said}
+    (request,) = [each for each in said if each["event"] == "request"]
+    assert (request["key"], request["status"], request["k"]) == ("all", 200, 10)
+
+
+def test_clients_that_hang_up(url):
+    """Before their body has come, or before their answer: they take nobody's place."""
+    host, _, rest = url.removeprefix("http://").partition("/")
+    body = json.dumps(SEARCH).encode()
+    head = f"POST /{rest}/v1/search HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer mr_all\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    address = (host.partition(":")[0], int(host.partition(":")[2]))
+    for sent in (head.encode(), head.encode() + body[:5], head.encode() + body):
+        for _ in range(70):  # more than may be under way
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(sent)
+    wait_until(lambda: ask(url, "mr_all").status_code == 200)
+    assert all(ask(url, "mr_all").status_code == 200 for _ in range(5))
 
 
 def test_nothing_tells_where_the_server_keeps_things(http, index_uri):

@@ -1,0 +1,63 @@
+"""Every field of every route under schemathesis: no request is answered by a 5xx."""
+
+from __future__ import annotations
+
+import pytest
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402 - only where schemathesis is
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+pytestmark = pytest.mark.heavy
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+CASES = 60
+#: What is there, in the place of what is drawn: else most requests would end at an unknown index.
+REAL = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
+
+
+@pytest.fixture(scope="module")
+def described(url):
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    schema.config.update(base_url=url)
+    return schema
+
+
+api = schemathesis.pytest.from_fixture("described")
+
+
+def _with_what_is_there(case: schemathesis.Case, how_much: int) -> None:
+    """Puts names of this server into a request; `how_much`: all, only the index, or nothing."""
+    names = list(REAL)[: {0: 3, 1: 1}.get(how_much, 0)]
+    for part in (case.path_parameters, case.query, case.body):
+        if isinstance(part, dict):
+            for name in names:
+                if name in part or (name == "index" and part is not case.path_parameters):
+                    part[name] = REAL[name]
+
+
+@api.parametrize()
+@settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_no_request_is_too_much(case):
+    _with_what_is_there(case, len(repr(case.body)) % 3)
+    headers = {**(case.headers or {}), "Authorization": "Bearer mr_all"}
+    response = case.call(headers=headers, timeout=60)
+    case.validate_response(response, checks=CHECKS)
+    if response.status_code >= 400 and "/v1/" in case.path:
+        assert set(response.json()) == {"error"}

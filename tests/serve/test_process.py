@@ -1,0 +1,85 @@
+"""`jobs.serve` as a process: it starts, answers, and ends when it has answered."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from subprocess import Popen
+
+import httpx2
+import pytest
+
+from tests.conftest import start_job
+from tests.serve.conftest import free_port
+
+pytestmark = pytest.mark.heavy
+
+BODY = {"query": "the lift of a wing", "k": 3, "representation": "hpool_2"}
+
+
+@pytest.fixture
+def server(index_uri) -> Iterator[tuple[str, Popen]]:
+    port = free_port()
+    process = start_job("jobs.serve", index_uri, "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 120
+        while not answers(url):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.3)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/readyz", timeout=30).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def test_it_ends_when_it_has_answered(server):
+    url, process = server
+    statuses: list[tuple[float, int]] = []
+    ends = threading.Event()
+
+    def ask() -> None:
+        with httpx2.Client(timeout=60) as http:
+            while not ends.is_set():
+                sent = time.monotonic()
+                try:
+                    status = http.post(f"{url}/v1/search", json=BODY).status_code
+                except httpx2.TransportError:
+                    status = 0
+                statuses.append((sent, status))
+                if status != 200:
+                    return
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    stopped = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert process.returncode == 143 and "stopped; all requests are answered" in said
+    before = [status for sent, status in statuses if sent < stopped]
+    assert len(before) > 20 and set(before) == {200}
+    assert {status for _, status in statuses} <= {200, 503, 0}
+
+
+def test_a_second_server_on_the_port(server, index_uri):
+    url, _ = server
+    port = url.rpartition(":")[2]
+    second = start_job("jobs.serve", index_uri, "--port", port)
+    _, said = second.communicate(timeout=60)
+    assert second.returncode == 2 and f"127.0.0.1:{port} cannot be used" in said
+    assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=30).status_code == 200

@@ -16,6 +16,8 @@ when the requests under way are answered. The API is described at /docs and /ope
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _stop)
     be_lean()
     with jobs.cluster():
+        signal.signal(signal.SIGTERM, _stop)  # again: starting a cluster, Ray puts its own there
         serve(settings, args.host, args.port)
 
 
@@ -162,7 +165,18 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
         threading.Event().wait()
     finally:
         jobs.say("finishing the requests under way")
-        ray_serve.shutdown()
+        asyncio.run(_end(settings.seconds.drain))
+
+
+async def _end(seconds: float) -> None:
+    """Ends the application when its gateways have answered."""
+    from ray import serve as ray_serve
+
+    from pipeline.serve.app import drain
+
+    with contextlib.suppress(Exception):  # whatever is wrong with them, they are to end
+        await drain(APPLICATION, seconds)
+    await ray_serve.shutdown_async()
 
 
 def _stop(*_: object) -> None:

@@ -30,6 +30,7 @@ class Ingress:
     def __init__(self, settings: ServeSpec, stages: Stages, evaluator: Any = None):
         # The evaluator is not asked for anything; being bound, it is started.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
+        self._made: Gateway | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name for it
         return create_app(self._gateway)
@@ -39,7 +40,13 @@ class Ingress:
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
         await engine.start()
         store = Store(self._settings) if self._settings.evaluations.folder else None
-        return Gateway(self._settings, engine, metrics, store)
+        self._made = Gateway(self._settings, engine, metrics, store)
+        return self._made
+
+    async def drain(self) -> None:
+        """Takes no more requests, and waits until those under way are answered."""
+        if self._made is not None:
+            await self._made.drain()
 
 
 def build(settings: ServeSpec) -> serve.Application:
@@ -70,6 +77,16 @@ def build(settings: ServeSpec) -> serve.Application:
         encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
     )
     return gateway.bind(settings, stages, evaluator)
+
+
+async def drain(application: str, seconds: float) -> None:
+    """Lets every gateway of a running application answer what it has begun, and take no more.
+
+    Before Ray ends an application: it ends all stages at once, also those that a request of the
+    gateway has yet to come to.
+    """
+    handle = serve.get_app_handle(application)
+    await handle.broadcast("drain").results_async(timeout_s=seconds, return_exceptions=True)
 
 
 def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +36,8 @@ from pipeline.serve.settings import ServeSpec, is_loopback
 
 log = logging.getLogger("ray.serve")
 
+#: Seconds between two looks at whether all requests are answered.
+DRAIN_LOOK_EVERY = 0.05
 #: What a caller's own request id may look like; another one is made in its place.
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -54,6 +56,21 @@ class Gateway:
         self.keys = Keys(settings.keys) if settings.keys or VARIABLE in os.environ else None
         self.rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
         self.in_flight = 0
+        self.drains = False
+
+    def refuses(self) -> str:
+        """Why no more requests are taken at the moment; empty: they are."""
+        if self.drains:
+            return "the server is being stopped"
+        is_full = self.in_flight >= self.settings.limits.in_flight
+        return "the server has too much to do" if is_full else ""
+
+    async def drain(self) -> None:
+        """Takes no more requests, and waits until those under way are answered."""
+        self.drains = True
+        end = time.monotonic() + self.settings.seconds.drain
+        while self.in_flight and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_LOOK_EVERY)
 
     def key_of(self, request: Request) -> Key:
         """Who asks.
@@ -214,8 +231,8 @@ class Guard:
             await send(message)
 
         counted = not scope["path"].endswith(("/healthz", "/readyz", "/metrics"))
-        if counted and gateway.in_flight >= gateway.settings.limits.in_flight:
-            error = ApiError("unavailable", "the server has too much to do")
+        if counted and (why := gateway.refuses()):
+            error = ApiError("unavailable", why)
             await _failed(Request(scope), error)(scope, receive, sending)
         else:
             gateway.in_flight += counted
@@ -346,11 +363,18 @@ async def healthz() -> dict[str, str]:
 
 @_public.get("/readyz", tags=["operation"], summary="Whether every stage answers")
 async def readyz(gateway: With) -> dict[str, str]:
+    if gateway.drains:
+        raise ApiError("unavailable", gateway.refuses())
     await gateway.engine.check()
     return {"status": "ready"}
 
 
-@_public.get("/metrics", tags=["operation"], summary="Prometheus metrics of all nodes")
+@_public.get(
+    "/metrics",
+    tags=["operation"],
+    summary="Prometheus metrics of all nodes",
+    response_class=PlainTextResponse,
+)
 async def metrics(request: Request, gateway: With) -> Response:
     if gateway.keys is not None:
         gateway.key_of(request)

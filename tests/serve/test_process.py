@@ -45,6 +45,7 @@ def answers(url: str) -> bool:
 
 def test_it_ends_when_it_has_answered(server):
     url, process = server
+    assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=60).status_code == 200
     statuses: list[tuple[float, int]] = []
     ends = threading.Event()
 
@@ -81,5 +82,5 @@ def test_a_second_server_on_the_port(server, index_uri):
     port = url.rpartition(":")[2]
     second = start_job("jobs.serve", index_uri, "--port", port)
     _, said = second.communicate(timeout=60)
-    assert second.returncode == 2 and f"127.0.0.1:{port} cannot be used" in said
+    assert second.returncode == 2 and f"127.0.0.1:{port}' cannot be used" in said
     assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=30).status_code == 200

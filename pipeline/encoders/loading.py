@@ -1,0 +1,246 @@
+"""Checkpoints of the transformers library: found, checked, hashed and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, field_validator
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from pipeline import config
+from pipeline.checkpoint import find_checkpoint
+from pipeline.config import SpecError
+
+WEIGHTS = ["*.safetensors"]
+#: Everything else of a checkpoint that bears on the vectors.
+SETTINGS = [
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+]
+#: Of a LoRA adapter as peft writes it.
+ADAPTER_SETTINGS = ["adapter_config.json"]
+LEGAL = "the path of an existing folder, or the hub name of a model"
+
+
+class CheckpointSpec(config.Spec):
+    """What the specs of all encoders with weights of the transformers library have in common.
+
+    Attributes:
+        model: a hub name, or a local folder as `save_pretrained` writes it.
+        revision: branch, tag or commit of a model from the hub.
+        adapter: a LoRA adapter as peft writes it, a hub name or a folder; its weights are merged
+            into the model's.
+        dtype: of the weights and of what is computed.
+        attention: the implementation; `flash_attention_2` needs its package and a GPU.
+        max_batch_tokens: padded tokens of one forward pass.
+        trust_remote_code: whether code may run that comes with a checkpoint. The families here are
+            transformers' own classes and need none.
+    """
+
+    model: str
+    revision: str | None = None
+    adapter: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    max_batch_tokens: int = Field(16384, ge=1)
+    trust_remote_code: Literal[False] = False
+
+    @field_validator("model", "adapter")
+    @classmethod
+    def _make_folder_absolute(cls, model: str | None) -> str | None:
+        # Actors run in other working directories.
+        is_folder = model is not None and Path(model).expanduser().is_dir()
+        return config.absolute(model) if is_folder else model
+
+
+#: Fields that change no query vector: where files came from, and what a batch is.
+NOT_IN_FINGERPRINTS = ("model", "revision", "adapter", "max_batch_tokens", "trust_remote_code")
+
+
+def folder_of(spec: CheckpointSpec, files: Iterable[str]) -> Path:
+    """The checkpoint's folder; `files` of a model on the hub are downloaded if need be.
+
+    Raises:
+        SpecError: for `model`: it is no folder, and the hub does not give it.
+    """
+    return find_checkpoint(spec.model, spec.revision, list(files), LEGAL)
+
+
+def adapter_of(spec: CheckpointSpec, files: Iterable[str]) -> Path | None:
+    """The folder of the adapter, if there is one.
+
+    Raises:
+        SpecError: for `adapter`: there is none at that place, or it is none of peft's.
+    """
+    if spec.adapter is None:
+        return None
+    try:
+        folder = find_checkpoint(spec.adapter, None, list(files), LEGAL)
+    except SpecError as error:
+        raise SpecError("adapter", error.value, error.legal, error.problem) from None
+    if not (folder / "adapter_config.json").is_file():
+        legal = "a LoRA adapter as peft writes it"
+        raise SpecError("adapter", spec.adapter, legal, "has no adapter_config.json")
+    return folder
+
+
+def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfig:
+    """The settings of a checkpoint that can be loaded here; no weights are.
+
+    Args:
+        model_types: those that the family reads.
+
+    Raises:
+        SpecError: it is not there, of another class, or without safetensors.
+    """
+    folder = folder_of(spec, SETTINGS)
+    settings = settings_of(spec, folder)
+    if settings.model_type not in model_types:
+        legal = f"a checkpoint of the type {' or '.join(model_types)}"
+        raise SpecError("model", spec.model, legal, f"is a {settings.model_type}")
+    if Path(spec.model).is_dir() and not any(folder.glob("*.safetensors")):
+        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, legal, "has no safetensors file")
+    adapter_of(spec, ADAPTER_SETTINGS)
+    return settings
+
+
+def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
+    """What its config.json says.
+
+    Raises:
+        SpecError: there is none, or the library does not know the class.
+    """
+    if not (folder / "config.json").is_file():
+        legal = "a checkpoint with a config.json"
+        raise SpecError("model", spec.model, legal, "has no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        legal = f"a model that transformers can load ({_said(error)})"
+        raise SpecError("model", spec.model, legal, "cannot be loaded") from None
+
+
+def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -> Any:
+    """The processor of a checkpoint.
+
+    Raises:
+        SpecError: its files are not there, or not of this class.
+    """
+    folder = folder_of(spec, SETTINGS)
+    try:
+        return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
+        legal = f"a checkpoint with the files of a {processor_class.__name__}"
+        problem = f"has no usable processor ({_said(error)})"
+        raise SpecError("model", spec.model, legal, problem) from None
+
+
+def load_model(
+    spec: CheckpointSpec, model_class: Any, device_map: str | None = None
+) -> PreTrainedModel:
+    """The model in evaluation mode, its adapter merged, on the GPU if there is one.
+
+    Args:
+        device_map: "auto" spreads a model over the GPUs that this process may use.
+
+    Raises:
+        SpecError: the weights cannot be loaded.
+    """
+    folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
+    options: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    try:
+        model = model_class.from_pretrained(
+            folder,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation=spec.attention,
+            dtype=getattr(torch, spec.dtype),
+            **options,
+        )
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+        if "out of memory" in str(error).lower():
+            raise
+        legal = f"a checkpoint of a {model_class.__name__}"
+        raise SpecError(
+            "model", spec.model, legal, f"cannot be loaded ({_said(error)})"
+        ) from None
+    adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
+    if adapter is not None:
+        model = merged(model, adapter, spec)
+    if not device_map:
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval()
+
+
+def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTrainedModel:
+    """A model with the weights of a LoRA adapter added to its own.
+
+    Raises:
+        SpecError: peft is not installed, or the adapter is one of another model.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError:
+        legal = "the package peft installed, or no adapter"
+        raise SpecError("adapter", spec.adapter, legal, "needs peft") from None
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except (ValueError, KeyError, RuntimeError) as error:
+        legal = f"an adapter of {spec.model}"
+        raise SpecError("adapter", spec.adapter, legal, _said(error)) from None
+
+
+def fingerprint_of(
+    spec: CheckpointSpec, ignored: Iterable[str] = NOT_IN_FINGERPRINTS, **more: Any
+) -> str:
+    """A hash of the files of a checkpoint and of the settings that change a query vector.
+
+    Where the files came from and how documents are batched changes none. `attention` counts: in
+    half precision the ways differ visibly.
+
+    Args:
+        ignored: fields of the spec that change none.
+        more: what else changes one.
+    """
+    folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
+    adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
+    files = hashed(folder, [*WEIGHTS, *SETTINGS])
+    if adapter:
+        files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+    ignored = set(ignored)
+    settings = {name: value for name, value in config.dump(spec).items() if name not in ignored}
+    return config.digest({"files": files, "settings": settings, **more})
+
+
+def hashed(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """The hashes of a folder's files by name."""
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    return {path.name: sha256(path) for path in paths}
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _said(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

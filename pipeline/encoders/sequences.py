@@ -1,0 +1,554 @@
+"""What the families of models share that read pictures, sound and text as one sequence of tokens.
+
+A `Reader` turns an item into what the model reads, without its weights, so that this may be done in
+processes ahead of the GPU. A `SequenceEncoder` runs the model over batches of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import safetensors.torch
+import torch
+from PIL import Image
+
+from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
+from pipeline.encoders.attention import recording
+from pipeline.encoders.loading import CheckpointSpec
+from pipeline.schema import PAYLOAD
+from pipeline.taps import Tap
+from pipeline.tokens import AUDIO, SPECIAL, TEXT, VISUAL, TokenBatch, normalise, pad
+
+T = TypeVar("T")
+
+#: The column that holds what a model reads of an item.
+READ = "model_inputs"
+#: What is to be encoded of an item, as distinct from prompts and boundaries.
+CONTENT = (VISUAL, AUDIO, TEXT)
+#: Pictures that a query may be.
+PICTURES = ("PNG", "JPEG", "WEBP")
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One sequence of L positions as a model reads it: no batch, no padding.
+
+    Attributes:
+        sequence: (L,) tensors that a batch pads: `input_ids`, `token_type_ids`.
+        media: tensors that a batch joins along their first axis: pixels, grids.
+        kind: (L,) int8 codes of `tokens.KINDS`.
+        keep: (L,) bool: which positions become tokens of the item.
+        extents: (L, 6) float32 x0 y0 x1 y1 t0 t1; NaN: none.
+        spans: (L, 2) int32 characters in the item's text; -1: none.
+    """
+
+    sequence: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    kind: torch.Tensor
+    keep: torch.Tensor
+    extents: torch.Tensor
+    spans: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Mapping[str, torch.Tensor],
+        media: Mapping[str, torch.Tensor],
+        kind: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        extents: torch.Tensor | None = None,
+        spans: torch.Tensor | None = None,
+    ) -> ModelInput:
+        """What is not given: all positions are kept, and none has a place."""
+        length = len(kind)
+        return cls(
+            dict(sequence),
+            dict(media),
+            kind.to(torch.int8),
+            torch.ones(length, dtype=torch.bool) if keep is None else keep,
+            torch.full((length, 6), torch.nan) if extents is None else extents.float(),
+            torch.full((length, 2), -1, dtype=torch.int32) if spans is None else spans.int(),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it by name."""
+        named = {f"sequence.{name}": tensor for name, tensor in self.sequence.items()}
+        named |= {f"media.{name}": tensor for name, tensor in self.media.items()}
+        for name in ("kind", "keep", "extents", "spans"):
+            named[name] = getattr(self, name)
+        return named
+
+    @classmethod
+    def of_tensors(cls, named: Mapping[str, torch.Tensor]) -> ModelInput:
+        """The inverse of `tensors`."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"sequence": {}, "media": {}}
+        rest = {}
+        for name, tensor in named.items():
+            part, _, own = name.partition(".")
+            if own:
+                parts[part][own] = tensor
+            else:
+                rest[name] = tensor
+        return cls(**parts, **rest)
+
+
+def packed(inputs: Sequence[ModelInput]) -> bytes:
+    """The sequences of an item as bytes, in the format of safetensors."""
+    named = {
+        f"{number}.{name}": tensor.contiguous()
+        for number, read in enumerate(inputs)
+        for name, tensor in read.tensors().items()
+    }
+    return safetensors.torch.save(named)
+
+
+def unpacked(data: bytes) -> list[ModelInput]:
+    """The inverse of `packed`."""
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in safetensors.torch.load(data).items():
+        number, _, own = name.partition(".")
+        parts.setdefault(int(number), {})[own] = tensor
+    return [ModelInput.of_tensors(parts[number]) for number in sorted(parts)]
+
+
+class Reader(ABC):
+    """Turns items and queries into what a model of a family reads."""
+
+    def __init__(self, spec: CheckpointSpec):
+        self.spec = spec
+
+    @abstractmethod
+    def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
+        """The sequences of an item, in order; none: there is nothing in it that the model reads.
+
+        Raises:
+            Unreadable: it cannot be read, or not by this model.
+        """
+
+    @abstractmethod
+    def text(self, text: str) -> tuple[ModelInput, list[str]]:
+        """A query text, and what each kept position is called.
+
+        Raises:
+            SpecError: the model has no place for that many tokens.
+        """
+
+    def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
+        """A query picture, and what each kept position is called."""
+        raise NotImplementedError
+
+    def prepare(self, items: pa.Table) -> pa.Table:
+        """Adds the column `model_inputs`; drops what it was made of."""
+        there = [c.name for columns in PAYLOAD.values() for c in columns]
+        payload = [name for name in there if name in items.column_names and name != "caption"]
+        read = ["text", "span", *payload]
+        names = [name for name in dict.fromkeys(read) if name in items.column_names]
+        # Row by row: the pictures of one item may be large.
+        values = [
+            packed(self.item({name: items[name][row].as_py() for name in names}))
+            for row in range(items.num_rows)
+        ]
+        items = items.drop_columns([name for name in payload if name != "item_id"])
+        return items.append_column(READ, pa.array(values, pa.large_binary()))
+
+
+class SequenceEncoder(Encoder):
+    """A model of the transformers library over sequences of pictures, sound and text.
+
+    Subclasses say how an item is read (`reader`), how the model gives states (`forward`) and which
+    of its modules attends (`attending`).
+
+    An item may be several sequences, such as the frames of a video for a model that reads one
+    picture at a time: its tokens are theirs in order, its pooled vector the normalised mean.
+
+    A batch that does not fit in the memory of the GPU is halved; an item that alone does not fit is
+    an error, upon which the job rejects that item.
+    """
+
+    #: What is padded with something other than 0, and with what.
+    pad_values: ClassVar[dict[str, int]] = {}
+    padding_side: ClassVar[str] = "right"
+    needs = ()
+    has_spans = False
+    has_extents = True
+
+    Spec: ClassVar[type[CheckpointSpec]]
+
+    def __init__(self, spec: CheckpointSpec, device_map: str | None = None):
+        self.spec = spec
+        self.model = self.load(spec, device_map)
+        self.device = self.model.device
+        self._reader: Reader | None = None
+
+    # -- what a family says ------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def load(cls, spec: CheckpointSpec, device_map: str | None) -> Any:
+        """The model."""
+
+    @classmethod
+    @abstractmethod
+    def reader(cls, spec: CheckpointSpec) -> Reader:
+        """What reads items and queries, without the weights."""
+
+    @abstractmethod
+    def forward(
+        self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states (B, L, D) of all positions, and the pooled vectors (B, P) if there are any."""
+
+    def attending(self) -> torch.nn.Module:
+        """The module whose layers' attention the taps are of: the language model."""
+        return self.model
+
+    # -- items -------------------------------------------------------------------------------------
+
+    @classmethod
+    def preparer(cls, spec: CheckpointSpec) -> Callable[[pa.Table], pa.Table]:
+        """Reads items, in a process without the weights."""
+        return cls.reader(spec).prepare
+
+    def prepare(self, items: pa.Table) -> pa.Table:
+        """The items as the model reads them."""
+        return items if READ in items.column_names else self._read_by.prepare(items)
+
+    @property
+    def _read_by(self) -> Reader:
+        if self._reader is None:
+            self._reader = self.reader(self.spec)
+        return self._reader
+
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+        """Encodes items, those of like length together."""
+        column = self.prepare(items)[READ]
+        every = [unpacked(data.as_py()) for data in column]
+        sizes = np.array([sum(map(len, inputs)) for inputs in every], dtype=np.int64)
+        for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
+            yield from self._encode(every, rows, taps)
+
+    def _encode(
+        self, every: Sequence[Sequence[ModelInput]], rows: np.ndarray, taps: Sequence[Tap]
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+        """A batch; where the memory does not suffice, its halves."""
+        batch = None
+        try:
+            batch = self._embed([every[row] for row in rows], taps)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        if batch is not None:
+            yield rows, batch
+            return
+        if self.device.type == "cuda":  # what the failed pass left
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        for part in (rows[:half], rows[half:]):
+            yield from self._encode(every, part, taps)
+
+    # -- queries -----------------------------------------------------------------------------------
+
+    def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
+        """Encodes query texts, in order.
+
+        Raises:
+            SpecError: there is no query, or one is empty or too long.
+        """
+        if not texts:
+            raise SpecError("query", [], "at least one text")
+        for text in texts:
+            if not text.strip():
+                raise SpecError("query", text, "a text with at least one word")
+        return self._queries([self._read_by.text(text) for text in texts])
+
+    def encode_picture_queries(self, pictures: Sequence[bytes]) -> EncodedQueries:
+        """Encodes query pictures, in order.
+
+        Raises:
+            SpecError: one is no picture, or the model reads none as a query.
+        """
+        read = []
+        for data in pictures:
+            picture = opened(data)
+            try:
+                read.append(self._read_by.picture(picture))
+            except Unreadable as error:
+                legal = "a picture that the model reads"
+                raise SpecError("query", "the picture", legal, error.detail) from None
+        return self._queries(read)
+
+    def _queries(self, read: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:
+        sizes = np.array([len(inputs) for inputs, _ in read])
+        parts, order = [], []
+        for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
+            parts.append(self._embed([[read[row][0]] for row in rows], ()))
+            order += rows.tolist()
+        joined = join(parts).take(torch.from_numpy(np.argsort(order)))
+        return EncodedQueries(joined, [names for _, names in read])
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _embed(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap]) -> TokenBatch:
+        """The tokens of items, each of several sequences."""
+        inputs = [read for own in items for read in own]
+        budget = self.spec.max_batch_tokens
+        flat: dict[str, list[torch.Tensor]] = {}
+        start = 0
+        while start < len(inputs):
+            stop, longest = start, 0
+            while stop < len(inputs):  # as many as fit; the order is that of the items
+                longest = max(longest, len(inputs[stop]))
+                if stop > start and longest * (stop + 1 - start) > budget:
+                    break
+                stop += 1
+            for name, tensor in self._pass(inputs[start:stop], taps).items():
+                flat.setdefault(name, []).append(tensor)
+            start = stop
+        return self._of_items(items, {name: torch.cat(own) for name, own in flat.items()}, taps)
+
+    def _of_items(
+        self,
+        items: Sequence[Sequence[ModelInput]],
+        flat: Mapping[str, torch.Tensor],
+        taps: Sequence[Tap],
+    ) -> TokenBatch:
+        """The tokens of the passes, put together by item."""
+        lengths = np.array([sum(int(read.keep.sum()) for read in own) for own in items])
+        if not flat:  # no item has anything to be read
+            empty = torch.zeros(len(items), 0, self.dim, device=self.device)
+            pooled = None if self.pooled_dim is None else empty.new_zeros(len(items), 1)
+            if pooled is not None:
+                pooled = pooled.expand(-1, self.pooled_dim).contiguous()
+            return TokenBatch(
+                empty,
+                empty.new_zeros(empty.shape[:2], dtype=torch.bool),
+                normalised=self.normalised,
+                pooled=pooled,
+                kind=empty.new_zeros(empty.shape[:2], dtype=torch.int8),
+                extents=empty.new_zeros((*empty.shape[:2], 6)) if self.has_extents else None,
+                spans=(
+                    empty.new_zeros((*empty.shape[:2], 2), dtype=torch.int32)
+                    if self.has_spans
+                    else None
+                ),
+                taps={tap.name: empty.new_zeros(empty.shape[:2]) for tap in taps},
+            )
+        padded = {name: pad(tensor, lengths)[0] for name, tensor in flat.items() if name != "pooled"}
+        _, mask = pad(flat["kind"], lengths)
+        pooled = None
+        if self.pooled_dim is not None:
+            sums, _ = pad(flat["pooled"], np.array([len(own) for own in items]))
+            pooled = normalise(sums.sum(dim=1))
+        return TokenBatch(
+            padded["vectors"],
+            mask,
+            normalised=self.normalised,
+            extents=padded["extents"] if self.has_extents else None,
+            spans=padded["spans"] if self.has_spans else None,
+            kind=padded["kind"],
+            pooled=pooled,
+            taps={tap.name: padded[tap.name] for tap in taps},
+        )
+
+    def _pass(self, inputs: Sequence[ModelInput], taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+        """One forward pass: what the kept positions have, (T, ...), sequence after sequence."""
+        lengths = np.array([len(read) for read in inputs])
+        is_left = self.padding_side == "left"
+
+        def padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
+            sequences = torch.nn.utils.rnn.pad_sequence(
+                list(values), batch_first=True, padding_value=fill, padding_side=self.padding_side
+            )
+            return sequences.to(self.device, non_blocking=True)
+
+        names = inputs[0].sequence
+        given = {
+            name: padded([read.sequence[name] for read in inputs], self.pad_values.get(name, 0))
+            for name in names
+        }
+        position = torch.arange(int(lengths.max()), device=self.device)
+        long = torch.from_numpy(lengths).to(self.device).unsqueeze(1)
+        mask_BL = position >= len(position) - long if is_left else position < long
+        given["attention_mask"] = mask_BL.long()
+        given |= {name: value.to(self.device) for name, value in self.joined(inputs).items()}
+        kind = padded([read.kind for read in inputs])
+        keep = padded([read.keep for read in inputs])
+        rows = tap_rows(kind, mask_BL, is_left, taps)
+        with (
+            recording(self.attending(), rows) if taps else contextlib.nullcontext()
+        ) as recorded:
+            states_BLD, pooled_BP = self.forward(given, mask_BL)
+        vectors = states_BLD[keep].float()
+        result = {
+            "vectors": normalise(vectors) if self.normalised else vectors,
+            "kind": kind[keep],
+            "extents": padded([read.extents for read in inputs], torch.nan)[keep],
+            "spans": padded([read.spans for read in inputs], -1)[keep],
+        }
+        if pooled_BP is not None:
+            result["pooled"] = normalise(pooled_BP.float())
+        for tap in taps:
+            statistics = tap_statistics(taps, int(tap.layers))
+            of_heads = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
+            of_heads = of_heads.mean(dim=1) if tap.heads == "mean" else of_heads.amax(dim=1)
+            result[tap.name] = of_heads[keep]
+        return result
+
+    def joined(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
+        """The media of a batch: those of its sequences one behind the other."""
+        names = {name for read in inputs for name in read.media}
+        return {
+            name: torch.cat([read.media[name] for read in inputs if name in read.media])
+            for name in sorted(names)
+        }
+
+
+def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
+    """Which statistics of a layer taps ask for: each once, in a fixed order."""
+    return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
+
+
+def tap_rows(
+    kind_BL: torch.Tensor, mask_BL: torch.Tensor, is_left: bool, taps: Sequence[Tap]
+) -> dict[int, torch.Tensor]:
+    """By layer, (S, B, L): how much each row of the attention counts for each statistic."""
+    lengths = mask_BL.sum(dim=1, keepdim=True)
+    position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    content = sum(kind_BL == kind for kind in CONTENT).bool() & mask_BL
+    last = (position == mask_BL.shape[1] - 1) if is_left else position == lengths - 1
+    weights = {"column_sums": content, "eos_row": last, "pooled_row": last}
+    return {
+        layer: torch.stack(
+            [
+                weights[statistic].float().expand_as(mask_BL)
+                for statistic in tap_statistics(taps, layer)
+            ]
+        )
+        for layer in {int(tap.layers) for tap in taps}
+    }
+
+
+def layers_of(settings: Any, statistics: Sequence[str]) -> Attention:
+    """What taps a model gives whose language model has these settings."""
+    return Attention(tuple(statistics), settings.num_hidden_layers)
+
+
+def join(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """Batches one behind the other, padded to the longest."""
+    size = max(batch.mask.shape[1] for batch in batches)
+
+    def longer(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
+        shape = (len(tensor), size - tensor.shape[1], *tensor.shape[2:])
+        return torch.cat([tensor, tensor.new_full(shape, fill)], dim=1)
+
+    def joined(name: str, fill: float = 0) -> torch.Tensor | None:
+        own = [getattr(batch, name) for batch in batches]
+        return None if own[0] is None else torch.cat([longer(tensor, fill) for tensor in own])
+
+    pooled = [batch.pooled for batch in batches]
+    return TokenBatch(
+        joined("vectors"),
+        joined("mask"),
+        normalised=batches[0].normalised,
+        extents=joined("extents", torch.nan),
+        spans=joined("spans", -1),
+        kind=joined("kind"),
+        pooled=None if pooled[0] is None else torch.cat(pooled),
+    )
+
+
+def opened(data: bytes) -> Image.Image:
+    """A query picture, upright and in RGB.
+
+    Raises:
+        SpecError: it is none.
+    """
+    from PIL import ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        legal = f"a file of {', '.join(PICTURES)}"
+        raise SpecError("query", "the picture", legal, "cannot be read") from None
+
+
+def pictures_of(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:
+    """The pictures of an item in RGB, with the seconds from and to which each is shown.
+
+    The picture of a page or a photo has no time, NaN. A frame of a video is shown until the next.
+    """
+    if item.get("image"):
+        with Image.open(io.BytesIO(item["image"])) as picture:
+            return [(picture.convert("RGB"), np.nan, np.nan)]
+    frames = item.get("frames") or []
+    starts = [frame["seconds"] for frame in frames]
+    span = item.get("span") or {}
+    end = span.get("end") if span.get("unit") == "seconds" else None
+    if end is None:
+        end = starts[-1] if starts else 0.0
+    ends = [*starts[1:], max(end, starts[-1])] if starts else []
+    shown = []
+    for frame, start, stop in zip(frames, starts, ends, strict=True):
+        size = (frame["width"], frame["height"])
+        shown.append((Image.frombytes("RGB", size, frame["pixels"]), start, stop))
+    return shown
+
+
+def raster(rows: int, columns: int, times: tuple[float, float] = (np.nan, np.nan)) -> torch.Tensor:
+    """(rows * columns, 6) extents of the cells of a grid over a picture, row by row.
+
+    >>> raster(1, 2)[:, :4].tolist()
+    [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]
+    """
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    x, y = x.reshape(-1).float(), y.reshape(-1).float()
+    boxes = torch.stack([x / columns, y / rows, (x + 1) / columns, (y + 1) / rows], dim=1)
+    return torch.cat([boxes, torch.tensor([times]).float().expand(len(boxes), 2)], dim=1)
+
+
+def names_of(tokenizer: Any, read: ModelInput) -> list[str]:
+    """What each kept position of a query is called: its text; of a patch its place in the picture.
+
+    A patch is called by the middle of its cell, x and y in hundredths.
+    """
+    names = []
+    ids = read.sequence["input_ids"].tolist()
+    for number, kind, kept, box in zip(ids, read.kind, read.keep, read.extents, strict=True):
+        if not kept:
+            continue
+        if kind == VISUAL:
+            x, y = (50 * (box[0] + box[2])).round(), (50 * (box[1] + box[3])).round()
+            names.append(f"[{x:.0f},{y:.0f}]" if torch.isfinite(x) else "[]")
+        else:
+            names.append(tokenizer.decode([number]).strip() or tokenizer.decode([number]))
+    return names
+
+
+def text_kinds(tokenizer: Any, ids: torch.Tensor) -> torch.Tensor:
+    """(L,) int8: special tokens as `SPECIAL`, all others as `TEXT`."""
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=ids.dtype)
+    return torch.where(torch.isin(ids, special), SPECIAL, TEXT)
+
+
+def make_bidirectional(language_model: torch.nn.Module) -> None:
+    """Lets every position of a causal model see all others."""
+    language_model.config.is_causal = False  # by which the library makes its masks
+    for module in language_model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False

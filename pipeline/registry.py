@@ -66,6 +66,8 @@ class Registry:
 ENCODERS = Registry(
     "encoders",
     {
+        "colpali": "pipeline.encoders.colpali:ColPali",
+        "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",

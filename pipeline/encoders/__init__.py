@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec
+from pipeline.config import Spec, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -74,6 +74,11 @@ class Encoder(ABC):
         return cls.needs
 
     @classmethod
+    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+        """What a query may be: "text", "image", or both."""
+        return ("text",)
+
+    @classmethod
     def attention(cls, spec: Spec) -> Attention | None:
         """The attention statistics it can give, without loading the model; None: it gives none."""
         return None
@@ -83,12 +88,15 @@ class Encoder(ABC):
         """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
         return spec.name
 
-    def prepare(self, items: pa.Table) -> pa.Table:
-        """The items with all that `encode` reads, the stored `text` among it.
+    @classmethod
+    def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
+        """What gives items all that `encode` reads, the stored `text` among it.
 
-        Work apart from the model that gives the vectors: recognising text and speech.
+        Work apart from the model that gives the vectors, done without its weights: recognising
+        text and speech, bringing pictures into the model's form. It may run in processes of its
+        own, ahead of the model's.
         """
-        return items
+        return lambda items: items
 
     @classmethod
     def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
@@ -117,6 +125,17 @@ class Encoder(ABC):
     @abstractmethod
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order."""
+
+    def encode_pictures(self, pictures: Sequence[bytes]) -> EncodedQueries:
+        """Encodes pictures as queries, in order, for encoders whose `query_kinds` has "image".
+
+        Args:
+            pictures: files of PNG, JPEG or WebP.
+
+        Raises:
+            SpecError: one is no picture, or the encoder reads none.
+        """
+        raise SpecError("query", "a picture", "a text", f"is not read by {type(self).__name__}")
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:

@@ -152,9 +152,11 @@ class ColPaliReader(Reader):
         suffix = self.processor.query_augmentation_token * self.spec.num_augmentation
         read = self.processor(text=[text], suffix=suffix, return_tensors="pt")
         ids = read["input_ids"][0]
-        names = NAMES if self.spec.bidirectional_queries else NAMES[:1]
+        # Zeros see each other. Without this input transformers 5.23 masks causally where its
+        # attention is eager or a batch has padding, and else not at all.
+        types = torch.full_like(ids, 0 if self.spec.bidirectional_queries else 1)
         query = ModelInput.of(
-            {name: read[name][0] for name in names},
+            {"input_ids": ids, "token_type_ids": types},
             {},
             text_kinds(self.processor.tokenizer, ids),
         )

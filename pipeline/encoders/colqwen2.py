@@ -179,7 +179,5 @@ class ColQwen2Reader(Reader):
         suffix = self.processor.query_augmentation_token * self.spec.num_augmentation
         read = self.processor(text=[text], suffix=suffix, return_tensors="pt")
         ids = read["input_ids"][0]
-        query = ModelInput.of(
-            {"input_ids": ids}, {}, text_kinds(self.processor.tokenizer, ids)
-        )
+        query = ModelInput.of({"input_ids": ids}, {}, text_kinds(self.processor.tokenizer, ids))
         return query, names_of(self.processor.tokenizer, query)

@@ -179,9 +179,7 @@ def load_model(
         if "out of memory" in str(error).lower():
             raise
         legal = f"a checkpoint of a {model_class.__name__}"
-        raise SpecError(
-            "model", spec.model, legal, f"cannot be loaded ({_said(error)})"
-        ) from None
+        raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
     adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)

@@ -218,12 +218,8 @@ class SequenceEncoder(Encoder):
 
     @classmethod
     def preparer(cls, spec: CheckpointSpec) -> Callable[[pa.Table], pa.Table]:
-        """Reads items, in a process without the weights."""
+        """What reads items."""
         return cls.reader(spec).prepare
-
-    def prepare(self, items: pa.Table) -> pa.Table:
-        """The items as the model reads them."""
-        return items if READ in items.column_names else self._read_by.prepare(items)
 
     @property
     def _read_by(self) -> Reader:
@@ -235,8 +231,9 @@ class SequenceEncoder(Encoder):
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """Encodes items, those of like length together."""
-        column = self.prepare(items)[READ]
-        every = [unpacked(data.as_py()) for data in column]
+        if READ not in items.column_names:
+            items = self._read_by.prepare(items)
+        every = [unpacked(data.as_py()) for data in items[READ]]
         sizes = np.array([sum(map(len, inputs)) for inputs in every], dtype=np.int64)
         for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
             yield from self._encode(every, rows, taps)
@@ -275,7 +272,7 @@ class SequenceEncoder(Encoder):
                 raise SpecError("query", text, "a text with at least one word")
         return self._queries([self._read_by.text(text) for text in texts])
 
-    def encode_picture_queries(self, pictures: Sequence[bytes]) -> EncodedQueries:
+    def encode_pictures(self, pictures: Sequence[bytes]) -> EncodedQueries:
         """Encodes query pictures, in order.
 
         Raises:
@@ -348,7 +345,9 @@ class SequenceEncoder(Encoder):
                 ),
                 taps={tap.name: empty.new_zeros(empty.shape[:2]) for tap in taps},
             )
-        padded = {name: pad(tensor, lengths)[0] for name, tensor in flat.items() if name != "pooled"}
+        padded = {
+            name: pad(tensor, lengths)[0] for name, tensor in flat.items() if name != "pooled"
+        }
         _, mask = pad(flat["kind"], lengths)
         pooled = None
         if self.pooled_dim is not None:
@@ -389,9 +388,7 @@ class SequenceEncoder(Encoder):
         kind = padded([read.kind for read in inputs])
         keep = padded([read.keep for read in inputs])
         rows = tap_rows(kind, mask_BL, is_left, taps)
-        with (
-            recording(self.attending(), rows) if taps else contextlib.nullcontext()
-        ) as recorded:
+        with recording(self.attending(), rows) if taps else contextlib.nullcontext() as recorded:
             states_BLD, pooled_BP = self.forward(given, mask_BL)
         vectors = states_BLD[keep].float()
         result = {

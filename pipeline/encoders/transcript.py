@@ -22,7 +22,7 @@ from pipeline.registry import OCR, SPEECH, OcrSpec, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
-from pipeline.transcribe import Line, Recogniser
+from pipeline.transcribe import Line
 
 #: What recognisers read, and nobody behind them.
 PAYLOAD = ("scan", "frames", "audio")
@@ -31,7 +31,7 @@ PAYLOAD = ("scan", "frames", "audio")
 class Transcript(Encoder):
     """Words from text layers, pictures and sound, and MiniLM's vectors of their tokens.
 
-    `prepare` turns an item into text: its own text if it has one, else what the OCR reads in it;
+    `preparer` turns an item into text: its own text if it has one, else what the OCR reads in it;
     then, behind an empty line, what is said. `encode` gives the vectors of that text, each token
     with the box and the times of its word, and of kind `TEXT` or `AUDIO`. An item without a word
     has no token.
@@ -61,7 +61,6 @@ class Transcript(Encoder):
     def __init__(self, spec: Spec):
         self.spec = spec
         self._minilm = MiniLM(spec.text)
-        self._recognisers: tuple[Recogniser | None, Recogniser | None] | None = None
         self.dim, self.pooled_dim = self._minilm.dim, self._minilm.pooled_dim
         self.normalised = self._minilm.normalised
         self.fingerprint = self._minilm.fingerprint
@@ -113,35 +112,10 @@ class Transcript(Encoder):
                 )
         return said
 
-    def prepare(self, items: pa.Table) -> pa.Table:
-        """The items with their words in `text` and the columns of `Words`, payload left out."""
-        if self._recognisers is None:  # a search encodes queries only, and loads none
-            self._recognisers = tuple(
-                None if part is None else registry.build(part)
-                for registry, part in ((OCR, self.spec.ocr), (SPEECH, self.spec.speech))
-            )
-        # Row by row: the pictures of one item may be large.
-        read = (*ITEM.names, "word_spans", "word_boxes", *PAYLOAD)
-        columns = [name for name in read if name in items.column_names]
-        transcripts = [
-            self._transcribe({name: items[name][row].as_py() for name in columns})
-            for row in range(items.num_rows)
-        ]
-        added = {
-            "text": (pa.string(), [t.text or None for t in transcripts]),
-            "word_spans": (WORD_SPANS, [t.spans for t in transcripts]),
-            "word_boxes": (WORD_BOXES, [t.boxes for t in transcripts]),
-            "word_times": (WORD_TIMES, [t.times for t in transcripts]),
-            "word_kinds": (WORD_KINDS, [t.kinds for t in transcripts]),
-        }
-        items = items.drop_columns([name for name in PAYLOAD if name in items.column_names])
-        for name, (type, values) in added.items():
-            column = pa.array(values, type)
-            if name in items.column_names:
-                items = items.set_column(items.column_names.index(name), name, column)
-            else:
-                items = items.append_column(name, column)
-        return items
+    @classmethod
+    def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
+        """Gives items their words in `text` and the columns of `Words`, and drops their payload."""
+        return _Recognition(spec).recognise
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
@@ -166,15 +140,6 @@ class Transcript(Encoder):
         """
         return self._minilm.encode_queries(texts)
 
-    def _transcribe(self, item: dict[str, Any]) -> _Transcript:
-        ocr, speech = self._recognisers
-        transcript = _Transcript(item)
-        if ocr is not None and not transcript.text:
-            transcript.add(ocr.lines(item))
-        if speech is not None:
-            transcript.add(speech.lines(item))
-        return transcript
-
 
 def _parts(spec: Transcript.Spec) -> list[tuple[str, config.Spec]]:
     """The recognisers of a spec, by their fields."""
@@ -183,6 +148,49 @@ def _parts(spec: Transcript.Spec) -> list[tuple[str, config.Spec]]:
 
 def _registry(field: str):
     return {"ocr": OCR, "speech": SPEECH}[field]
+
+
+class _Recognition:
+    """The recognisers of a spec over items."""
+
+    def __init__(self, spec: Transcript.Spec):
+        self._ocr, self._speech = (
+            None if part is None else registry.build(part)
+            for registry, part in ((OCR, spec.ocr), (SPEECH, spec.speech))
+        )
+
+    def recognise(self, items: pa.Table) -> pa.Table:
+        """The items with their words in `text` and the columns of `Words`, payload left out."""
+        # Row by row: the pictures of one item may be large.
+        read = (*ITEM.names, "word_spans", "word_boxes", *PAYLOAD)
+        columns = [name for name in read if name in items.column_names]
+        transcripts = [
+            self._transcribe({name: items[name][row].as_py() for name in columns})
+            for row in range(items.num_rows)
+        ]
+        added = {
+            "text": (pa.string(), [t.text or None for t in transcripts]),
+            "word_spans": (WORD_SPANS, [t.spans for t in transcripts]),
+            "word_boxes": (WORD_BOXES, [t.boxes for t in transcripts]),
+            "word_times": (WORD_TIMES, [t.times for t in transcripts]),
+            "word_kinds": (WORD_KINDS, [t.kinds for t in transcripts]),
+        }
+        items = items.drop_columns([name for name in PAYLOAD if name in items.column_names])
+        for name, (type, values) in added.items():
+            column = pa.array(values, type)
+            if name in items.column_names:
+                items = items.set_column(items.column_names.index(name), name, column)
+            else:
+                items = items.append_column(name, column)
+        return items
+
+    def _transcribe(self, item: dict[str, Any]) -> _Transcript:
+        transcript = _Transcript(item)
+        if self._ocr is not None and not transcript.text:
+            transcript.add(self._ocr.lines(item))
+        if self._speech is not None:
+            transcript.add(self._speech.lines(item))
+        return transcript
 
 
 class _Transcript:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -44,11 +44,18 @@ from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, store
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import Index, check_location, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import Compress, Encode, Represent, WriteFragments, with_taps
+from pipeline.index.stages import (
+    Compress,
+    Encode,
+    Prepare,
+    Represent,
+    WriteFragments,
+    with_taps,
+)
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
-from pipeline.stage import Resources, chain, from_ipc, packed_table
+from pipeline.stage import Resources, Stage, chain, from_ipc, packed_table
 from pipeline.taps import Tap, TapName, single_taps
 from pipeline.tokens import TokenBatch, flat_from_arrow
 
@@ -86,11 +93,19 @@ class IndexResources(Spec):
     """How much hardware each step of the index job takes: a resources profile."""
 
     read: Resources = Resources(num_cpus=0.25, max_actors=2)
+    prepare: Resources | None = None  # recognising, picture processing; None: in the encoder's
     encode: Resources = Resources(num_cpus=1.0, num_threads=2)
     compress: Resources | None = None  # None: in the encoder's actor
     write: Resources = Resources(num_cpus=0.25)
+    # "auto" spreads a model over the GPUs of its actor, for one that is larger than a GPU.
+    device_map: Literal["auto"] | None = None
     # Of a local cluster; Ray takes no less than 75 MiB.
     object_store_bytes: int | None = Field(default=None, ge=75 * 2**20)
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What an encoder is told of where its weights go."""
+        return {"device_map": self.device_map} if self.device_map else {}
 
 
 @dataclass
@@ -483,10 +498,15 @@ class Run:
         wanted = every_representation(spec)
         encode = encode_stage(spec, self.facts, wanted)
         compress = Compress(self.facts, wanted, self.learned, self.encoder_columns)
+        encode.placement = resources.placement
+        groups: list[tuple[list[Stage], Resources]] = []
+        if resources.prepare is not None and encode.prepares:
+            groups.append(([Prepare(spec.encoder)], resources.prepare))
+            encode.prepares = False
         if resources.compress is None:
-            groups = [([Represent(encode, compress)], resources.encode)]
+            groups.append(([Represent(encode, compress)], resources.encode))
         else:
-            groups = [([encode], resources.encode), ([compress], resources.compress)]
+            groups += [([encode], resources.encode), ([compress], resources.compress)]
         payload = self.listing.build_source().payload
         units = chain(units, groups, [*ITEM.names, *payload.names])
         return units.map_batches(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import lance
 import numpy as np
@@ -48,6 +49,21 @@ NOTHING = "nothing to index"
 Problems = dict[int, str]
 
 
+class Prepare(Stage):
+    """Gives items all that their encoder reads, in processes without its weights."""
+
+    name = "prepare"
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    def setup(self) -> None:
+        self._prepare = ENCODERS.load(self.spec.name).preparer(self.spec)
+
+    def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
+        return self._prepare(items), []
+
+
 class Encode(Stage):
     """Turns items into token vectors, as columns of Arrow lists, for each wanted aspect of them."""
 
@@ -62,6 +78,8 @@ class Encode(Stage):
     ):
         self.spec, self.facts, self.aspects = spec, facts, aspects
         self.taps = taps  # of one layer each
+        self.prepares = "content" in aspects  # unless a stage before this one does
+        self.placement: dict[str, Any] = {}  # on which devices; said by the resources profile
         self.needs = ENCODERS.load(spec.name).needs if "content" in aspects else ("caption",)
         self.adds = tuple(
             token_column(aspect, name)
@@ -70,16 +88,17 @@ class Encode(Stage):
         )
 
     def setup(self) -> None:
-        self._encoder = ENCODERS.build(self.spec)
+        self._encoder = ENCODERS.build(self.spec, **self.placement)
+        self._prepare = self._encoder.preparer(self.spec) if self.prepares else None
         why = self._encoder.nothing if "content" in self.aspects else "no caption"
         self.nothing = f"{NOTHING}: {why}"
 
     def prepare(self, items: pa.Table) -> pa.Table:
         """The items with all that the encoder reads."""
         start = time.perf_counter()
-        if "content" in self.aspects:
-            items = self._encoder.prepare(items)
-        self.recognising = time.perf_counter() - start
+        if self._prepare is not None:
+            items = self._prepare(items)
+        self.preparing = time.perf_counter() - start
         return items
 
     def batches(self, items: pa.Table) -> Iterator[tuple[str, np.ndarray, TokenBatch, Problems]]:
@@ -109,11 +128,11 @@ class Encode(Stage):
                 columns[TAP + tap.name] = tap_values(batch, tap)
             named = {token_column(aspect, name): column for name, column in columns.items()}
             found.add(aspect, rows, pa.table(named), problems)
-        self._seconds = {"encode": time.perf_counter() - start, **recognising(self)}
+        self._seconds = {"encode": time.perf_counter() - start, **preparing(self)}
         return found.join(items.select(ITEM.names), self.aspects, self.nothing)
 
     def seconds(self, elapsed: float) -> dict[str, float]:
-        """Recognising and encoding apart, for the progress line."""
+        """Preparing and encoding apart, for the progress line."""
         return self._seconds
 
 
@@ -212,17 +231,17 @@ class Represent(Stage):
             self.num_tokens += int(batch.mask.sum())
             compressing += time.perf_counter() - start
         encoding = time.perf_counter() - started - compressing
-        self._seconds = {**recognising(self.encode), "encode": encoding, "compress": compressing}
+        self._seconds = {**preparing(self.encode), "encode": encoding, "compress": compressing}
         return found.join(items.select(ITEM.names), self.encode.aspects, self.encode.nothing)
 
     def seconds(self, elapsed: float) -> dict[str, float]:
-        """Recognising, encoding and compressing apart, for the progress line."""
+        """Preparing, encoding and compressing apart, for the progress line."""
         return self._seconds
 
 
-def recognising(encode: Encode) -> dict[str, float]:
+def preparing(encode: Encode) -> dict[str, float]:
     """The time of the last `prepare` by name, if it took any."""
-    return {"recognise": encode.recognising} if encode.recognising > 1e-3 else {}
+    return {"prepare": encode.preparing} if encode.preparing > 1e-3 else {}
 
 
 def token_columns_of(facts: EncoderFacts) -> tuple[str, ...]:

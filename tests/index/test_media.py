@@ -92,7 +92,7 @@ def uri(cluster, folder) -> Path:
     progress, said = run(folder / "index", write_corpus(folder), "transcript", FULL, CAPTION)
     assert (progress.listed, progress.indexed) == (11, 5)
     assert said[-1].startswith("listed 11 = indexed 5 (5 new")
-    assert progress.seconds["recognise"] > progress.seconds["encode"]
+    assert progress.seconds["prepare"] > progress.seconds["encode"]
     return folder / "index"
 
 

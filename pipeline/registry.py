@@ -66,6 +66,7 @@ class Registry:
 ENCODERS = Registry(
     "encoders",
     {
+        "colmodernvbert": "pipeline.encoders.colmodernvbert:ColModernVBert",
         "colpali": "pipeline.encoders.colpali:ColPali",
         "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
         "minilm": "pipeline.encoders.minilm:MiniLM",

@@ -1,0 +1,152 @@
+"""What transformers' classes for visual retrieval have in common: `ColPaliForRetrieval` and others.
+
+Each is a vision-language model with a projection (`embedding_proj_layer`), whose output has the
+token vectors as `embeddings`, and a processor with `process_images` and `process_queries`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from pipeline.encoders import Attention
+from pipeline.encoders.loading import CheckpointSpec, check_checkpoint, fingerprint_of, load_model
+from pipeline.encoders.sequences import (
+    ModelInput,
+    Reader,
+    SequenceEncoder,
+    layers_of,
+    names_of,
+    pictures_of,
+    text_kinds,
+)
+
+
+class RetrievalSpec(CheckpointSpec):
+    """How queries are put to a model.
+
+    Attributes:
+        query_prefix: put before each query; null: the checkpoint's own.
+        num_augmentation: tokens put behind each query, which count in MaxSim.
+    """
+
+    query_prefix: str | None = None
+    num_augmentation: int = Field(10, ge=0)
+
+
+class Retrieval(SequenceEncoder):
+    """One vector a token of a picture, and one a token of the prompt around it.
+
+    Of what has several pictures, such as the frames of a video, each is read by itself. A picture
+    as a query is read as a page is.
+    """
+
+    model_class: ClassVar[type[PreTrainedModel]]
+    reader_class: ClassVar[type[RetrievalReader]]
+
+    normalised = True
+    pooled_dim = None
+    nothing = "no picture"
+
+    def __init__(self, spec: RetrievalSpec, device_map: str | None = None):
+        super().__init__(spec, device_map)
+        self.dim = self.model.config.embedding_dim
+        self.fingerprint = fingerprint_of(spec)
+
+    @classmethod
+    def check(cls, spec: RetrievalSpec) -> None:
+        """Raises `SpecError` if the checkpoint is not there, or is one of another class."""
+        check_checkpoint(spec, cls.model_class.config_class.model_type)
+        cls.reader(spec)
+
+    @classmethod
+    def wants(cls, spec: RetrievalSpec) -> tuple[str, ...]:
+        """Pictures, and the frames of videos."""
+        return ("image", "frames")
+
+    @classmethod
+    def attention(cls, spec: RetrievalSpec) -> Attention:
+        """Column sums, and the row of the last token; it has no pooled vector."""
+        settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
+        return layers_of(settings.vlm_config.text_config, ("column_sums", "eos_row"))
+
+    @classmethod
+    def query_kinds(cls, spec: RetrievalSpec) -> tuple[str, ...]:
+        """Texts and pictures."""
+        return ("text", "image")
+
+    @classmethod
+    def load(cls, spec: RetrievalSpec, device_map: str | None) -> PreTrainedModel:
+        """The model."""
+        return load_model(spec, cls.model_class, device_map)
+
+    @classmethod
+    def reader(cls, spec: RetrievalSpec) -> RetrievalReader:
+        """What reads pictures and queries."""
+        return cls.reader_class(spec)
+
+    def attending(self) -> torch.nn.Module:
+        """The language model, behind the vision tower."""
+        return self.model.vlm.language_model
+
+    def forward(
+        self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """The projected states."""
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        return self.model(**inputs).embeddings, None
+
+
+class RetrievalReader(Reader):
+    """Pictures and queries through the checkpoint's processor.
+
+    Args:
+        processor: of the checkpoint; its own prefix for queries is replaced if the spec has one.
+    """
+
+    def __init__(self, spec: RetrievalSpec, processor: Any):
+        super().__init__(spec)
+        self.processor = processor
+        if spec.query_prefix is not None:
+            processor.query_prefix = spec.query_prefix
+
+    @abstractmethod
+    def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
+        """A picture that is shown from one second to another, NaN if it has no time.
+
+        Raises:
+            Unreadable: it is none for this model.
+        """
+
+    def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
+        """A sequence a picture.
+
+        Raises:
+            Unreadable: one is none for this model.
+        """
+        return [self.shown(*shown) for shown in pictures_of(item)]
+
+    def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
+        """A query picture, read as a page is."""
+        read = self.shown(picture, torch.nan, torch.nan)
+        return read, names_of(self.processor.tokenizer, read)
+
+    def text(self, text: str) -> tuple[ModelInput, list[str]]:
+        """A query with its prefix, and augmentation tokens behind it."""
+        suffix = self.processor.query_augmentation_token * self.spec.num_augmentation
+        read = self.processor.process_queries([text], suffix=suffix, return_tensors="pt")
+        ids = read["input_ids"][0]
+        kinds = text_kinds(self.processor.tokenizer, ids)
+        query = ModelInput.of(self.query_inputs(ids), {}, kinds)
+        return query, names_of(self.processor.tokenizer, query)
+
+    def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model reads of a query, by name."""
+        return {"input_ids": ids}

@@ -7,6 +7,7 @@
     python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
+    python -m jobs.search INDEX --image photo.jpg
     python -m jobs.search INDEX --query-vectors query.npy
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
 
@@ -46,6 +47,8 @@ BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
 #: Queries of a file that are encoded and scored together: bounds memory, however many there are.
 QUERIES_AT_ONCE = 256
+#: Of a query's picture.
+MOST_IMAGE_BYTES = 64 << 20
 #: Seconds between two lines of progress.
 SAY_EVERY = 10.0
 
@@ -58,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--save-maps is for one query, without --run and --json")
     if args.json and args.run:
         parser.error("--json is of printed hits, without --run")
-    if sum(map(bool, (args.query, args.queries, args.query_vectors))) != 1:
-        parser.error("one of QUERY, --queries and --query-vectors is needed, and only one")
+    if sum(map(bool, (args.query, args.image, args.queries, args.query_vectors))) != 1:
+        several = "QUERY, --image, --queries and --query-vectors"
+        parser.error(f"one of {several} is needed, and only one")
 
     from pipeline.atomic import check_writable
     from pipeline.eval.topics import read_ids, read_queries, read_query_vectors
@@ -73,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.save_maps and len(queries) > 1:
             problem = f"holds {len(queries):,} queries"
             raise SpecError("query-vectors", args.query_vectors, "one with --save-maps", problem)
+    elif args.image:
+        queries = {"1": _read_image(args.image)}
     else:
         queries = {"1": " ".join(args.query)}
     named = {field: getattr(args, field) for field in ("ids", "parents")}
@@ -83,6 +89,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.save_maps, "save-maps")
     with _opened(args) as searcher:
         _search(searcher, queries, named, args)
+
+
+def _read_image(uri: str) -> bytes:
+    """A picture's file.
+
+    Raises:
+        SpecError: it is not there, or too large to be one.
+    """
+    import fsspec
+
+    legal = f"a PNG, JPEG or WebP file of {MOST_IMAGE_BYTES:,} bytes at most"
+    try:
+        with fsspec.open(uri) as file:
+            data = file.read(MOST_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise SpecError("image", uri, legal, f"cannot be read ({error})") from None
+    if len(data) > MOST_IMAGE_BYTES:
+        raise SpecError("image", uri, legal, "is too large")
+    return data
 
 
 @contextlib.contextmanager
@@ -163,6 +188,7 @@ def _parser() -> jobs.Parser:
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="the URI of an index")
     parser.add_argument("query", nargs="*", default=[], help="a text")
+    parser.add_argument("--image", metavar="FILE", help="a picture: PNG, JPEG or WebP")
     parser.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
     parser.add_argument("--representation", help="default: full if there is one, else the first")
@@ -249,14 +275,14 @@ class _Rank:
 
     def __init__(self, searcher: Searcher, queries: Mapping[str, Any], how: Mapping[str, Any]):
         self._searcher, self._queries, self._how = searcher, queries, how
-        self._are_texts = all(isinstance(query, str) for query in queries.values())
+        self._are_encoded = all(isinstance(query, str | bytes) for query in queries.values())
         self._encoding = self._scoring = 0.0  # seconds
         self._done = self.num_hits = 0
 
     def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
         """The ids of the queries and what they found, best first."""
         name = self._how["representation"]
-        if self._are_texts:
+        if self._are_encoded:
             self._searcher.encoder(name)  # what is loaded once is not timed
         self._searcher.load(name, self._how["score"])
         said = time.monotonic()
@@ -285,7 +311,7 @@ class _Rank:
         """How many queries were encoded and scored a second."""
         scored = f"scored {self._done / self._scoring:,.1f} queries/s"
         encoded = f"encoded {self._done / self._encoding:,.1f} queries/s, "
-        return (encoded if self._are_texts else "") + scored
+        return (encoded if self._are_encoded else "") + scored
 
 
 def _stop(*_: object) -> None:
@@ -294,7 +320,7 @@ def _stop(*_: object) -> None:
 
 def write_maps(
     searcher: Searcher,
-    query: str | np.ndarray,
+    query: str | bytes | np.ndarray,
     hits: Sequence[Hit],
     representation: str,
     folder: str,
@@ -306,7 +332,7 @@ def write_maps(
         SpecError: no hit has one; as the first says.
     """
     from pipeline.search import maps
-    from pipeline.search.explain import printable
+    from pipeline.search.explain import NO_SPAN, printable
 
     moved = (named.rpartition("=") for named in documents)
     previews = maps.Previews(searcher.index, {name: where for name, _, where in moved})
@@ -321,7 +347,8 @@ def write_maps(
                 print(f"map {hit.rank}: none; {error}")
             continue
         best = map.best_word()
-        print(f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {printable(best.text)}")
+        brightest = printable(best.text) or place(Place(NO_SPAN, best.box, best.times))
+        print(f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {brightest}")
     if errors and len(errors) == len(hits):
         raise errors[0]
 
@@ -341,7 +368,7 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         ranges = [words for match in best_half(hit.matches) for words in match.spans]
         if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
             lines.append(f"     {shown}")
-        if hit.text and (where := best_place(hit.text, hit.matches)):
+        if where := best_place(hit.text, hit.matches):
             lines.append(f"     {place(where)}")
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ MOST_TILES = 6
 class ColModernVBertReader(RetrievalReader):
     """A picture is cut into tiles, each seen in full resolution, and shown once more as a whole.
 
-    A token of a tile has the place that it has in the whole picture, so every spot is covered twice.
+    A token of a tile has its place in the whole picture, so every spot is covered twice.
     """
 
     def __init__(self, spec: ColModernVBert.Spec):

@@ -52,6 +52,11 @@ class Precomputed(Encoder):
     def check(cls, spec: Spec) -> None:
         """Nothing can be wrong here: the widths are checked where the vectors are."""
 
+    @classmethod
+    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+        """None: queries are vectors."""
+        return ()
+
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:

@@ -188,6 +188,7 @@ class EncoderFacts:
     fingerprint: str
     prefix: str  # how the encoder's own columns begin (pooled vector and positions)
     num_layers: int | None = None  # of a model that gives attention statistics
+    query_kinds: tuple[str, ...] = ("text",)  # what it reads as a query
 
     @classmethod
     def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
@@ -200,6 +201,7 @@ class EncoderFacts:
             **known,
             prefix=encoder.columns_prefix(spec),
             num_layers=attention and attention.num_layers,
+            query_kinds=encoder.query_kinds(spec),
         )
 
     def about(self, aspect: str) -> EncoderFacts:
@@ -207,6 +209,12 @@ class EncoderFacts:
         if aspect == "content":
             return self
         return replace(self, has_extents=False, prefix=f"{self.prefix}_{aspect}")
+
+
+def query_kinds(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a representation's encoder reads as a query: "text", "image", both, or neither."""
+    default = [] if about["encoder"]["name"] == "precomputed" else ["text"]  # of older indexes
+    return tuple(about.get("queries", default))
 
 
 def fitted_for(about: dict[str, Any]) -> dict[str, Any]:
@@ -311,6 +319,7 @@ def representation_fields(
         "columns": prefix,
         "pooled": pooled_id(facts),
         "num_layers": facts.num_layers,
+        "queries": list(facts.query_kinds),
         "positions": {kind: f"{facts.prefix}_{kind}" for kind in position_columns(facts)},
     }
     codec = CODECS.build(representation.codec)

@@ -30,6 +30,7 @@ from pipeline.index.columns import (
     by_role,
     every_representation,
     needed_taps,
+    query_kinds,
     refuse_other_settings,
     tap_column,
     taps_of,
@@ -158,6 +159,7 @@ def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
         fingerprint=about["fingerprint"],
         prefix=about.get("columns", about["encoder"]["name"]),
         num_layers=about.get("num_layers"),
+        query_kinds=query_kinds(about),
     )
     return facts, about.get("of", "content")
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from pipeline.schema import Match, Place
 
+#: The characters of what is no word: of a patch of a picture.
+NO_SPAN = (-1, -1)
 DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
 
 
@@ -78,13 +80,18 @@ def place_of(span: Sequence[int], extent: Sequence[float]) -> Place | None:
     return Place(tuple(span), box, times) if box or times else None
 
 
-def best_place(text: str, matches: Sequence[Match], *, width: int = 240) -> Place | None:
+def best_place(text: str | None, matches: Sequence[Match], *, width: int = 240) -> Place | None:
     """Where the words are that `snippet` shows and marks: what is shown together, or said.
 
     Of frames and of speech in one stretch of text the one with more marked words counts, and of
     frames the one; the box is around its marked words, the times are from the first to the last.
+    Of patches, which are no words, it is the one that matched best.
     """
     best = best_half(matches)
+    if not any(match.spans for match in best):
+        seen = [match for match in best if match.places]
+        return max(seen, key=lambda match: match.similarity).places[0] if seen else None
+    text = text or ""
     start, end, _ = _shown(text, [span for match in best for span in match.spans], width)
     places = [
         place

@@ -26,7 +26,7 @@ from pipeline.decoding import Unreadable
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import SOURCES
 from pipeline.schema import Hit
-from pipeline.search.explain import outputs_of, place_of
+from pipeline.search.explain import NO_SPAN, outputs_of, place_of
 from pipeline.search.queries import Queries
 from pipeline.search.searcher import Searcher
 from pipeline.sources import NO_PREVIEW, Source, content_in
@@ -38,6 +38,8 @@ MAX_OPACITY = 150
 
 #: The longer side of pictures in reports.
 REPORT_PIXELS = 900
+#: Query tokens that have a map each.
+MOST_TOKEN_MAPS = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Word:
     """A word of an item and how it matches.
 
     Attributes:
-        text: the word, or the part of it in this box.
+        text: the word, or the part of it in this box; empty: a patch of a picture, no word.
         box: x0 y0 x1 y1 in [0, 1] of the page, photo or frame; None if it is not to be seen.
         times: t0 t1 in seconds of the parent; None if it has no time.
         similarities: (M,) with each query token, the best of the word's tokens; NaN if no vector
@@ -117,14 +119,14 @@ class SimilarityMap:
 
 def similarity_map(
     searcher: Searcher,
-    query: str | np.ndarray | Queries,
+    query: str | bytes | np.ndarray | Queries,
     item_id: str,
     representation: str | None = None,
 ) -> SimilarityMap:
     """Compares a query with the words of an item.
 
     Args:
-        query: a text, its token vectors, or what `Searcher.queries` gave for it alone.
+        query: a text or a picture, its token vectors, or what `Searcher.queries` gave for it alone.
 
     Raises:
         SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the
@@ -345,14 +347,16 @@ def smaller(picture: bytes) -> bytes:
 def write_maps(folder: str, number: int, previews: Previews, map: SimilarityMap) -> list[str]:
     """Writes a hit's maps: of the whole query, of each query token, and the numbers as JSON.
 
-    Words without a place, such as those of a caption, light nothing: the picture is there once.
+    Words without a place, such as those of a caption, light nothing: the picture is there once. So
+    it is for a query of very many tokens, a picture.
 
     Returns:
         The names of the files, `<number>.png`, `<number>-<token>-<text>.png`, `<number>.json`.
     """
     files = {f"{number}.png": light(previews, map), f"{number}.json": map.to_json()}
     has_places = any(word.box or word.times for word in map.words)
-    for token, text in enumerate(map.query_tokens if has_places else []):
+    apart = has_places and len(map.query_tokens) <= MOST_TOKEN_MAPS
+    for token, text in enumerate(map.query_tokens if apart else []):
         name = re.sub(r"\W+", "_", text)[:20]
         files[f"{number}-{token + 1:02d}-{name}.png"] = light(previews, map, token)
     for name, data in files.items():
@@ -387,18 +391,25 @@ def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> 
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
     if not table.num_rows:
         raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
-    spans = positions.get("spans")
-    if spans not in table.column_names or not table[spans].is_valid()[0].as_py():
-        legal = "an item of an index that keeps positions, made by an encoder of words"
-        raise SpecError("item_id", item_id, legal, "has no words")
+    if _num_tokens(table, positions) is None:
+        legal = "an item of an index that keeps positions, made by an encoder of words or patches"
+        raise SpecError("item_id", item_id, legal, "has no words and no patches")
     if not table[name].is_valid()[0].as_py():
         raise SpecError("item_id", item_id, f"an item with vectors in {name}", "has none")
     return table.combine_chunks()
 
 
+def _num_tokens(row: Any, positions: Mapping[str, str]) -> int | None:
+    """How many input tokens an item has, where their places are stored; else None."""
+    for column in positions.values():
+        if column in row.column_names and row[column].is_valid()[0].as_py():
+            return len(row[column][0])
+    return None
+
+
 def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> np.ndarray:
     """(T,) for each input token the vector that stands for it, or -1."""
-    num_tokens = len(row[about["positions"]["spans"]][0])
+    num_tokens = _num_tokens(row, about["positions"])
     if about["compressor"]["name"] == "none":
         return np.arange(num_tokens)
     if about.get("support") not in row.column_names:
@@ -412,7 +423,9 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
     """Neighbouring tokens of one place, as words; without places, those of one run of letters."""
     positions = about["positions"]
     text = row[about.get("text", "text")][0].as_py()
-    spans_T2 = np.array(row[positions["spans"]][0].as_py())
+    num_tokens = _num_tokens(row, positions)
+    is_text = positions.get("spans") in row.column_names
+    spans_T2 = np.array(row[positions["spans"]][0].as_py() if is_text else [NO_SPAN] * num_tokens)
     extents_T6 = np.full((len(spans_T2), 6), np.nan)
     extents = positions.get("extents")
     if extents in row.column_names and row[extents].is_valid()[0].as_py():
@@ -424,7 +437,7 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
     starts = np.flatnonzero(np.r_[True, np.where(has_place_T[1:], moves_T, ~touches_T)])
     words = []
     for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
-        if (has_place_T.any() and not has_place_T[start]) or spans_T2[start, 0] < 0:
+        if (has_place_T.any() and not has_place_T[start]) or (is_text and spans_T2[start, 0] < 0):
             continue
         own = sim_MT[:, start:stop]
         there = ~np.isnan(own).all(axis=0)
@@ -433,5 +446,6 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
         found = place_of((first, last), extents_T6[start].tolist())
         box, times = (found.box, found.times) if found else (None, None)
         credit = float(credit_T[start:stop].max())
-        words.append(Word(text[first:last], box, times, similarities, credit))
+        word = text[first:last] if is_text else ""
+        words.append(Word(word, box, times, similarities, credit))
     return words

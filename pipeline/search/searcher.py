@@ -37,12 +37,12 @@ from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Hit, Match, Parts, Place
 from pipeline.search.cache import packed_column
-from pipeline.search.explain import input_tokens, merge, place_of
+from pipeline.search.explain import NO_SPAN, input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
 from pipeline.search.packed import PackedVectors
 from pipeline.search.queries import Queries, bad_query
 
-AnyQueries = Sequence[str] | Sequence[np.ndarray] | EncodedQueries | Queries
+AnyQueries = Sequence[str] | Sequence[bytes] | Sequence[np.ndarray] | EncodedQueries | Queries
 Score = Literal["late", "single", "hybrid"]
 SCORES: tuple[str, ...] = get_args(Score)
 
@@ -139,7 +139,7 @@ class Searcher:
 
     def search(
         self,
-        query: str | np.ndarray | AnyQueries,
+        query: str | bytes | np.ndarray | AnyQueries,
         representation: str | None = None,
         *,
         k: int = 10,
@@ -154,8 +154,9 @@ class Searcher:
         """Finds the k best items for a query, exactly; equal scores in the order of the item ids.
 
         Args:
-            query: a text; or token vectors (M, D); or a list of either, or encoded queries, or
-                what `queries` gave for this representation.
+            query: a text; or a picture, as the bytes of a PNG, JPEG or WebP file; or token vectors
+                (M, D); or a list of one of these, or encoded queries, or what `queries` gave for
+                this representation.
             representation: the column to search; default `full` if there is one, else the first.
             k: the most hits to return.
             score: "late", "single" or "hybrid"; see the module.
@@ -177,7 +178,7 @@ class Searcher:
         """
         name, about = self.representation(representation)
         rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
-        alone = isinstance(query, str | np.ndarray)
+        alone = isinstance(query, str | bytes | np.ndarray)
         queries = self.queries([query] if alone else query, name)
         rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
         hits = self.hits(rankings, queries, name, explain=explain)
@@ -256,10 +257,11 @@ class Searcher:
         queries: AnyQueries,
         representation: str | None = None,
     ) -> Queries:
-        """Query vectors for a representation, from texts, vectors or what its encoder gave.
+        """Query vectors for a representation, from texts, pictures, vectors or encoded queries.
 
         Raises:
-            SpecError: an empty text, or vectors of another dimension, or without a direction.
+            SpecError: an empty text, a picture that its encoder does not read, or vectors of
+                another dimension, or without a direction.
         """
         if isinstance(queries, Queries):
             return queries
@@ -270,6 +272,9 @@ class Searcher:
             check_texts(queries)
             encoder = self.encoder(representation)
             ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
+        elif len(queries) and all(isinstance(query, bytes) for query in queries):
+            encoder = self.encoder(representation)
+            ready = Queries.of_encoded(encoder.encode_pictures(list(queries)))
         else:
             ready = Queries.of_vectors(queries)
         return self.transformed(ready, name)
@@ -570,10 +575,12 @@ class _Positions:
 
     def places(self, tokens: Sequence[int]) -> tuple[Place, ...]:
         """Where some input tokens are to be seen or heard, in the order of the text."""
-        if not self.spans or not self.extents:
+        if not self.extents:
             return ()
-        found = (place_of(self.spans[i], self.extents[i]) for i in tokens)
-        return tuple(sorted({p for p in found if p}, key=lambda place: place.span))
+        spans = self.spans or [NO_SPAN] * len(self.extents)
+        found = (place_of(spans[i], self.extents[i]) for i in tokens)
+        places = dict.fromkeys(place for place in found if place)
+        return tuple(sorted(places, key=lambda place: place.span))
 
 
 def _positions(row: dict[str, Any], about: dict[str, Any]) -> _Positions:

@@ -13,6 +13,7 @@ twice; an evaluation carries a key by which the server knows it again.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import random
 import time
@@ -29,7 +30,7 @@ from pydantic import ValidationError
 from pipeline.serve import wire
 
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
-AnyQuery = str | Sequence[Sequence[float]] | wire.Query
+AnyQuery = str | bytes | Sequence[Sequence[float]] | wire.Query
 
 #: Where the key is looked for if none is given.
 VARIABLE = "MAXRAY_KEY"
@@ -87,8 +88,8 @@ def _search_batch(
     return _Call("POST", "/v1/search:batch", wire.BatchAnswer, body)
 
 
-def _encode(queries: Sequence[str], options: Mapping[str, Any]) -> _Call[wire.EncodeAnswer]:
-    body = wire.EncodeRequest(queries=list(queries), **options)
+def _encode(queries: Sequence[AnyQuery], options: Mapping[str, Any]) -> _Call[wire.EncodeAnswer]:
+    body = wire.EncodeRequest(queries=[_query(query) for query in queries], **options)
     return _Call("POST", "/v1/encode", wire.EncodeAnswer, body)
 
 
@@ -126,9 +127,11 @@ def _file(name: str, path: str) -> _Call[wire.Answer]:
 
 
 def _query(query: AnyQuery) -> wire.Query:
-    """A text, or vectors of any kind of array."""
+    """A text, a picture's file, or vectors of any kind of array."""
     if isinstance(query, str | wire.Vectors | wire.Image):
         return query
+    if isinstance(query, bytes):
+        return wire.Image(image=base64.b64encode(query).decode())
     rows = query.tolist() if hasattr(query, "tolist") else [list(row) for row in query]
     return wire.Vectors(vectors=rows)
 
@@ -237,7 +240,7 @@ class Client:
         """The best items for a query.
 
         Args:
-            query: a text, or token vectors (M, D).
+            query: a text, a picture as the bytes of its file, or token vectors (M, D).
             options: the fields of `wire.SearchOptions`, such as k, representation, rerank.
 
         Raises:
@@ -250,7 +253,7 @@ class Client:
         """The best items for each of many queries; options as in `search`."""
         return self._send(_search_batch(queries, options))
 
-    def encode(self, queries: Sequence[str], **options: Any) -> wire.EncodeAnswer:
+    def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeAnswer:
         """Queries as vectors; options: index, representation."""
         return self._send(_encode(queries, options))
 
@@ -371,7 +374,7 @@ class AsyncClient:
         """As `Client.search_batch`."""
         return await self._send(_search_batch(queries, options))
 
-    async def encode(self, queries: Sequence[str], **options: Any) -> wire.EncodeAnswer:
+    async def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeAnswer:
         """As `Client.encode`."""
         return await self._send(_encode(queries, options))
 

@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from pipeline.config import SpecError
+from pipeline.index.columns import query_kinds
 from pipeline.index.reader import Index
 from pipeline.schema import Hit as Found
 from pipeline.search.maps import SimilarityMap
@@ -273,40 +274,47 @@ class Engine:
             ApiError: one is none, or the encoder does not take it.
         """
         try:
-            encoded = [await asyncio.to_thread(self._unless_text, q, name) for q in queries]
+            read = [await asyncio.to_thread(self._read, q, name, about) for q in queries]
         except SpecError as error:
             raise of_spec_error(error) from None
-        texts = [query for query in queries if isinstance(query, str)]
-        if texts:
-            needed = {key: about[key] for key in ("encoder", "fingerprint")}
-            seconds = self.settings.seconds.encode
-            found = iter(
-                await self.ask(
-                    "encode",
-                    lambda: self._stages.encoder.encode.remote(name, needed, texts),
-                    seconds,
-                )
-            )
-            encoded = [next(found) if each is None else each for each in encoded]
-        return encoded
+        ready = {place: each for place, each in enumerate(read) if isinstance(each, Encoded)}
+        for kind in (str, bytes):  # which an encoder reads apart
+            places = [place for place, each in enumerate(read) if isinstance(each, kind)]
+            if places:
+                found = await self._encode([read[place] for place in places], name, about)
+                ready |= zip(places, found, strict=True)
+        return [ready[place] for place in range(len(queries))]
 
-    def _unless_text(self, query: wire.Query, name: str) -> Encoded | None:
-        """A query of vectors; None for a text, after a look at whether it is one to be encoded.
+    async def _encode(
+        self, queries: Sequence[str] | Sequence[bytes], name: str, about: Mapping[str, Any]
+    ) -> list[Encoded]:
+        needed = {key: about[key] for key in ("encoder", "fingerprint")}
+        seconds = self.settings.seconds.encode
+        call = self._stages.encoder.encode.remote
+        return await self.ask("encode", lambda: call(name, needed, queries), seconds)
+
+    def _read(
+        self, query: wire.Query, name: str, about: Mapping[str, Any]
+    ) -> Encoded | str | bytes:
+        """A query as vectors; or a text, or a picture's file, after a look at whether it is one.
 
         Raises:
-            SpecError: it is no query.
+            SpecError: it is no query, or none for the encoder.
         """
         limits = self.settings.limits
         if isinstance(query, wire.Vectors):
             return Encoded.of_vectors(query.vectors)
         if isinstance(query, wire.Image):
-            _check_image(query, limits.image_pixels)
-            raise SpecError("query", "an image", "a text", f"is not read by the encoder of {name}")
+            data = _image_of(query, limits.image_pixels)
+            if "image" not in query_kinds(about):
+                problem = f"is not read by the encoder of {name}"
+                raise SpecError("query", "an image", "a text", problem)
+            return data
         if len(query) > limits.query_chars:
             legal = f"{limits.query_chars:,} at most"
             raise SpecError("query", f"{len(query):,} characters", legal, "are too many")
         check_texts([query])
-        return None
+        return query
 
     async def check(self) -> None:
         """Asks every stage whether it is there.
@@ -576,8 +584,12 @@ def _hit(
     )
 
 
-def _check_image(query: wire.Image, most_pixels: int) -> None:
-    """Raises `SpecError` if a query's image is none, or is larger than it may be."""
+def _image_of(query: wire.Image, most_pixels: int) -> bytes:
+    """The file of a query's image.
+
+    Raises:
+        SpecError: it is none, or larger than it may be.
+    """
     legal = f"a PNG, JPEG or WebP file in base64, of {most_pixels:,} pixels at most"
     try:
         data = base64.b64decode(query.image, validate=True)
@@ -587,3 +599,4 @@ def _check_image(query: wire.Image, most_pixels: int) -> None:
         raise SpecError("query.image", "the image", legal, "cannot be read") from None
     if width * height > most_pixels:
         raise SpecError("query.image", f"{width} x {height} pixels", legal)
+    return data

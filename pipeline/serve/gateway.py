@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pipeline
 from pipeline.config import SpecError
+from pipeline.index.columns import query_kinds
 from pipeline.schema import ITEM
 from pipeline.search.searcher import check_weights
 from pipeline.serve import wire
@@ -525,13 +526,13 @@ def _representation(name: str, role: str, about: Mapping[str, Any]) -> wire.Repr
     """A representation; of one for reranking alone less is known."""
     made = {part: about.get(part, {}).get("name") for part in ("encoder", "compressor", "codec")}
     scores = ["late", "single", "hybrid"] if about.get("pooled") else ["late"]
-    queries = ["vectors"] if made["encoder"] == "precomputed" else ["text", "vectors"]
+    queries = [*query_kinds(about), "vectors"] if role == "search" else []
     return wire.Representation(
         name=name,
         role=role,
         dim=about.get("dim"),
         scores=scores if role == "search" else [],
-        queries=queries if role == "search" else [],
+        queries=queries,
         **made,
     )
 

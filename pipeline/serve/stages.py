@@ -119,6 +119,10 @@ def _joined(encoded: Sequence[Encoded]) -> Queries:
     )
 
 
+#: Queries of one request, for a representation: its name, and what it needs of an encoder.
+Asked = tuple[str, Mapping[str, Any], Sequence[str] | Sequence[bytes]]
+
+
 class QueryEncoder:
     """Encodes queries with the encoders of the representations, each loaded once."""
 
@@ -135,33 +139,34 @@ class QueryEncoder:
         return True
 
     async def encode(
-        self, name: str, about: Mapping[str, Any], texts: Sequence[str]
+        self, name: str, about: Mapping[str, Any], queries: Sequence[str] | Sequence[bytes]
     ) -> list[Encoded]:
         """Queries' vectors for a representation.
 
         Args:
             about: the encoder and the fingerprint of the representation.
+            queries: texts, or files of pictures.
 
         Raises:
             SpecError: the encoder is not the one that made the representation, or not here.
         """
-        with logged("encode", queries=len(texts)):
-            return answer(await self._encode((name, about, texts)))
+        with logged("encode", queries=len(queries)):
+            return answer(await self._encode((name, about, queries)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _encode(self, asked: list[tuple[str, Mapping[str, Any], Sequence[str]]]) -> list[Any]:
+    async def _encode(self, asked: list[Asked]) -> list[Any]:
         self._sizes.observe(len(asked))
-        about = [digest(about) for _, about, _ in asked]
-        return await asyncio.to_thread(together, asked, about, self._encode_all)
+        keys = [(digest(about), type(queries[0])) for _, about, queries in asked]
+        return await asyncio.to_thread(together, asked, keys, self._encode_all)
 
-    def _encode_all(
-        self, asked: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]]
-    ) -> list[list[Encoded]]:
+    def _encode_all(self, asked: Sequence[Asked]) -> list[list[Encoded]]:
         name, about, _ = asked[0]
         encoder = self._encoder(about)
         check_fingerprint(encoder, name, about)
-        texts = [text for _, _, texts in asked for text in texts]
-        return split(_each(encoder.encode_queries(texts)), [len(texts) for _, _, texts in asked])
+        every = [query for _, _, queries in asked for query in queries]
+        are_texts = isinstance(every[0], str)
+        encode = encoder.encode_queries if are_texts else encoder.encode_pictures
+        return split(_each(encode(every)), [len(queries) for _, _, queries in asked])
 
     def _encoder(self, about: Mapping[str, Any]) -> Encoder:
         key = digest(about["encoder"])

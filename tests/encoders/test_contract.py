@@ -1,4 +1,4 @@
-"""What every registered encoder must keep to; a new one needs a line in `SPECS`."""
+"""What every registered encoder must keep to; a new one needs a line in `SPECS` or `CHECKPOINTS`."""
 
 import re
 
@@ -11,6 +11,7 @@ from pipeline.config import parse
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
+from tests.encoders.conftest import noise, png
 
 #: A small spec of each encoder, beside its name.
 SPECS = {
@@ -19,6 +20,15 @@ SPECS = {
     "sleeping": {"seconds": 0, "batch_size": 3, "num_tokens": 6, "dim": 4},
     "transcript": {"text": {"window": 32, "overlap_tokens": 8}},
 }
+
+#: The tiny checkpoint of each encoder that has no weights of its own, and what else it is given.
+CHECKPOINTS = {
+    "colmodernvbert": ("colmodernvbert", {}),
+    "colpali": ("colpali", {}),
+    "colqwen2": ("colqwen2", {}),
+}
+#: Pictures of the items; None: it has none.
+SIZES = [(40, 40), (32, 64), (90, 50), None, (33, 47), (64, 64)]
 
 TEXTS = [
     "A slender delta wing at low speed.",
@@ -43,6 +53,7 @@ def make_items() -> pa.Table:
             "vectors": pa.array(vectors, vectors_type(4, pa.float32())),
             "word_spans": pa.array(spans, pa.list_(pa.list_(pa.int32(), 2))),
             "word_boxes": pa.array(boxes, pa.list_(pa.list_(pa.float32(), 4))),
+            "image": pa.array([size and png(noise(*size)) for size in SIZES], pa.binary()),
         }
     )
 
@@ -51,12 +62,12 @@ ITEMS = make_items()
 
 
 @pytest.fixture(scope="module", params=ENCODERS.names())
-def encoder(request):
-    return ENCODERS.build(make_spec(request.param))
-
-
-def make_spec(name: str):
-    return ENCODERS.resolve({"name": name, **SPECS[name]})
+def encoder(request, checkpoint):
+    given = SPECS.get(request.param)
+    if given is None:
+        family, given = CHECKPOINTS[request.param]
+        given = {"model": checkpoint(family), "dtype": "float32", **given}
+    return ENCODERS.build(ENCODERS.resolve({"name": request.param, **given}))
 
 
 def test_spec_survives_a_round_trip(encoder):
@@ -68,7 +79,7 @@ def test_check_accepts_what_can_be_built(encoder):
 
 
 def test_needed_columns_are_declared(encoder):
-    list(encoder.encode(ITEMS.select(list(encoder.needs))))
+    list(encoder.encode(ITEMS.select(list({"item_id", *encoder.needs}))))
 
 
 def test_every_item_is_encoded_once(encoder):

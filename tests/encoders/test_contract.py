@@ -1,4 +1,4 @@
-"""What every registered encoder must keep to; a new one needs a line in `SPECS` or `CHECKPOINTS`."""
+"""What every registered encoder must keep to; a new one needs a line in one of the two tables."""
 
 import re
 

@@ -4,7 +4,7 @@
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
     python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.k=100
     python -m jobs.serve --spec settings.yaml seconds.search=5
-    python -m jobs.serve key --name ann >> keys.yaml                # an access key
+    python -m jobs.serve key --name ann >> keys.yaml      # an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
@@ -131,12 +131,14 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 def _check_indexes(settings: ServeSpec) -> None:
     """Raises `SpecError` if an index, a representation or the keys are not there."""
     from pipeline.search.searcher import open_index
+    from pipeline.serve.evaluations import check_folder
     from pipeline.serve.keys import Keys
 
     for served in settings.indexes.values():
         searcher = open_index(served.uri)
         for name in served.load:
             searcher.representation(name)
+    check_folder(settings.evaluations)
     if settings.keys:
         Keys(settings.keys)
 
@@ -195,7 +197,9 @@ def _print_key(arguments: Sequence[str]) -> None:
     parser.add_argument("--evaluate", action="store_true", help="it may ask for evaluations")
     args = vars(parser.parse(arguments))
     key = new_key()
-    entry = {name: value for name, value in args.items() if value not in (None, False)}
+    entry = {
+        name: value for name, value in args.items() if value is not None and value is not False
+    }
     entry["sha256"] = hash_of(key)
     parse(Key, entry)
     lines = [f"{name}: {value}" for name, value in entry.items()]

@@ -27,11 +27,14 @@ def parse_measure(name: str) -> ir_measures.Measure:
     Raises:
         SpecError: no such measure.
     """
+    legal = f"names of ir-measures such as {', '.join(DEFAULT_MEASURES)}"
     try:
-        return ir_measures.parse_measure(name)
+        measure = ir_measures.parse_measure(name)
     except (NameError, ValueError):
-        legal = f"names of ir-measures such as {', '.join(DEFAULT_MEASURES)}"
         raise SpecError("measures", name, legal) from None
+    if measure.params.get("cutoff", 1) < 1:  # of which trec_eval ends the process
+        raise SpecError("measures", name, legal)
+    return measure
 
 
 def per_query(

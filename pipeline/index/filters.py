@@ -30,11 +30,22 @@ _WORDS = re.compile(
     """,
     re.VERBOSE,
 )
+#: Operators of a filter, at most: Lance works it out by recursion, and a longer chain of them would
+#: end the process.
+MOST_OPERATORS = 400
+_OPERATOR = re.compile(r"::|[^\w\s(),.'\"`\[\]]+|AND|OR|NOT|IS", re.IGNORECASE)
+#: Functions that make much of little: of a short filter gigabytes, or a search without an end.
+_GROWING = re.compile(
+    r"repeat|array_repeat|lpad|rpad|range|generate_series|array_resize", re.IGNORECASE
+)
 _COMPARISON = re.compile("[<>!=]+|IS|IN|NOT|LIKE|ILIKE|BETWEEN", re.IGNORECASE)
 _PARSER_ERROR = re.compile(
     r"\(sql parser error: (?:Expected: (?P<expected>.*), found: (?P<found>.*)|(?P<other>.*))\)$"
 )
 _UNKNOWN = re.compile(r'No field named (?:"(.+?)"|(\S+?))\.(?: |$)|Field (\S+) not found in struct')
+
+
+_IS_ABOUT_FILES = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
 
 
 class _Word(NamedTuple):
@@ -53,6 +64,7 @@ def check_filter(index: Index, where: str) -> None:
     if not isinstance(where, str) or not where.strip():
         raise SpecError("where", where, LEGAL)
     words = list(_words(where))
+    _check_cost(where, words)
     _check_quotes(index, where, words)
     problem = _problem(index, f"({where})")
     if problem is None:
@@ -76,9 +88,9 @@ def filtering(index: Index, where: str | None) -> Iterator[None]:
         SpecError: as `check_filter`; the filter fails on an item (a division by zero); data files
             are missing or damaged.
     """
-    if where is not None:
-        check_filter(index, where)
     with index.reading():
+        if where is not None:
+            check_filter(index, where)
         try:
             yield
         except (ValueError, OSError) as error:
@@ -113,6 +125,18 @@ def _words(where: str) -> Iterator[_Word]:
         depth += (word.text == "(") - (word.text == ")")
 
 
+def _check_cost(where: str, words: Sequence[_Word]) -> None:
+    """Raises `SpecError` if a filter would take the process, or all of its memory."""
+    operators = sum(bool(_OPERATOR.fullmatch(word.text)) for word in words)
+    if operators > MOST_OPERATORS:
+        legal = f"at most {MOST_OPERATORS} operators; many values as column IN ('a', 'b', ...)"
+        raise SpecError("where", f"{where[:60]}...", legal, f"has {operators:,} operators")
+    for word, following in itertools.pairwise(words):
+        if following.text == "(" and _GROWING.fullmatch(word.text):
+            legal = "a function that makes no long values"
+            raise _unparsed(where, word, legal)
+
+
 def _check_quotes(index: Index, where: str, words: Sequence[_Word]) -> None:
     """Raises `SpecError` if a column stands in double quotes, which Lance takes for a text.
 
@@ -130,6 +154,8 @@ def _problem(index: Index, where: str) -> str | None:
     try:
         index.dataset.scanner(columns=["item_id"], filter=where).explain_plan()
     except (ValueError, RuntimeError) as error:
+        if _IS_ABOUT_FILES.search(str(error)):
+            raise OSError(str(error)) from None  # as `reading` expects it
         return re.sub(r",? \S+\.rs:\d+:\d+", "", str(error))
     return None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import posixpath
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fsspec
 import lance
@@ -171,6 +172,17 @@ def reading(uri: str) -> Iterator[None]:
         raise SpecError("index", uri, legal, "is damaged") from None
 
 
+class Edition(NamedTuple):
+    """A version of an index, told from that of another one at the same place.
+
+    Attributes:
+        content: a hash of the names of the data files, which are random, and of the columns.
+    """
+
+    version: int
+    content: str
+
+
 class Index:
     """A read view of one version of an index."""
 
@@ -184,6 +196,13 @@ class Index:
     def version(self) -> int:
         """The Lance version this view reads."""
         return self.dataset.version
+
+    @property
+    def edition(self) -> Edition:
+        """The version, and which index it is of: another in its place may have the same number."""
+        names = [file.path for f in self.dataset.get_fragments() for file in f.data_files()]
+        names.append(str(self.dataset.schema))
+        return Edition(self.version, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
 
     def __len__(self) -> int:
         return self.dataset.count_rows()

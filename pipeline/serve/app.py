@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
+from pipeline.config import override, parse
 from pipeline.serve.engine import Engine, Stages
-from pipeline.serve.evaluations import Evaluator, Store
+from pipeline.serve.evaluations import Evaluator, Store, check_folder
 from pipeline.serve.gateway import Gateway, create_app
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.settings import Scale, ServeSpec
@@ -49,12 +51,19 @@ class Ingress:
             await self._made.drain()
 
 
-def build(settings: ServeSpec) -> serve.Application:
+def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     """The deployments of a server, bound to each other.
 
+    Args:
+        settings: as Ray hands them on: of a YAML file, or of a command line, where a name may be a
+            dotted one.
+
     Raises:
-        SpecError: an index, the keys or a folder of the settings is not there.
+        SpecError: they are not legal.
     """
+    if not isinstance(settings, ServeSpec):
+        settings = _parsed(settings)
+    check_folder(settings.evaluations)
     drain = settings.seconds.drain
     encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain)
     library = _deployment(Library, "Library", settings.library, drain)
@@ -77,6 +86,13 @@ def build(settings: ServeSpec) -> serve.Application:
         encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
     )
     return gateway.bind(settings, stages, evaluator)
+
+
+def _parsed(given: Mapping[str, Any]) -> ServeSpec:
+    dotted = {name: value for name, value in given.items() if "." in name}
+    plain = {name: value for name, value in given.items() if name not in dotted}
+    assigned = [f"{name}={value}" for name, value in dotted.items()]
+    return parse(ServeSpec, override(plain, assigned))
 
 
 async def drain(application: str, seconds: float) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import base64
 import os
 import random
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -245,6 +246,7 @@ class Client:
 
         Raises:
             ServerError: the server says that something is wrong, after all tries.
+            httpx2.TransportError: it does not answer.
             pydantic.ValidationError: an option is not legal.
         """
         return self._send(_search(query, options))
@@ -325,9 +327,8 @@ class Client:
             response = None
             try:
                 response = self._http.request(**arguments)
-            except httpx2.TransportError:
-                if tried == self._tries:
-                    raise
+            except httpx2.TransportError as error:
+                _raise_if_hopeless(error, tried == self._tries)
             if _is_final(response, tried == self._tries):
                 raise_for_error(response)
                 return response
@@ -446,9 +447,8 @@ class AsyncClient:
             response = None
             try:
                 response = await self._http.request(**arguments)
-            except httpx2.TransportError:
-                if tried == self._tries:
-                    raise
+            except httpx2.TransportError as error:
+                _raise_if_hopeless(error, tried == self._tries)
             if _is_final(response, tried == self._tries):
                 raise_for_error(response)
                 return response
@@ -456,8 +456,19 @@ class AsyncClient:
         raise AssertionError
 
 
+def _raise_if_hopeless(error: httpx2.TransportError, is_last: bool) -> None:
+    """Raises a broken connection's error, if it is not to be tried again."""
+    # What this side does wrong goes on being wrong.
+    if is_last or isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol):
+        raise error
+
+
 def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
-    key = key or os.environ.get(VARIABLE)
+    if not re.match(r"https?://\w", url):
+        raise ValueError(f"url: {url!r} is not legal; legal: http://HOST:PORT, or with https")
+    key = (key or os.environ.get(VARIABLE) or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("key: is not legal; legal: printable ASCII characters")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
 

@@ -24,7 +24,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from pipeline.config import SpecError
 from pipeline.index.columns import query_kinds
-from pipeline.index.reader import Index
+from pipeline.index.reader import Edition, Index
 from pipeline.schema import Hit as Found
 from pipeline.search.maps import SimilarityMap
 from pipeline.search.searcher import Ranking, Searcher, check_texts
@@ -32,7 +32,7 @@ from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.settings import ServedIndex, ServeSpec
-from pipeline.serve.stages import Encoded, Options
+from pipeline.serve.stages import Encoded, Options, answer
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -101,10 +101,12 @@ class Served:
     spec: ServedIndex
     searcher: Searcher
 
+    edition: Edition
+
     @property
     def version(self) -> int:
         """The Lance version."""
-        return self.searcher.index.version
+        return self.edition.version
 
     def representation(self, name: str | None) -> tuple[str, dict[str, Any]]:
         """The name and metadata of a representation that can be searched.
@@ -186,16 +188,17 @@ class Engine:
         """Serves the newest version of an index, once every shard has it open."""
         spec = self.settings.indexes[name]
         now = self._served.get(name)
-        newest = await asyncio.to_thread(_opened, spec, now)
-        if newest is None:
+        served = await asyncio.to_thread(_newest, name, spec)
+        if now is not None and served.edition == now.edition:
             return
-        served = Served(name, spec, newest)
-        there = newest.index.representations()
+        there = served.searcher.index.representations()
         wanted = [n for n in spec.load if n in there]
         if there and not spec.load:
             wanted = [served.representation(None)[0]]
         shards = self._stages.searchers[name]
-        await asyncio.gather(*(s.prepare.remote(served.version, wanted) for s in shards))
+        opened = await asyncio.gather(*(s.prepare.remote(served.edition, wanted) for s in shards))
+        for each in opened:
+            answer(each)
         self._served[name] = served
         if now is not None:
             log.info("index %s: version %d is served now", name, served.version)
@@ -291,7 +294,7 @@ class Engine:
         needed = {key: about[key] for key in ("encoder", "fingerprint")}
         seconds = self.settings.seconds.encode
         call = self._stages.encoder.encode.remote
-        return await self.ask("encode", lambda: call(name, needed, queries), seconds)
+        return await self.ask("encode", lambda: call(name, needed, queries, seconds), seconds)
 
     def _read(
         self, query: wire.Query, name: str, about: Mapping[str, Any]
@@ -411,7 +414,7 @@ class Engine:
         if encoded is None:
             (encoded,) = await self.encode([query], name, about)
         unique = tuple(dict.fromkeys(item_ids))
-        options = Options(served.version, name, k=len(unique), ids=unique)
+        options = Options(served.edition, name, k=len(unique), ids=unique)
         (ranking,) = await self.ask(
             "rerank",
             lambda: self._stages.rerankers[served.name].rank.remote([encoded], options),
@@ -457,7 +460,7 @@ class Engine:
         """What is stored of an item; None if it is not in the index."""
         return await self.ask(
             "item",
-            lambda: self._stages.library.item.remote(served.name, served.version, item_id),
+            lambda: self._stages.library.item.remote(served.name, served.edition, item_id),
             self.settings.seconds.describe,
         )
 
@@ -469,7 +472,7 @@ class Engine:
         Raises:
             ApiError: it has none, or its file is not there any more.
         """
-        where = served.name, served.version, item_id, what, seconds
+        where = served.name, served.edition, item_id, what, seconds
         try:
             return await self.ask(
                 "preview",
@@ -491,7 +494,7 @@ class Engine:
         for attempt in (1, 2):
             try:
                 async with asyncio.timeout(end - time.monotonic()):
-                    return await call()
+                    return answer(await call())
             except TimeoutError:
                 message = f"{stage} took longer than {seconds:g} s"
                 raise ApiError("timeout", message) from None
@@ -499,8 +502,9 @@ class Engine:
                 raise ApiError("unavailable", f"{stage} has too much to do") from None
             except RayTaskError as error:
                 cause = error.cause
-                if isinstance(cause, SpecError):
-                    raise of_spec_error(cause) from None
+                if isinstance(cause, TimeoutError):  # it was not begun in time
+                    message = f"{stage} took longer than {seconds:g} s"
+                    raise ApiError("timeout", message) from None
                 raise
             except SpecError as error:
                 raise of_spec_error(error) from None
@@ -513,17 +517,15 @@ class Engine:
         raise AssertionError
 
 
-def _opened(spec: ServedIndex, now: Served | None) -> Searcher | None:
-    """The newest version of an index; None if it is the one that is served."""
+def _newest(name: str, spec: ServedIndex) -> Served:
+    """The newest version of an index."""
     index = Index(spec.uri)
-    if now is not None and index.version == now.version:
-        return None
-    return Searcher(index)
+    return Served(name, spec, Searcher(index), index.edition)
 
 
 def _options(served: Served, name: str, asked: wire.SearchOptions) -> Options:
     return Options(
-        version=served.version,
+        edition=served.edition,
         representation=name,
         k=asked.k,
         score=asked.score,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 from pipeline.config import SpecError
@@ -97,11 +98,15 @@ OF_SERVER = {
 }
 
 
+#: A path of the server, as Lance names one in what it says.
+_PATH = re.compile(r"/?(?:[\w.-]+/){2,}[\w.-]*")
+
+
 def _sentence(field: str, error: SpecError) -> str:
     value = repr(error.value)
     if len(value) > 200:
         value = value[:200] + "…"
-    return f"{field}: {value} {error.problem}; legal: {error.legal}"
+    return f"{field}: {value} {error.problem}; legal: {_PATH.sub('...', error.legal)}"
 
 
 def of_validation(errors: list[dict[str, Any]]) -> ApiError:

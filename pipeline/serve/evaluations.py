@@ -44,6 +44,7 @@ log = logging.getLogger("ray.serve")
 ENDED = ("done", "failed", "cancelled")
 #: Lines of progress in an answer, the last ones.
 PROGRESS_LINES = 20
+TRACEBACK = ("Traceback ", '  File "')
 #: What of the results can be downloaded; others tell where things lie on the server.
 FILES = re.compile(
     r"(report\.html|metrics\.csv|per_query\.csv|table\.md|[a-z_]+\.png|runs/[^/]+\.trec)"
@@ -82,16 +83,19 @@ class Store:
             legal = ", ".join(self._own.benchmarks) or "none here; send queries and qrels"
             message = f"benchmark: {asked.benchmark!r} is not known; legal: {legal}"
             raise ApiError("invalid_argument", message, "benchmark")
+        self._check(asked)
         name = secrets.token_hex(8)
         if idempotency:
             name = hashlib.sha256(f"{key}\n{idempotency}".encode()).hexdigest()[:16]
         folder = self._folder / name
         if (folder / "state.json").exists():
             return name
-        waiting = sum(state["state"] == "queued" for _, state in self._states())
-        if waiting >= self._own.max_queued:
-            message = f"{waiting} evaluations wait already"
-            raise ApiError("unavailable", message, retry_after=30)
+        waiting = [name for name, state in self._states() if state["state"] == "queued"]
+        own = sum(self._key_of(name) == key for name in waiting)
+        for number, most in ((len(waiting), self._own.max_queued), (own, self._own.max_of_key)):
+            if number >= most:
+                message = f"{number} evaluations wait already"
+                raise ApiError("unavailable", message, retry_after=30)
         created = _now()
         new = self._folder / f".{name}-{secrets.token_hex(4)}"
         new.mkdir()
@@ -110,6 +114,20 @@ class Store:
             raise
         self._remove_old()
         return name
+
+    def _check(self, asked: wire.EvaluationRequest) -> None:
+        """Raises `ApiError` for what the limits of the server do not allow, or no job takes."""
+        limits = self._settings.limits
+        if asked.k > limits.k:
+            raise ApiError("invalid_argument", f"k: {asked.k} is too many; legal: {limits.k}", "k")
+        for name, text in (asked.queries or {}).items():
+            if len(text) > limits.query_chars or not text.strip():
+                legal = f"texts with a word, of {limits.query_chars:,} characters at most"
+                message = f"queries: {name!r} is not legal; legal: {legal}"
+                raise ApiError("invalid_argument", message, "queries")
+
+    def _key_of(self, name: str) -> str | None:
+        return (_read_or_none(self._folder / name / "request.json") or {}).get("key")
 
     def _write_inputs(
         self, new: Path, folder: Path, asked: wire.EvaluationRequest, index: str
@@ -148,6 +166,8 @@ class Store:
         request, state = self._said(folder, "request.json"), self._said(folder, "state.json")
         hidden = self._hidden(request["index"], folder)
         progress = _lines(folder / "log")[-PROGRESS_LINES:]
+        if any(line.startswith(TRACEBACK) for line in progress):
+            progress = []  # where a program fails is no business of the caller's
         done = state["state"] == "done"
         return request, wire.Evaluation(
             id=name,
@@ -321,7 +341,8 @@ class Evaluator:
             end(folder, "done")
         else:
             lines = _lines(folder / "log")
-            end(folder, "failed", error=lines[-1] if lines else f"exit code {code}")
+            said = lines[-1] if lines and lines[-1].startswith("error: ") else ""
+            end(folder, "failed", error=said or f"the evaluation ended with exit code {code}")
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
         """Waits for the end of a process; ends it if it is cancelled, or this replica ends."""
@@ -346,6 +367,12 @@ def end(folder: Path, state: str, error: str | None = None) -> None:
     _write(folder / "state.json", said)
 
 
+def check_folder(settings: Evaluations) -> None:
+    """Raises `SpecError` if there is a folder and it is no local one."""
+    if settings.folder:
+        _local(settings)
+
+
 def _local(settings: Evaluations) -> Path:
     """The folder as a path.
 
@@ -365,7 +392,8 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
         ApiError: an id cannot stand in a line of a table, or no query is judged.
     """
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
-    if wrong := next((i for i in ids if re.search(r"[\t\r\n]", i) or i != i.strip()), None):
+    ids |= queries.keys()
+    if wrong := next((i for i in ids if re.search(r"[\0\t\r\n]", i) or i != i.strip()), None):
         message = f"qrels: {wrong!r} is not legal; legal: ids without tabs, line ends, outer blanks"
         raise ApiError("invalid_argument", message, "qrels")
     if not qrels.keys() & queries.keys():

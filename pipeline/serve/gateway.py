@@ -39,6 +39,8 @@ log = logging.getLogger("ray.serve")
 
 #: Seconds between two looks at whether all requests are answered.
 DRAIN_LOOK_EVERY = 0.05
+#: Headers of what asks for somebody else.
+RELAYED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 #: What a caller's own request id may look like; another one is made in its place.
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -82,10 +84,12 @@ class Gateway:
         if self.keys is None:
             # Whoever can reach this address without being on this machine needs a key. A proxy in
             # front of it is on this machine, and says for whom it asks.
+            # So may a page in a browser on this machine be, under a name that leads here.
             server = (request.scope.get("server") or ("",))[0]
             client = (request.scope.get("client") or ("",))[0]
-            relayed = any(name in request.headers for name in ("forwarded", "x-forwarded-for"))
-            if relayed or not (is_loopback(server) and is_loopback(client)):
+            names = [server, client, request.url.hostname]
+            relayed = any(name in request.headers for name in RELAYED)
+            if relayed or not all(map(is_loopback, names)):
                 message = "this server has no access keys, and answers its own machine alone"
                 raise ApiError("forbidden", message)
             return ANYBODY
@@ -254,8 +258,10 @@ class Guard:
         headers: dict[bytes, bytes],
         gateway: Gateway,
     ) -> None:
-        """Passes a request on, its body read."""
+        """Passes a request on, its body read: of one whose key lets it in."""
         try:
+            if "/v1/" in scope["path"]:  # nobody else is waited for
+                scope.setdefault("state", {})["key"] = gateway.key_of(Request(scope))
             body = await _body(receive, headers, gateway.settings)
         except ApiError as error:
             await _failed(Request(scope), error)(scope, receive, send)
@@ -335,9 +341,7 @@ def _key(
     request: Request,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Key:
-    gateway = _gateway(request)
-    key = gateway.key_of(request)
-    request.state.key = key
+    gateway, key = _gateway(request), request.state.key
     gateway.limit(key)
     return key
 
@@ -411,7 +415,7 @@ async def search(
 async def search_batch(
     request: Request, asked: wire.BatchRequest, key: Allowed, gateway: With
 ) -> wire.BatchAnswer:
-    _check_many(gateway, len(asked.queries))
+    _check_many(gateway, asked.queries)
     about, results = await _found(request, asked.queries, asked, key, gateway)
     return wire.BatchAnswer(results=results, **about)
 
@@ -441,11 +445,16 @@ async def _found(
     return about, hits
 
 
-def _check_many(gateway: Gateway, num_queries: int) -> None:
-    most = gateway.settings.limits.batch
-    if num_queries > most:
-        message = f"queries: {num_queries} are too many; legal: {most} at most"
-        raise ApiError("invalid_argument", message, "queries")
+def _check_many(gateway: Gateway, queries: Sequence[wire.Query]) -> None:
+    limits = gateway.settings.limits
+    num_chars = sum(len(query) for query in queries if isinstance(query, str))
+    for number, most, what in (
+        (len(queries), limits.batch, ""),
+        (num_chars, limits.batch_chars, " characters"),
+    ):
+        if number > most:
+            message = f"queries: {number:,}{what} are too many; legal: {most:,} at most"
+            raise ApiError("invalid_argument", message, "queries")
 
 
 @_api.post("/encode", tags=["search"], summary="Queries as vectors")
@@ -454,7 +463,7 @@ async def encode(
 ) -> wire.EncodeAnswer:
     served = gateway.served(key, asked.index)
     request_id = _about(request, index=served.name, queries=len(asked.queries))
-    _check_many(gateway, len(asked.queries))
+    _check_many(gateway, asked.queries)
     name, about = served.representation(asked.representation)
     encoded = await gateway.engine.encode(asked.queries, name, about)
     return wire.EncodeAnswer(

@@ -2,7 +2,7 @@
 
 A key is 32 random bytes behind `mr_`; a server keeps its SHA-256 alone, which of so many random
 bits gives nothing back. The file is YAML, looked at again when it changes, so that a key is revoked
-by removing its entry:
+by removing its entry. A list, with or without `keys:` above it:
 
     keys:
       - name: ann                    # what logs and metrics call it
@@ -27,9 +27,9 @@ from datetime import UTC, date, datetime
 
 import fsspec
 import yaml
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, PositiveFloat
 
-from pipeline.config import Spec, SpecError
+from pipeline.config import Spec, SpecError, parse
 
 PREFIX = "mr_"
 VARIABLE = "MAXRAY_KEYS"
@@ -154,12 +154,15 @@ def read_keys(text: str) -> list[Key]:
     Raises:
         SpecError: it is not of the form, two have one name, or a hash stands twice.
     """
+    legal = "a list of entries with name and sha256"
     try:
-        keys = _File.model_validate(yaml.safe_load(text)).keys
-    except (yaml.YAMLError, ValidationError, SpecError) as error:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
-        legal = "keys: a list of entries with name and sha256"
-        raise SpecError("keys", "the file", legal, f"is not of the form ({reason})") from None
+        raise SpecError("keys", "the file", legal, f"is no YAML ({reason})") from None
+    if not isinstance(data, list | dict):
+        raise SpecError("keys", "the file", legal, "holds no list")
+    keys = parse(_File, {"keys": data} if isinstance(data, list) else data).keys
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
         if len(set(values)) < len(values):

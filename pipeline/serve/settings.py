@@ -79,7 +79,7 @@ class Limits(Spec):
 
     Attributes:
         body_bytes: of a request.
-        query_chars: of a query's text.
+        query_chars: of a query's text; of all those of a request, `batch_chars`.
         image_pixels: of a query's image.
         k: hits of a query; of a request of many, `batch_hits` in all.
         batch: queries of a request.
@@ -89,7 +89,8 @@ class Limits(Spec):
     """
 
     body_bytes: PositiveInt = 8 << 20
-    query_chars: PositiveInt = 10_000
+    query_chars: PositiveInt = 4_000
+    batch_chars: PositiveInt = 40_000
     image_pixels: PositiveInt = 50_000_000
     k: PositiveInt = 1_000
     batch: PositiveInt = 128
@@ -122,6 +123,7 @@ class Evaluations(Spec):
         folder: where they are kept; it outlives the server. Empty: none can be asked for.
         benchmarks: judged queries of the server, by the name a request gives.
         max_queued: that wait; more are refused.
+        max_of_key: that wait of one key.
         keep: finished ones that are kept; older ones are removed.
     """
 
@@ -130,6 +132,7 @@ class Evaluations(Spec):
         default_factory=dict
     )
     max_queued: PositiveInt = 16
+    max_of_key: PositiveInt = 8
     keep: PositiveInt = 1_000
 
 

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from ray import serve
 
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
-from pipeline.index.reader import Index
+from pipeline.index.reader import Edition, Index
 from pipeline.schema import ITEM, Hit
 from pipeline.search.maps import Previews, SimilarityMap, similarity_map
 from pipeline.search.queries import Queries
@@ -47,6 +47,8 @@ T = TypeVar("T")
 OPEN_VERSIONS = 2
 #: Calls that are answered together, at most.
 MAX_BATCH = 32
+#: Characters of queries that are encoded at once: some seconds' work, after which others may come.
+PORTION_CHARS = 8_000
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,22 @@ def answer(outcome: Any) -> Any:
     if isinstance(outcome, Failed):
         raise outcome.error
     return outcome
+
+
+def tells(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | Failed]]:
+    """A method of a stage that answers what is wrong with a request.
+
+    Raised, it would be an error of the stage in Ray's logs, with all that led to it.
+    """
+
+    @functools.wraps(method)
+    async def told(*args: Any, **kwargs: Any) -> T | Failed:
+        try:
+            return await method(*args, **kwargs)
+        except SpecError as error:
+            return Failed(error)
+
+    return told
 
 
 @contextlib.contextmanager
@@ -119,8 +137,20 @@ def _joined(encoded: Sequence[Encoded]) -> Queries:
     )
 
 
-#: Queries of one request, for a representation: its name, and what it needs of an encoder.
-Asked = tuple[str, Mapping[str, Any], Sequence[str] | Sequence[bytes]]
+@dataclass(frozen=True)
+class Asked:
+    """Queries of one request.
+
+    Attributes:
+        name: of the representation that they are for.
+        about: what that needs of an encoder.
+        end: when nobody waits for the answer any more, on this process's clock.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    queries: Sequence[str] | Sequence[bytes]
+    end: float
 
 
 class QueryEncoder:
@@ -138,35 +168,53 @@ class QueryEncoder:
         """Whether it answers."""
         return True
 
+    @tells
     async def encode(
-        self, name: str, about: Mapping[str, Any], queries: Sequence[str] | Sequence[bytes]
+        self,
+        name: str,
+        about: Mapping[str, Any],
+        queries: Sequence[str] | Sequence[bytes],
+        seconds: float,
     ) -> list[Encoded]:
         """Queries' vectors for a representation.
 
         Args:
             about: the encoder and the fingerprint of the representation.
             queries: texts, or files of pictures.
+            seconds: for which the answer is waited for; nothing is begun after them.
 
         Raises:
             SpecError: the encoder is not the one that made the representation, or not here.
         """
         with logged("encode", queries=len(queries)):
-            return answer(await self._encode((name, about, queries)))
+            end = time.monotonic() + seconds
+            return answer(await self._encode(Asked(name, about, queries, end)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
     async def _encode(self, asked: list[Asked]) -> list[Any]:
         self._sizes.observe(len(asked))
-        keys = [(digest(about), type(queries[0])) for _, about, queries in asked]
+        keys = [(digest(one.about), type(one.queries[0])) for one in asked]
         return await asyncio.to_thread(together, asked, keys, self._encode_all)
 
-    def _encode_all(self, asked: Sequence[Asked]) -> list[list[Encoded]]:
-        name, about, _ = asked[0]
-        encoder = self._encoder(about)
-        check_fingerprint(encoder, name, about)
-        every = [query for _, _, queries in asked for query in queries]
-        are_texts = isinstance(every[0], str)
+    def _encode_all(self, asked: Sequence[Asked]) -> list[list[Encoded] | Failed]:
+        encoder = self._encoder(asked[0].about)
+        check_fingerprint(encoder, asked[0].name, asked[0].about)
+        are_texts = isinstance(asked[0].queries[0], str)
         encode = encoder.encode_queries if are_texts else encoder.encode_pictures
-        return split(_each(encode(every)), [len(queries) for _, _, queries in asked])
+        done: list[list[Encoded]] = [[] for _ in asked]
+        every = [(i, query) for i, one in enumerate(asked) for query in one.queries]
+        for some in portions(every, lambda pair: len(pair[1]) if are_texts else PORTION_CHARS):
+            # Whoever gave up is not to hold up those behind.
+            wanted = [(i, query) for i, query in some if time.monotonic() < asked[i].end]
+            if wanted:
+                encoded = _each(encode([query for _, query in wanted]))
+                for (i, _), each in zip(wanted, encoded, strict=True):
+                    done[i].append(each)
+        too_late = Failed(TimeoutError("the queries were not encoded in time"))
+        return [
+            own if len(own) == len(one.queries) else too_late
+            for own, one in zip(done, asked, strict=True)
+        ]
 
     def _encoder(self, about: Mapping[str, Any]) -> Encoder:
         key = digest(about["encoder"])
@@ -212,6 +260,20 @@ def together(
     return answers
 
 
+def portions(values: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Values in order, so many together as are not larger than `PORTION_CHARS`, or one."""
+    some: list[T] = []
+    total = 0
+    for value in values:
+        if some and total + size(value) > PORTION_CHARS:
+            yield some
+            some, total = [], 0
+        some.append(value)
+        total += size(value)
+    if some:
+        yield some
+
+
 def split(values: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
     """Cuts a list into parts.
 
@@ -229,27 +291,27 @@ class Versions:
         make: opens a version.
     """
 
-    def __init__(self, make: Callable[[int], Any]):
+    def __init__(self, make: Callable[[Edition], Any]):
         self._make = make
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[Edition, Any] = OrderedDict()
         self._lock = threading.Lock()
-        self._making: dict[int, threading.Lock] = {}
+        self._making: dict[Edition, threading.Lock] = {}
 
-    def of(self, version: int) -> Any:
+    def of(self, edition: Edition) -> Any:
         """A version, opened once; threads that want another do not wait for it."""
         with self._lock:
-            if version in self._open:
-                self._open.move_to_end(version)
-                return self._open[version]
-            making = self._making.setdefault(version, threading.Lock())
+            if edition in self._open:
+                self._open.move_to_end(edition)
+                return self._open[edition]
+            making = self._making.setdefault(edition, threading.Lock())
         with making:
             with self._lock:
-                if version in self._open:
-                    return self._open[version]
-            made = self._make(version)
+                if edition in self._open:
+                    return self._open[edition]
+            made = self._make(edition)
             with self._lock:
-                self._open[version] = made
-                self._making.pop(version, None)
+                self._open[edition] = made
+                self._making.pop(edition, None)
                 while len(self._open) > OPEN_VERSIONS:
                     self._open.popitem(last=False)
             return made
@@ -259,7 +321,7 @@ class Versions:
 class Options:
     """How a stage ranks: what queries must have in common to be scored together."""
 
-    version: int
+    edition: Edition
     representation: str
     k: int
     score: str = "late"
@@ -300,28 +362,30 @@ class Ranker:
         """Whether it answers."""
         return True
 
-    def _open(self, version: int) -> Searcher:
-        index = Index(self._served.uri, version)
+    def _open(self, edition: Edition) -> Searcher:
+        index = opened(self._served.uri, edition)
         how = {"cache": self._served.cache, "device": self._served.device}
         searcher = Searcher(index, shard=self._shard, **how)
         return searcher
 
-    async def prepare(self, version: int, representations: Sequence[str]) -> None:
+    @tells
+    async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
         """Opens a version and the vectors of some representations, if they are not open."""
-        await asyncio.to_thread(self._prepare, version, representations)
+        await asyncio.to_thread(self._prepare, edition, representations)
 
-    def _prepare(self, version: int, representations: Sequence[str]) -> None:
-        searcher = self._versions.of(version)
+    def _prepare(self, edition: Edition, representations: Sequence[str]) -> None:
+        searcher = self._versions.of(edition)
         for name in representations:
             searcher.load(name)
 
+    @tells
     async def rank(self, encoded: Sequence[Encoded], options: Options) -> list[Ranking]:
         """The best items of the shard for each query; `rows` are counted in the shard.
 
         Raises:
             SpecError: an option is not legal.
         """
-        with logged("rank", representation=options.representation, version=options.version):
+        with logged("rank", representation=options.representation, version=options.edition.version):
             return answer(await self._rank((encoded, options)))
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
@@ -334,21 +398,23 @@ class Ranker:
 
     def _rank_all(self, asked: Sequence[tuple[Sequence[Encoded], Options]]) -> list[list[Ranking]]:
         options = asked[0][1]
-        searcher = self._versions.of(options.version)
+        searcher = self._versions.of(options.edition)
         queries = _joined([each for encoded, _ in asked for each in encoded])
         ready = searcher.transformed(queries, options.representation)
         rankings = searcher.rank(ready, **options.arguments())
         return split(rankings, [len(encoded) for encoded, _ in asked])
 
+    @tells
     async def search(
         self, encoded: Sequence[Encoded], options: Options, explain: str | None
     ) -> list[Described]:
         """`rank` and `describe` in one call, for an index of one shard."""
-        about = {"representation": options.representation, "version": options.version}
+        about = {"representation": options.representation, "version": options.edition.version}
         with logged("search", queries=len(encoded), **about):
             rankings = answer(await self._rank((encoded, options)))
             return await asyncio.to_thread(self._describe, encoded, options, rankings, explain)
 
+    @tells
     async def describe(
         self,
         encoded: Sequence[Encoded],
@@ -367,7 +433,7 @@ class Ranker:
         rankings: Sequence[Ranking],
         explain: str | None,
     ) -> list[Described]:
-        searcher = self._versions.of(options.version)
+        searcher = self._versions.of(options.edition)
         name = options.representation
         queries = searcher.transformed(_joined(encoded), name)
         hits = searcher.hits(rankings, queries, name, explain=explain is not None)
@@ -404,20 +470,22 @@ class Library:
         """Whether it answers."""
         return True
 
-    async def item(self, index: str, version: int, item_id: str) -> dict[str, Any] | None:
+    @tells
+    async def item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
         """What is stored of an item, but for its vectors; None if it is not in the index."""
-        return await asyncio.to_thread(self._item, index, version, item_id)
+        return await asyncio.to_thread(self._item, index, edition, item_id)
 
-    def _item(self, index: str, version: int, item_id: str) -> dict[str, Any] | None:
-        previews = self._versions[index].of(version)
+    def _item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
+        previews = self._versions[index].of(edition)
         table = previews.index.items([item_id], ITEM.names)
         (row,) = table.to_pylist() or [None]
         if row is not None:
             row["metadata"] = json.loads(row["metadata"] or "{}")
         return row
 
+    @tells
     async def preview(
-        self, index: str, version: int, item_id: str, what: str, seconds: float | None
+        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
     ) -> tuple[bytes, str]:
         """What an item looks or sounds like: the bytes, and their media type.
 
@@ -430,12 +498,12 @@ class Library:
                 that was indexed.
         """
         with logged("preview", what=what):
-            return await asyncio.to_thread(self._preview, index, version, item_id, what, seconds)
+            return await asyncio.to_thread(self._preview, index, edition, item_id, what, seconds)
 
     def _preview(
-        self, index: str, version: int, item_id: str, what: str, seconds: float | None
+        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
     ) -> tuple[bytes, str]:
-        previews = self._versions[index].of(version)
+        previews = self._versions[index].of(edition)
         if what == "picture":
             picture = previews.picture(item_id, seconds)
             return picture, _media_type(picture)
@@ -445,8 +513,20 @@ class Library:
         return wave.getvalue(), "audio/wav"
 
 
-def _previews(served: ServedIndex, version: int) -> Previews:
-    return Previews(Index(served.uri, version), served.documents, only_indexed=True)
+def opened(uri: str, edition: Edition) -> Index:
+    """A version of an index.
+
+    Raises:
+        SpecError: it is not there any more; another index may be in its place.
+    """
+    index = Index(uri, edition.version)
+    if index.edition != edition:
+        raise SpecError("index", uri, "the index that is served", "is another one now")
+    return index
+
+
+def _previews(served: ServedIndex, edition: Edition) -> Previews:
+    return Previews(opened(served.uri, edition), served.documents, only_indexed=True)
 
 
 def _media_type(picture: bytes) -> str:

@@ -23,6 +23,8 @@ from pydantic import (
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
+#: How relevant a document is.
+Grade = Annotated[int, Field(ge=-1000, le=1000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -376,7 +378,7 @@ class EvaluationRequest(Request):
     index: Name | None = None
     benchmark: Name | None = None
     queries: Annotated[dict[Id, Text], Field(max_length=100_000)] | None = None
-    qrels: Annotated[dict[Id, dict[Id, int]], Field(max_length=100_000)] | None = None
+    qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
     representations: Annotated[list[Name], Field(max_length=256)] = []
     scores: list[Literal["late", "single", "hybrid"]] = []
     measures: Annotated[list[Name], Field(max_length=64)] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import socket
@@ -46,6 +47,7 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"query": ""}, "query", "at least"),
         ({"query": "  "}, "query", "at least one word"),
         ({"query": "x" * 20_000}, "query", "20,000 characters"),
+        ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ({"query": {"vectors": [[1, 2], [3]]}}, "query", "not of one length"),
         ({"query": {"vectors": [[1, 2]]}}, "query", "vectors of 2 numbers"),
         ({"query": {"vectors": [[0.0] * 384]}}, "query", "zeros"),
@@ -58,6 +60,8 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"filter": "modality = "}, "filter", "does not parse at its end"),
         ({"filter": "nope = 1"}, "filter", "nope"),
         ({"filter": "1=1; DROP TABLE items"}, "filter", "does not parse"),
+        ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "4,901 operators"),
+        ({"filter": "repeat(text, 1000000) = 'x'"}, "filter", "no long values"),
         ({"group_by": "source"}, "group_by", "parent"),
         ({"rerank": {"depth": 101}}, "rerank.depth", "legal: 100"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
@@ -117,6 +121,21 @@ def test_lone_surrogates_are_no_text(http):
         headers={"Content-Type": "application/json"},
     )
     assert response.status_code in (400, 422) and problem(response)
+
+
+def test_filters_of_as_many_operators_as_there_may_be(http):
+    for where in ("1" + "+1" * 399 + "=1", " AND ".join(["1"] * 2 + ["k=k"] * 2)):
+        assert http.post("/v1/search", json={**SEARCH, "filter": where}).status_code in (200, 422)
+    chain = " || ".join(["item_id"] * 398) + " = item_id OR item_id = 'flow'"
+    found = http.post("/v1/search", json={**SEARCH, "filter": chain}).json()
+    assert [hit["item_id"] for hit in found["hits"]] == ["flow"]
+
+
+def test_more_text_than_a_server_allows(http):
+    asked = {"queries": ["x" * 3_999] * 11, "index": "texts"}
+    for route in ("encode", "search:batch"):
+        response = http.post(f"/v1/{route}", json=asked)
+        assert "43,989 characters" in refused(response, 422, "invalid_argument", "queries")
 
 
 def test_more_queries_than_a_server_allows(http):
@@ -187,6 +206,20 @@ def test_keys_open_what_they_are_for(url):
         assert response.headers["www-authenticate"] == "Bearer"
     response = httpx2.get(f"{url}/v1/indexes", headers={"Authorization": "Bearer mr_few"})
     assert [info["name"] for info in response.json()["indexes"]] == ["texts"]
+
+
+def test_nobody_without_a_key_takes_a_place(url):
+    """What is to come in is not waited for."""
+    host, _, rest = url.removeprefix("http://").partition("/")
+    head = f"POST /{rest}/v1/search HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+    address = (host.partition(":")[0], int(host.partition(":")[2]))
+    with contextlib.ExitStack() as stack:
+        for _ in range(70):  # more than may be under way
+            connection = stack.enter_context(socket.create_connection(address, timeout=10))
+            connection.sendall(head.encode())
+        assert b"401" in connection.recv(100)
+        assert ask(url, "mr_all").status_code == 200
+    refused(httpx2.post(f"{url}/v1/search", content=b"{"), 401, "unauthenticated")
 
 
 def test_operation_needs_no_key(url):

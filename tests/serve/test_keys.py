@@ -77,11 +77,11 @@ def test_keys_expire():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "not of the form"),
-        ("keys: [", "not of the form"),
-        ("keys: [{name: a}]", "not of the form"),
-        ("keys: [{name: a, sha256: xyz}]", "not of the form"),
-        (f"keys: [{{name: a, sha256: {'0' * 64}, indexs: []}}]", "not of the form"),
+        ("", "holds no list"),
+        ("keys: [", "no YAML"),
+        ("keys: [{name: a}]", "keys.0.sha256"),
+        ("keys: [{name: a, sha256: xyz}]", "keys.0.sha256"),
+        (f"keys: [{{name: a, sha256: {'0' * 64}, indexs: []}}]", "keys.0.indexs"),
         (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: a, sha256: {'1' * 64}}}]", "twice"),
         (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: b, sha256: {'0' * 64}}}]", "twice"),
     ],
@@ -90,6 +90,14 @@ def test_files_of_another_form(text, says):
     text = text.replace("0" * 64, repr("0" * 64)).replace("1" * 64, repr("1" * 64))
     with pytest.raises(SpecError, match=says):
         read_keys(text)
+
+
+def test_entries_as_the_command_prints_them():
+    entry = f"  - name: ann\n    sha256: {'0' * 63}a\n"
+    for text in (entry, "keys:\n" + entry, entry + entry.replace("ann", "bob").replace("0a", "0b")):
+        assert read_keys(text)[0].name == "ann"
+    with pytest.raises(SpecError, match="keys.0.sha256: 'xyz'"):
+        read_keys("- {name: a, sha256: xyz}")
 
 
 def test_a_missing_file(tmp_path):
@@ -122,3 +130,5 @@ def test_the_command_prints_an_entry_and_the_key(capsys):
     assert key.name == "ann" and key.indexes == ["a", "b"] and not key.evaluate
     assert key.sha256 == hash_of(printed.err.split()[-1])
     assert yaml.safe_load(printed.out)[0]["sha256"] == key.sha256
+    with pytest.raises(SpecError, match="requests_per_second: 0"):
+        serve.main(["key", "--name", "ann", "--requests-per-second", "0"])

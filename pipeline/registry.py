@@ -66,8 +66,10 @@ class Registry:
 ENCODERS = Registry(
     "encoders",
     {
+        "colbert": "pipeline.encoders.colbert:ColBERT",
         "colpali": "pipeline.encoders.colpali:ColPali",
         "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
+        "dual": "pipeline.encoders.dual:Dual",
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",

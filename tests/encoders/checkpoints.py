@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import CRANFIELD
@@ -93,3 +93,76 @@ def save(folder: Path, model_class: type, settings, *files) -> Path:
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {"colpali": colpali}
+
+
+def towers(family: str, words, text_width: int = 32) -> dict[str, dict]:
+    """The settings of two tiny towers: 4 x 4 patches of 8 x 8, and texts of 16 tokens."""
+    both = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    text = {
+        "hidden_size": text_width,
+        "vocab_size": len(words),
+        "max_position_embeddings": 16,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": words.bos_token_id,
+        "eos_token_id": words.eos_token_id,
+    }
+    vision = {"hidden_size": 32, "patch_size": 8}
+    if family == "siglip2":
+        vision["num_patches"] = 16
+    else:
+        vision["image_size"] = 32
+    if family == "clip":
+        text["projection_dim"] = vision["projection_dim"] = 24
+    else:
+        text["projection_size"] = 32
+    return {"text_config": {**both, **text}, "vision_config": {**both, **vision}}
+
+
+def siglip(folder: Path, text_width: int = 32) -> Path:
+    """SigLIP, and SigLIP 2 of one resolution."""
+    from transformers import SiglipConfig, SiglipModel, SiglipProcessor
+    from transformers.models.siglip import SiglipImageProcessorPil
+
+    words = tokenizer(pad="<pad>", eos="<eos>")
+    images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    settings = SiglipConfig(**towers("siglip", words, text_width))
+    return save(folder, SiglipModel, settings, SiglipProcessor(images, words))
+
+
+def siglip2(folder: Path) -> Path:
+    """SigLIP 2 NaFlex, of at most 20 patches."""
+    from transformers import Siglip2Config, Siglip2Model, Siglip2Processor, Siglip2Tokenizer
+    from transformers.models.siglip2 import Siglip2ImageProcessorPil
+
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    letters = "▁abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {name: number for number, name in enumerate([*names, *letters, "he", "at"])}
+    words = Siglip2Tokenizer(vocabulary, [("h", "e"), ("a", "t")], padding_side="right")
+    images = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=20)
+    settings = Siglip2Config(**towers("siglip2", words))
+    return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
+
+
+def clip(folder: Path) -> Path:
+    """CLIP with towers and single vectors of three widths."""
+    from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+    from transformers.models.clip import CLIPImageProcessorPil
+
+    words = tokenizer(pad="<pad>", eos="<end>", bos="<start>")
+    put_around(words, "<start>", "<end>")
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    settings = CLIPConfig(**towers("clip", words, text_width=48), projection_dim=24)
+    return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
+
+
+def put_around(words, first: str, last: str) -> None:
+    """Lets a tokenizer begin and end each text with a special token."""
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        special_tokens=[(name, words.convert_tokens_to_ids(name)) for name in (first, last)],
+    )
+
+
+FAMILIES |= {"siglip": siglip, "siglip2": siglip2, "clip": clip}

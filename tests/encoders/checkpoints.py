@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +167,92 @@ def put_around(words, first: str, last: str) -> None:
 
 
 FAMILIES |= {"siglip": siglip, "siglip2": siglip2, "clip": clip}
+
+
+def colbert_bert(folder: Path) -> Path:
+    """ColBERT as its authors wrote it: the projection lies among the model's weights."""
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    names = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
+    whole = ["wing", "lift", "##ing", "drag", "flow", *string.punctuation]
+    words = BertTokenizer({name: i for i, name in enumerate([*names, *pieces, *whole])})
+    save(folder, BertModel, BertConfig(**small(words), max_position_embeddings=64), words)
+    weights = load_file(folder / "model.safetensors")
+    named = {f"bert.{name}": tensor for name, tensor in weights.items() if "pooler" not in name}
+    named["linear.weight"] = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    usage = {
+        "query_token_id": "[unused0]",
+        "doc_token_id": "[unused1]",
+        "query_maxlen": 12,
+        "doc_maxlen": 20,
+        "attend_to_mask_tokens": False,
+        "mask_punctuation": True,
+    }
+    (folder / "artifact.metadata").write_text(json.dumps(usage), "utf-8")
+    return folder
+
+
+def colbert_modernbert(folder: Path) -> Path:
+    """ColBERT as PyLate writes it: the projection is a folder of its own."""
+    from safetensors.torch import save_file
+    from transformers import ModernBertConfig, ModernBertModel
+
+    words = tokenizer(
+        "[Q] ", "[D] ", "[UNK]", pad="[PAD]", eos="[SEP]",
+        cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", unk_token="[UNK]",
+    )  # fmt: skip
+    put_around(words, "[CLS]", "[SEP]")
+    settings = ModernBertConfig(
+        **small(words),
+        max_position_embeddings=128,
+        local_attention=8,
+        cls_token_id=words.cls_token_id,
+        sep_token_id=words.sep_token_id,
+        bos_token_id=words.cls_token_id,
+        eos_token_id=words.sep_token_id,
+    )
+    save(folder, ModernBertModel, settings, words)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
+    usage = {
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 16,
+        "document_length": 32,
+        "attend_to_expansion_tokens": True,
+        "skiplist_words": [".", ",", "-"],
+    }
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(usage), "utf-8")
+    dense = folder / "1_Dense"
+    dense.mkdir()
+    identity = "torch.nn.modules.linear.Identity"
+    about = {"in_features": 32, "out_features": 16, "bias": True, "activation_function": identity}
+    (dense / "config.json").write_text(json.dumps(about), "utf-8")
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        "linear.weight": torch.randn(16, 32, generator=generator),
+        "linear.bias": torch.randn(16, generator=generator),
+    }
+    save_file(weights, dense / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def small(words) -> dict[str, int]:
+    """The settings of a tiny text encoder."""
+    return {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "pad_token_id": words.pad_token_id,
+    }
+
+
+FAMILIES |= {"colbert_bert": colbert_bert, "colbert_modernbert": colbert_modernbert}

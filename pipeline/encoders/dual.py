@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
@@ -27,9 +28,11 @@ from pipeline.decoding import Unreadable
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
+    SETTINGS,
     CheckpointSpec,
     check_checkpoint,
     fingerprint_of,
+    folder_of,
     load_model,
     load_processor,
 )
@@ -51,6 +54,8 @@ CLASSES = {
     "siglip2": (Siglip2Model, Siglip2Processor),
     "clip": (CLIPModel, CLIPProcessor),
 }
+#: One of them says how pictures are scaled.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 #: By the type of a checkpoint: the hidden state that EDJE keeps (section 5.1).
 EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
@@ -120,7 +125,7 @@ class Dual(SequenceEncoder):
         if spec.max_patches is not None and settings.model_type != "siglip2":
             legal = f"null (a {settings.model_type} has a fixed grid)"
             raise SpecError("max_patches", spec.max_patches, legal)
-        cls.reader(spec)
+        cls.reader(spec).check()
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
@@ -234,7 +239,28 @@ class DualReader(Reader):
         super().__init__(spec)
         self.settings = check_checkpoint(spec, *CLASSES)
         _, processor_class = CLASSES[self.settings.model_type]
+        folder = folder_of(spec, SETTINGS)
+        if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+            # The library would take an image processor with settings that fit another model.
+            legal = f"a checkpoint with a {' or a '.join(PROCESSOR_FILES)}"
+            raise SpecError("model", spec.model, legal, "has none")
         self.processor = load_processor(spec, processor_class)
+
+    def check(self) -> None:
+        """Raises `SpecError` if the model cannot see what the image processor gives."""
+        vision = self.settings.vision_config
+        read = self.processor.image_processor(images=[Image.new("RGB", (64, 64))])
+        given = np.shape(read["pixel_values"][0])
+        if self.settings.model_type == "siglip2":
+            what, given = "patches", given[1:]
+            fit = (vision.num_channels * vision.patch_size**2,)
+        else:
+            what, fit = "pictures", (vision.num_channels, vision.image_size, vision.image_size)
+        if given != fit:
+            given, fit = (" x ".join(map(str, shape)) for shape in (given, fit))
+            legal = f"a checkpoint whose image processor makes {what} of {fit} numbers"
+            problem = f"has one that makes {what} of {given} numbers"
+            raise SpecError("model", self.spec.model, legal, problem)
 
     def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
         """A sequence a picture.
@@ -312,6 +338,7 @@ class DualReader(Reader):
         read = tokenizer(
             [text.lower() if self.spec.lowercase else text],
             max_length=most,
+            truncation=False,
             return_tensors="pt",
             return_attention_mask=True,
             verbose=False,

@@ -28,6 +28,7 @@ from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     SETTINGS,
+    TOKENIZER_FILES,
     WEIGHTS,
     CheckpointSpec,
     check_checkpoint,
@@ -36,6 +37,7 @@ from pipeline.encoders.loading import (
     hashed,
     load_model,
     load_processor,
+    require_one_of,
     settings_of,
 )
 from pipeline.encoders.sequences import ModelInput, Reader, SequenceEncoder, layers_of
@@ -267,6 +269,7 @@ class ColBERTReader(Reader):
     def __init__(self, spec: ColBERT.Spec):
         super().__init__(spec)
         self.usage = Usage.of(spec)
+        require_one_of(spec, TOKENIZER_FILES)
         tokenizer = load_processor(spec, AutoTokenizer)
         if not tokenizer.is_fast:
             legal = "a model with a fast tokenizer (one that gives character offsets)"

@@ -28,13 +28,14 @@ from pipeline.decoding import Unreadable
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
-    SETTINGS,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
     CheckpointSpec,
     check_checkpoint,
     fingerprint_of,
-    folder_of,
     load_model,
     load_processor,
+    require_one_of,
 )
 from pipeline.encoders.sequences import (
     ModelInput,
@@ -54,8 +55,6 @@ CLASSES = {
     "siglip2": (Siglip2Model, Siglip2Processor),
     "clip": (CLIPModel, CLIPProcessor),
 }
-#: One of them says how pictures are scaled.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 #: By the type of a checkpoint: the hidden state that EDJE keeps (section 5.1).
 EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
@@ -239,11 +238,8 @@ class DualReader(Reader):
         super().__init__(spec)
         self.settings = check_checkpoint(spec, *CLASSES)
         _, processor_class = CLASSES[self.settings.model_type]
-        folder = folder_of(spec, SETTINGS)
-        if not any((folder / name).is_file() for name in PROCESSOR_FILES):
-            # The library would take an image processor with settings that fit another model.
-            legal = f"a checkpoint with a {' or a '.join(PROCESSOR_FILES)}"
-            raise SpecError("model", spec.model, legal, "has none")
+        require_one_of(spec, PROCESSOR_FILES)
+        require_one_of(spec, TOKENIZER_FILES)
         self.processor = load_processor(spec, processor_class)
 
     def check(self) -> None:

@@ -283,8 +283,8 @@ class ColBERTReader(Reader):
         self._query_marker = self._ids_of(self.usage.query_prefix)
         self._document_marker = self._ids_of(self.usage.document_prefix)
         words = tokenizer.convert_tokens_to_ids(list(self.usage.skiplist))
-        legal = sorted(set(words) - {tokenizer.unk_token_id, None})
-        self._skipped = torch.tensor(legal, dtype=torch.int64)
+        numbers = sorted(set(words) - {tokenizer.unk_token_id, None})
+        self._skipped = torch.tensor(numbers, dtype=torch.int64)
 
     @property
     def num_marks(self) -> int:
@@ -321,10 +321,8 @@ class ColBERTReader(Reader):
         read = self._marked(self._document_marker, ids, spans)
         read.keep[: self.num_marks - 1] = is_first
         read.keep[-1] = is_last
-        # A marker is no word, whatever it is spelled like.
-        read.keep[(read.kind == TEXT) & torch.isin(read.sequence["input_ids"], self._skipped)] = (
-            False
-        )
+        is_skipped = torch.isin(read.sequence["input_ids"], self._skipped)
+        read.keep[is_skipped & (read.kind == TEXT)] = False  # a marker may be spelled like a word
         return read
 
     def _marked(self, marker: list[int], ids: torch.Tensor, spans: torch.Tensor) -> ModelInput:

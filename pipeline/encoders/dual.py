@@ -6,6 +6,7 @@ keeps of a picture for its joint encoder.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -313,10 +314,8 @@ class DualReader(Reader):
     def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """A query picture, read as an item is."""
         read = self._picture(picture, torch.nan, torch.nan)
-        placeholder = torch.zeros(len(read), dtype=torch.int64)
-        named = ModelInput.of(
-            {"input_ids": placeholder}, {}, read.kind, read.keep, read.extents, read.spans
-        )
+        numbers = torch.zeros(len(read), dtype=torch.int64)  # it has none; patches go by place
+        named = dataclasses.replace(read, sequence={"input_ids": numbers})
         names = names_of(self.processor.tokenizer, named)
         if self.spec.keep_class and self.settings.model_type == "clip":
             names[0] = "[CLASS]"

@@ -66,9 +66,11 @@ class Registry:
 ENCODERS = Registry(
     "encoders",
     {
+        "colbert": "pipeline.encoders.colbert:ColBERT",
         "colmodernvbert": "pipeline.encoders.colmodernvbert:ColModernVBert",
         "colpali": "pipeline.encoders.colpali:ColPali",
         "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
+        "dual": "pipeline.encoders.dual:Dual",
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",

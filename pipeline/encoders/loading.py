@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,10 @@ SETTINGS = [
 ]
 #: Of a LoRA adapter as peft writes it.
 ADAPTER_SETTINGS = ["adapter_config.json"]
+#: One of each must be there: the library would else take an image processor, or a tokenizer without
+#: words, of no model at all.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 LEGAL = "the path of an existing folder, or the hub name of a model"
 
 
@@ -136,6 +140,14 @@ def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
     except (ValueError, OSError, KeyError) as error:
         legal = f"a model that transformers can load ({_said(error)})"
         raise SpecError("model", spec.model, legal, "cannot be loaded") from None
+
+
+def require_one_of(spec: CheckpointSpec, names: Sequence[str]) -> None:
+    """Raises `SpecError` if a checkpoint has none of these files."""
+    folder = folder_of(spec, SETTINGS)
+    if not any((folder / name).is_file() for name in names):
+        legal = f"a checkpoint with one of {', '.join(names)}"
+        raise SpecError("model", spec.model, legal, "has none of the files that it needs")
 
 
 def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -> Any:

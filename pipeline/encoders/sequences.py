@@ -11,7 +11,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -180,6 +180,8 @@ class SequenceEncoder(Encoder):
     #: What is padded with something other than 0, and with what.
     pad_values: ClassVar[dict[str, int]] = {}
     padding_side: ClassVar[str] = "right"
+    #: Which position of a sequence the model pools, for the tap `pooled_row`.
+    pooled_position: ClassVar[Literal["first", "last"]] = "last"
     needs = ()
     has_spans = False
     has_extents = True
@@ -387,7 +389,7 @@ class SequenceEncoder(Encoder):
         given |= {name: value.to(self.device) for name, value in self.joined(inputs).items()}
         kind = padded([read.kind for read in inputs])
         keep = padded([read.keep for read in inputs])
-        rows = tap_rows(kind, mask_BL, is_left, taps)
+        rows = tap_rows(kind, mask_BL, is_left, taps, self.pooled_position)
         with recording(self.attending(), rows) if taps else contextlib.nullcontext() as recorded:
             states_BLD, pooled_BP = self.forward(given, mask_BL)
         vectors = states_BLD[keep].float()
@@ -421,14 +423,20 @@ def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
 
 
 def tap_rows(
-    kind_BL: torch.Tensor, mask_BL: torch.Tensor, is_left: bool, taps: Sequence[Tap]
+    kind_BL: torch.Tensor,
+    mask_BL: torch.Tensor,
+    is_left: bool,
+    taps: Sequence[Tap],
+    pooled_position: Literal["first", "last"] = "last",
 ) -> dict[int, torch.Tensor]:
     """By layer, (S, B, L): how much each row of the attention counts for each statistic."""
     lengths = mask_BL.sum(dim=1, keepdim=True)
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     content = sum(kind_BL == kind for kind in CONTENT).bool() & mask_BL
     last = (position == mask_BL.shape[1] - 1) if is_left else position == lengths - 1
-    weights = {"column_sums": content, "eos_row": last, "pooled_row": last}
+    first = (position == mask_BL.shape[1] - lengths) if is_left else position == 0
+    pooled = first if pooled_position == "first" else last
+    weights = {"column_sums": content, "eos_row": last, "pooled_row": pooled}
     return {
         layer: torch.stack(
             [

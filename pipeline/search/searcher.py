@@ -627,6 +627,10 @@ def check_options(
 def _check_score(score: str, about: dict[str, Any], queries: Queries) -> None:
     if score not in SCORES:
         raise SpecError("score", score, ", ".join(SCORES))
+    if score != "single" and not all(map(len, queries.tokens)):
+        raise SpecError(
+            "score", score, "single", "needs token vectors of the query, which has none"
+        )
     if score == "late":
         return
     if about["pooled"] is None:

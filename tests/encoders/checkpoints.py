@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import CRANFIELD
@@ -218,3 +219,165 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "colqwen2": colqwen2,
     "colmodernvbert": colmodernvbert,
 }
+
+
+def towers(family: str, words, text_width: int = 32) -> dict[str, dict]:
+    """The settings of two tiny towers: 4 x 4 patches of 8 x 8, and texts of 16 tokens."""
+    both = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    text = {
+        "hidden_size": text_width,
+        "vocab_size": len(words),
+        "max_position_embeddings": 16,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": words.bos_token_id,
+        "eos_token_id": words.eos_token_id,
+    }
+    vision = {"hidden_size": 32, "patch_size": 8}
+    if family == "siglip2":
+        vision["num_patches"] = 16
+    else:
+        vision["image_size"] = 32
+    if family == "clip":
+        text["projection_dim"] = vision["projection_dim"] = 24
+    else:
+        text["projection_size"] = 32
+    return {"text_config": {**both, **text}, "vision_config": {**both, **vision}}
+
+
+def siglip(folder: Path, text_width: int = 32) -> Path:
+    """SigLIP, and SigLIP 2 of one resolution."""
+    from transformers import SiglipConfig, SiglipModel, SiglipProcessor
+    from transformers.models.siglip import SiglipImageProcessorPil
+
+    words = tokenizer(pad="<pad>", eos="<eos>")
+    images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    settings = SiglipConfig(**towers("siglip", words, text_width))
+    return save(folder, SiglipModel, settings, SiglipProcessor(images, words))
+
+
+def siglip2(folder: Path) -> Path:
+    """SigLIP 2 NaFlex, of at most 20 patches."""
+    from transformers import Siglip2Config, Siglip2Model, Siglip2Processor, Siglip2Tokenizer
+    from transformers.models.siglip2 import Siglip2ImageProcessorPil
+
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    letters = "▁abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {name: number for number, name in enumerate([*names, *letters, "he", "at"])}
+    words = Siglip2Tokenizer(vocabulary, [("h", "e"), ("a", "t")], padding_side="right")
+    images = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=20)
+    settings = Siglip2Config(**towers("siglip2", words))
+    return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
+
+
+def clip(folder: Path) -> Path:
+    """CLIP with towers and single vectors of three widths."""
+    from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+    from transformers.models.clip import CLIPImageProcessorPil
+
+    words = tokenizer(pad="<pad>", eos="<end>", bos="<start>")
+    put_around(words, "<start>", "<end>")
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    settings = CLIPConfig(**towers("clip", words, text_width=48), projection_dim=24)
+    return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
+
+
+def put_around(words, first: str, last: str) -> None:
+    """Lets a tokenizer begin and end each text with a special token."""
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        special_tokens=[(name, words.convert_tokens_to_ids(name)) for name in (first, last)],
+    )
+
+
+FAMILIES |= {"siglip": siglip, "siglip2": siglip2, "clip": clip}
+
+
+def colbert_bert(folder: Path) -> Path:
+    """ColBERT as its authors wrote it: the projection lies among the model's weights."""
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    names = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
+    whole = ["wing", "lift", "##ing", "drag", "flow", *string.punctuation]
+    words = BertTokenizer({name: i for i, name in enumerate([*names, *pieces, *whole])})
+    save(folder, BertModel, BertConfig(**small(words), max_position_embeddings=64), words)
+    weights = load_file(folder / "model.safetensors")
+    named = {f"bert.{name}": tensor for name, tensor in weights.items() if "pooler" not in name}
+    named["linear.weight"] = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    usage = {
+        "query_token_id": "[unused0]",
+        "doc_token_id": "[unused1]",
+        "query_maxlen": 12,
+        "doc_maxlen": 20,
+        "attend_to_mask_tokens": False,
+        "mask_punctuation": True,
+    }
+    (folder / "artifact.metadata").write_text(json.dumps(usage), "utf-8")
+    return folder
+
+
+def colbert_modernbert(folder: Path) -> Path:
+    """ColBERT as PyLate writes it: the projection is a folder of its own."""
+    from safetensors.torch import save_file
+    from transformers import ModernBertConfig, ModernBertModel
+
+    words = tokenizer(
+        "[Q] ", "[D] ", "[UNK]", pad="[PAD]", eos="[SEP]",
+        cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", unk_token="[UNK]",
+    )  # fmt: skip
+    put_around(words, "[CLS]", "[SEP]")
+    settings = ModernBertConfig(
+        **small(words),
+        max_position_embeddings=128,
+        local_attention=8,
+        cls_token_id=words.cls_token_id,
+        sep_token_id=words.sep_token_id,
+        bos_token_id=words.cls_token_id,
+        eos_token_id=words.sep_token_id,
+    )
+    save(folder, ModernBertModel, settings, words)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
+    usage = {
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 16,
+        "document_length": 32,
+        "attend_to_expansion_tokens": True,
+        "skiplist_words": [".", ",", "-"],
+    }
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(usage), "utf-8")
+    dense = folder / "1_Dense"
+    dense.mkdir()
+    identity = "torch.nn.modules.linear.Identity"
+    about = {"in_features": 32, "out_features": 16, "bias": True, "activation_function": identity}
+    (dense / "config.json").write_text(json.dumps(about), "utf-8")
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        "linear.weight": torch.randn(16, 32, generator=generator),
+        "linear.bias": torch.randn(16, generator=generator),
+    }
+    save_file(weights, dense / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def small(words) -> dict[str, int]:
+    """The settings of a tiny text encoder."""
+    return {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "pad_token_id": words.pad_token_id,
+    }
+
+
+FAMILIES |= {"colbert_bert": colbert_bert, "colbert_modernbert": colbert_modernbert}

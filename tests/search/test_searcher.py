@@ -14,6 +14,7 @@ from pipeline.encoders.minilm import MiniLM
 from pipeline.index.reader import ITEMS
 from pipeline.schema import metadata_of, with_metadata
 from pipeline.search.maxsim import maxsim_oracle
+from pipeline.search.queries import Queries
 from pipeline.tokens import flat_from_arrow, pad
 
 QUERIES = ["the lift of a wing", "how to bake bread", "heat at the nose of a body"]
@@ -233,6 +234,20 @@ def test_illegal_arguments(searcher, query, options, field, legal):
         searcher.search(query, **options)
     assert caught.value.field == field
     assert legal in str(caught.value)
+
+
+def test_a_query_without_tokens_has_its_single_score_alone(searcher):
+    """As a text is to CLIP, whose token vectors cannot be compared with those of pictures."""
+    whole = searcher.queries(["lift of a wing"])
+    bare = Queries([whole.tokens[0][:0]], whole.pooled, [[]])
+    expected, found = (searcher.search(q, score="single", k=3)[0] for q in (whole, bare))
+    assert [hit.item_id for hit in found] == [hit.item_id for hit in expected]
+    assert [hit.score for hit in found] == [hit.score for hit in expected]
+    assert all(hit.matches == () for hit in found)
+    for score in ("late", "hybrid"):
+        with pytest.raises(SpecError, match="needs token vectors of the query") as caught:
+            searcher.search(bare, score=score)
+        assert caught.value.field == "score" and caught.value.legal == "single"
 
 
 def test_no_index_there(tmp_path):

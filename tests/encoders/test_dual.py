@@ -1,0 +1,324 @@
+"""SigLIP 2, SigLIP and CLIP equal transformers' own path: states, single vectors, attention."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.config import SpecError
+from pipeline.encoders.dual import CLASSES
+from pipeline.registry import ENCODERS
+from pipeline.schema import FRAME, SPAN
+from pipeline.search.queries import Queries
+from pipeline.search.searcher import check_options
+from pipeline.taps import Tap
+from pipeline.tokens import SPECIAL, VISUAL, normalise
+from tests.encoders.checkpoints import siglip
+from tests.encoders.conftest import noise, pictures, png
+
+FAMILIES = ["siglip", "siglip2", "clip"]
+SIZES = [(50, 60), (100, 20), (33, 33), (64, 64)]
+TEXTS = ["Heat at the Wing", "lift", "a"]
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint):
+    def build(family, **fields):
+        given = {"name": "dual", "model": checkpoint(family), "dtype": "float32"}
+        return ENCODERS.build(ENCODERS.resolve({**given, **fields}))
+
+    return build
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def encoder(build, family):
+    return build(family)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint, family):
+    """The library's model and processor over one picture, or one text."""
+    model_class, processor_class = CLASSES[family]
+    folder = checkpoint(family)
+    model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
+    processor = processor_class.from_pretrained(folder)
+
+    @torch.no_grad()
+    def run(picture=None, text=None):
+        if text is not None:
+            read = processor.tokenizer(text, padding="max_length", max_length=16)["input_ids"]
+            return model.get_text_features(torch.tensor([read]))
+        read = processor.image_processor(images=[picture], return_tensors="pt")
+        options = {"output_hidden_states": True, "output_attentions": True}
+        seen = model.get_image_features(**read, **options)
+        # Behind the patches of NaFlex is padding; before those of CLIP the class token.
+        first = int(family == "clip")
+        last = int(read["spatial_shapes"][0].prod()) if family == "siglip2" else first + 16
+        return seen, slice(first, last)
+
+    return run
+
+
+def of_items(encoder, items, taps=()):
+    """What each item's batch has of it, in the order of the items."""
+    found = {
+        int(row): batch.take(slice(i, i + 1))
+        for rows, batch in encoder.encode(items, taps)
+        for i, row in enumerate(rows)
+    }
+    return [found[row] for row in sorted(found)]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_are_the_states_that_edje_keeps(encoder, reference, family):
+    images, items = pictures(*SIZES)
+    for image, batch in zip(images, of_items(encoder, items), strict=True):
+        seen, patches = reference(image)
+        states = seen.hidden_states[-2] if family == "clip" else seen.last_hidden_state
+        close(batch.vectors[batch.mask], states[0, patches])
+        assert (batch.kind[batch.mask] == VISUAL).all() and not batch.normalised
+
+
+def test_single_vectors_are_the_models(encoder, reference):
+    images, items = pictures(*SIZES)
+    for image, batch in zip(images, of_items(encoder, items), strict=True):
+        seen, _ = reference(image)
+        close(batch.pooled, normalise(seen.pooler_output))
+    queries = encoder.encode_queries(TEXTS)
+    for text, pooled in zip(TEXTS, queries.tokens.pooled, strict=True):
+        close(pooled, normalise(reference(text=text.lower()).pooler_output[0]))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, 3, -1, -4])
+def test_the_layer_that_is_asked_for(build, reference, family, layer):
+    (image,), items = pictures((40, 30))
+    (batch,) = of_items(build(family, layer=layer), items)
+    seen, patches = reference(image)
+    states = seen.last_hidden_state if layer in (3, -1) else seen.hidden_states[layer]
+    close(batch.vectors[0], states[0, patches])
+
+
+@pytest.mark.parametrize("heads", ["mean", "max"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_attention_is_that_of_eager_layers(build, reference, family, heads, layer):
+    images, items = pictures(*SIZES)
+    has_class = family == "clip"
+    statistics = ("column_sums", *(("pooled_row",) if has_class else ()))
+    encoder = build(family, keep_class=has_class)
+    assert type(encoder).attention(encoder.spec) == (statistics, 3)
+    taps = [Tap(statistic, heads, str(layer)) for statistic in statistics]
+    over_heads = torch.mean if heads == "mean" else torch.amax
+    for image, batch in zip(images, of_items(encoder, items, taps), strict=True):
+        seen, patches = reference(image)
+        attention_HNN = seen.attentions[layer][0, :, :, : patches.stop]
+        rows = (attention_HNN[:, patches].sum(dim=1), attention_HNN[:, 0])
+        for tap, of_heads in zip(taps, rows, strict=False):
+            close(batch.taps[tap.name][batch.mask], over_heads(of_heads, dim=0))
+
+
+def test_the_class_token(build):
+    _, items = pictures((40, 40))
+    (plain,), (whole,) = (of_items(build("clip", keep_class=keep), items) for keep in (False, True))
+    close(whole.vectors[:, 1:], plain.vectors)
+    assert whole.kind[0].tolist() == [SPECIAL] + [VISUAL] * 16
+    assert whole.extents[0, 0].isnan().all()
+    names = build("clip", keep_class=True).encode_pictures([png(noise(40, 40))]).token_texts
+    assert names[0][:2] == ["[CLASS]", "[12,12]"]
+
+
+def test_unit_length(build):
+    _, items = pictures(*SIZES[:1])
+    (plain,), (unit,) = (of_items(build("siglip", normalise=on), items) for on in (False, True))
+    close(unit.vectors, normalise(plain.vectors))
+    assert unit.normalised and not plain.normalised
+
+
+def test_the_grid_keeps_the_shape_of_a_picture(build):
+    _, items = pictures((80, 40), (40, 40))
+    wide, square = of_items(build("siglip2"), items)
+    # Of at most 20 patches twice as wide as high: 3 rows of 6.
+    assert [int(batch.lengths[0]) for batch in (wide, square)] == [18, 16]
+    assert wide.extents[0, 7, :4].tolist() == pytest.approx([1 / 6, 1 / 3, 2 / 6, 2 / 3])
+    (fewer,) = of_items(build("siglip2", max_patches=8), items.slice(0, 1))
+    assert fewer.lengths.tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "last"),
+    [
+        ((64, 64), [0, 0, 0.25, 0.25], [0.75, 0.75, 1, 1]),
+        ((64, 32), [0.25, 0, 0.375, 0.25], [0.625, 0.75, 0.75, 1]),
+        ((32, 128), [0, 0.375, 0.25, 0.4375], [0.75, 0.5625, 1, 0.625]),
+    ],
+)
+def test_the_grid_of_clip_lies_in_the_middle_that_it_sees(build, size, first, last):
+    _, items = pictures(size)
+    (batch,) = of_items(build("clip"), items)
+    assert batch.extents[0, [0, -1], :4].tolist() == [first, last]
+
+
+def test_what_lies_outside_of_the_middle_is_not_seen(build):
+    encoder = build("clip")
+    one, other = noise(64, 32), noise(64, 32)
+    other.paste(noise(14, 32, seed=5), (0, 0))  # the cells begin at 16
+    close(*(encoder.encode_pictures([png(image)]).tokens.vectors for image in (one, other)))
+    other.paste(noise(16, 32, seed=5), (18, 0))
+    vectors = [encoder.encode_pictures([png(image)]).tokens.vectors for image in (one, other)]
+    assert not torch.allclose(*vectors, atol=1e-3)
+
+
+def test_texts_of_towers_of_one_width(build, checkpoint):
+    for family in ("siglip", "siglip2"):
+        encoder = build(family)
+        queries = encoder.encode_queries(["lift off"])
+        assert "".join(queries.token_texts[0]).replace(" ", "") == "liftoff"
+        read = encoder._read_by.text("lift off")[0].sequence["input_ids"]
+        with torch.no_grad():
+            states = encoder.model.text_model(read[None]).last_hidden_state
+        close(queries.tokens.vectors[0], states[0, : queries.tokens.vectors.shape[1]])
+
+
+def test_a_text_whose_single_vector_has_the_width_of_patches(build, tmp_path):
+    siglip(tmp_path / "unequal", text_width=16)
+    encoder = build("siglip", model=str(tmp_path / "unequal"))
+    queries = encoder.encode_queries(["lift off", "heat"])
+    assert queries.token_texts == [["lift off"], ["heat"]]
+    close(normalise(queries.tokens.vectors[:, 0]), queries.tokens.pooled)
+
+
+def test_a_text_that_cannot_be_compared_with_patches_has_its_single_vector_alone(build):
+    queries = Queries.of_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
+    assert [tuple(tokens.shape) for tokens in queries.tokens] == [(0, 32), (0, 32)]
+    assert queries.pooled.shape == (2, 24)
+    about = {"pooled": "clip_pooled", "dim": 32}
+    check_options(queries, about, 10, "single", (1.0, 1.0), None)
+    for score in ("late", "hybrid"):
+        with pytest.raises(SpecError, match="needs token vectors of the query"):
+            check_options(queries, about, 10, score, (1.0, 1.0), None)
+
+
+def test_case_does_not_matter_unless_it_is_asked_for(build):
+    def pooled(text, **fields):
+        return build("siglip", **fields).encode_queries([text]).tokens.pooled
+
+    close(pooled("HEAT"), pooled("heat"))
+    assert not torch.allclose(pooled("HEAT", lowercase=False), pooled("heat"), atol=1e-3)
+
+
+def test_a_picture_as_a_query_is_read_as_an_item(encoder):
+    (image,), items = pictures((40, 24))
+    (batch,) = of_items(encoder, items)
+    queries = encoder.encode_pictures([png(image)])
+    close(queries.tokens.vectors, batch.vectors)
+    close(queries.tokens.pooled, batch.pooled)
+    assert len(queries.token_texts[0]) == batch.lengths[0]
+
+
+def test_frames_are_read_one_by_one(encoder):
+    images = [noise(32, 32, seed) for seed in range(2)]
+    frames = [
+        {"index": i, "seconds": float(i), "height": 32, "width": 32, "pixels": image.tobytes()}
+        for i, image in enumerate(images)
+    ]
+    span = {"unit": "seconds", "start": 0.0, "end": 5.0}
+    items = pa.table(
+        {
+            "item_id": ["clip", "silent"],
+            "frames": pa.array([frames, []], pa.list_(FRAME)),
+            "span": pa.array([span, None], SPAN),
+        }
+    )
+    shown, silent = of_items(encoder, items)
+    assert silent.lengths.tolist() == [0]
+    alone = encoder.encode_pictures([png(image) for image in images]).tokens
+    close(shown.vectors[0], alone.vectors.flatten(0, 1))
+    close(shown.pooled[0], normalise(alone.pooled.sum(dim=0)))
+    assert shown.extents[0, [0, -1], 4:].tolist() == [[0, 1], [1, 5]]
+
+
+def test_fingerprints(build):
+    plain = build("clip").fingerprint
+    assert build("clip", max_batch_tokens=64, layer=-2).fingerprint == plain
+    assert build("clip", layer=2).fingerprint == plain
+    for change in ({"layer": -1}, {"lowercase": False}, {"attention": "eager"}):
+        assert build("clip", **change).fingerprint != plain
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "field"),
+    [
+        ("siglip", {"layer": 4}, "layer"),
+        ("clip", {"layer": -5}, "layer"),
+        ("siglip", {"keep_class": True}, "keep_class"),
+        ("clip", {"max_patches": 9}, "max_patches"),
+        ("colpali", {}, "model"),
+    ],
+)
+def test_what_a_checkpoint_cannot_do(checkpoint, family, fields, field):
+    spec = ENCODERS.resolve({"name": "dual", "model": checkpoint(family), **fields})
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.load("dual").check(spec)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("tokenizer.json", "one of tokenizer.json"),
+        ("*processor_config.json", "one of preprocessor_config.json"),
+        ("*.safetensors", "has no safetensors file"),
+        ("config.json", "has no config.json"),
+    ],
+)
+def test_missing_files(checkpoint, tmp_path, missing, said):
+    folder = Path(shutil.copytree(checkpoint("siglip"), tmp_path / "copy"))
+    for path in folder.glob(missing):
+        path.unlink()
+    spec = ENCODERS.resolve({"name": "dual", "model": str(folder)})
+    with pytest.raises(SpecError, match=said):
+        ENCODERS.load("dual").check(spec)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("siglip", {"size": {"height": 24, "width": 32}}, "pictures of 3 x 24 x 32 numbers"),
+        ("siglip2", {"patch_size": 4}, "patches of 48 numbers"),
+    ],
+)
+def test_an_image_processor_of_another_model(checkpoint, tmp_path, family, change, said):
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / "copy"))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["image_processor"] |= change
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    spec = ENCODERS.resolve({"name": "dual", "model": str(folder)})
+    with pytest.raises(SpecError, match=said):
+        ENCODERS.load("dual").check(spec)
+
+
+def test_a_vision_tower_without_its_head(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("siglip"), tmp_path / "copy"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["vision_config"]["vision_use_head"] = False
+    (folder / "config.json").write_text(json.dumps(settings))
+    spec = ENCODERS.resolve({"name": "dual", "model": str(folder)})
+    with pytest.raises(SpecError, match="pooling head"):
+        ENCODERS.load("dual").check(spec)
+
+
+def test_a_query_that_is_too_long(encoder):
+    with pytest.raises(SpecError, match="at most 16 tokens"):
+        encoder.encode_queries(["heat " * 20])

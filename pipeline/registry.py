@@ -68,8 +68,10 @@ ENCODERS = Registry(
     {
         "colpali": "pipeline.encoders.colpali:ColPali",
         "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
+        "jina_v4": "pipeline.encoders.jina_v4:JinaV4",
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
+        "qwen_vl": "pipeline.encoders.qwen_vl:QwenVL",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",
         "transcript": "pipeline.encoders.transcript:Transcript",
     },

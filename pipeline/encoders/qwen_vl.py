@@ -262,8 +262,7 @@ class QwenReader(Reader):
         self.images = load_processor(spec, Qwen2VLImageProcessorPil, **given)
         self.tokenizer = load_processor(spec, AutoTokenizer)
         self.settings = settings
-        self.window = settings.get_text_config().max_position_embeddings
-        self.limit = min(spec.max_item_tokens, self.window)
+        self.limit = min(spec.max_item_tokens, settings.get_text_config().max_position_embeddings)
         names = self.tokenizer.get_added_vocab()
         if missing := [name for name in ("<|vision_start|>", "<|image_pad|>") if name not in names]:
             legal = "a checkpoint with the tokenizer of a Qwen-VL model"
@@ -342,10 +341,11 @@ class QwenReader(Reader):
         Raises:
             Unreadable: not even one fits.
         """
-        number = most
-        if len(write(most).ids) > self.limit:
-            numbers = range(1, most)
-            number = bisect.bisect_right(numbers, self.limit, key=lambda n: len(write(n).ids))
+        written = write(most)
+        if len(written.ids) <= self.limit:
+            return most, written
+        numbers = range(1, most)
+        number = bisect.bisect_right(numbers, self.limit, key=lambda n: len(write(n).ids))
         if not number:
             detail = f"{len(write(1).ids)} tokens, at most {self.limit}"
             raise Unreadable("too many tokens", detail)

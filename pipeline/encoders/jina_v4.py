@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 from safetensors import safe_open
-from transformers import PreTrainedModel, Qwen2_5_VLModel
+from transformers import PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
@@ -37,9 +37,8 @@ from pipeline.encoders.loading import (
     fingerprint_of,
     folder_of,
     hashed,
-    load_model,
 )
-from pipeline.encoders.qwen_vl import CONTENT, QwenReader, QwenSpec, Shown, run
+from pipeline.encoders.qwen_vl import CONTENT, QwenReader, QwenSpec, Shown, load_backbone, run
 from pipeline.encoders.sequences import (
     ModelInput,
     SequenceEncoder,
@@ -137,7 +136,7 @@ class JinaV4(SequenceEncoder):
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """The backbone with the projector in it, and the task's adapter added to both."""
         plain = spec.model_copy(update={"adapter": None})  # that of several tasks is none of peft's
-        model = load_model(plain, Qwen2_5_VLModel, device_map)
+        model = load_backbone(plain, device_map)
         projector = _projector(spec, folder_of(spec, WEIGHTS))
         model.add_module(PROJECTOR, projector.to(model.device, model.dtype).eval())
         if adapters := _adapters(spec):

@@ -7,6 +7,7 @@ the states of the tokens before it serve as multi-vectors is SMART's finding (se
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,11 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLModel,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLModel,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -54,7 +58,12 @@ from pipeline.encoders.sequences import (
 from pipeline.taps import STATISTICS
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 
-MODELS = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}
+#: By type: the model of states, and the one around it that names the next word.
+MODELS = {
+    "qwen2_vl": (Qwen2VLModel, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLModel, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLModel, Qwen3VLForConditionalGeneration),
+}
 
 #: Where in a prompt the pictures and the text go.
 CONTENT = "{content}"
@@ -196,7 +205,7 @@ class QwenVL(SequenceEncoder):
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """The model without the layer that would name the next word."""
-        return load_model(spec, MODELS[check_checkpoint(spec, *MODELS).model_type], device_map)
+        return load_backbone(spec, device_map)
 
     @classmethod
     def reader(cls, spec: Spec) -> QwenVLReader:
@@ -234,6 +243,20 @@ class QwenVL(SequenceEncoder):
         # Of what has no other token; else this position may be one of another layer.
         alone_BL1 = is_pooled_BL.unsqueeze(2)
         return torch.where(alone_BL1, pooled_BD.unsqueeze(1), states_BLD), pooled_BD
+
+
+def load_backbone(spec: CheckpointSpec, device_map: str | None) -> PreTrainedModel:
+    """The model of states of a checkpoint, whichever of the two it was saved from.
+
+    Raises:
+        SpecError: the weights cannot be loaded, or some are missing.
+    """
+    bare, whole = MODELS[check_checkpoint(spec, *MODELS).model_type]
+    if spec.adapter is None:  # adapters are trained around the whole, and have its names
+        with contextlib.suppress(SpecError):
+            return load_model(spec, bare, device_map)
+    # Names have changed over the versions; only the whole model knows all of its own.
+    return load_model(spec, whole, device_map).model
 
 
 def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:

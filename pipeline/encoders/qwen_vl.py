@@ -540,7 +540,8 @@ class QwenVLReader(QwenReader):
 
         def grids(number: int) -> list[Sequence[Shown]]:
             rows = np.linspace(0, len(shown) - 1, min(number * depth, most)).round().astype(int)
-            picked = [shown[row] for row in rows]
+            ends = [*(shown[row][1] for row in rows[1:]), shown[-1][2]]
+            picked = [(*shown[row][:2], end) for row, end in zip(rows, ends, strict=True)]
             return [picked[start : start + depth] for start in range(0, len(picked), depth)]
 
         def write(number: int) -> Sequenced:

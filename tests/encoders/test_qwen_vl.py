@@ -46,7 +46,7 @@ class Reference:
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     @torch.no_grad()
-    def __call__(self, text: str, types: dict[str, int] | None = None, **media):
+    def __call__(self, text: str, **media):
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         types = torch.zeros_like(ids)
         types[ids == self.model.config.image_token_id] = 1
@@ -89,7 +89,9 @@ class Reference:
         if self.family == "qwen2_5_vl":
             media["second_per_grid_ts"] = torch.tensor([2 * (seconds[1] - seconds[0])])
         if self.family == "qwen3_vl":
-            middles = [(a + b) / 2 - seconds[0] for a, b in zip(seconds[::2], seconds[1::2])]  # noqa: B905
+            middles = [
+                (a + b) / 2 - seconds[0] for a, b in zip(seconds[::2], seconds[1::2], strict=True)
+            ]
             vision = "".join(f"<{m:.1f} seconds>{START}{pads}{END}" for m in middles)
         return self(prompt.replace("{content}", vision), **media)
 
@@ -252,13 +254,16 @@ def test_long_videos_are_thinned(build):
     frames = [noise(24, 16, seed) for seed in range(9)]
     items = clip(frames, [float(i) for i in range(9)], 9.0)
     whole = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual")
-    assert whole._read_by.spec.max_frames == 64
     assert of_items(whole, items)[0].lengths.tolist() == [6 * 5]
     for given in ({"max_item_tokens": 6 * 3 + 3}, {"max_frames": 6}):
         encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", **given)
         found = of_items(encoder, items)[0]
-        # Of nine frames the six at 0, 1.6, 3.2, 4.8, 6.4 and 8.
-        assert found.extents[0, ::6, 4].tolist() == [0, 3, 6]
+        # Of nine frames the six nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8.
+        assert found.extents[0, ::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
+    one = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", max_frames=2)
+    assert of_items(one, items)[0].extents[0, ::6, 4:].tolist() == [[0, 9]]
+    two = build("qwen2_vl", keep="visual", max_frames=2, frames="images")
+    assert of_items(two, items)[0].extents[0, ::6, 4:].tolist() == [[0, 8], [8, 9]]
     few = build("qwen2_vl", max_item_tokens=40, document_prompt="{content}", max_frames=1)
     assert (of_items(few, items)[0].kind == VISUAL).sum() == 6
     with pytest.raises(Unreadable, match="too many tokens: 9 tokens, at most 8"):

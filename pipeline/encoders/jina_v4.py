@@ -43,7 +43,6 @@ from pipeline.encoders.sequences import (
     ModelInput,
     SequenceEncoder,
     layers_of,
-    names_of,
     pictures_of,
 )
 from pipeline.tokens import VISUAL
@@ -200,8 +199,7 @@ class JinaReader(QwenReader):
 
     def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """A query picture, read as a document's is."""
-        read = self._picture((picture, np.nan, np.nan))
-        return read, names_of(self.tokenizer, read)
+        return self.named(self._picture((picture, np.nan, np.nan)))
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
         """A query text behind its prefix."""
@@ -209,7 +207,7 @@ class JinaReader(QwenReader):
             read = self._text(QUERY_PROMPT, text)
         except Unreadable as error:
             raise SpecError("query", text, "what the model reads", error.detail) from None
-        return read, names_of(self.tokenizer, read)
+        return self.named(read, text)
 
 
 def _tensors(folder: Path, wanted: re.Pattern) -> Iterator[tuple[re.Match, torch.Tensor]]:

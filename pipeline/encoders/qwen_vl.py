@@ -374,6 +374,14 @@ class QwenReader(Reader):
             raise Unreadable("too many tokens", detail)
         return number, write(number)
 
+    def named(self, read: ModelInput, text: str = "") -> tuple[ModelInput, list[str]]:
+        """A query, and what its tokens are called: those of the text by its own characters."""
+        names = names_of(self.tokenizer, read)
+        for number, (start, stop) in enumerate(read.spans[read.keep].tolist()):
+            if start >= 0:
+                names[number] = text[start:stop]
+        return read, names
+
     def pixels_of(self, images: Sequence[Shown]) -> dict[str, torch.Tensor]:
         """What the vision tower reads of pictures, each its own grid."""
         if not images:
@@ -577,11 +585,11 @@ class QwenVLReader(QwenReader):
     def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """A query picture in the prompt of queries."""
         shown = [(picture, np.nan, np.nan)]
-        return self._named(self._read(self.spec.query_prompt, "", shown))
+        return self.named(self._read(self.spec.query_prompt, "", shown))
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
         """A query text in the prompt of queries."""
-        return self._named(self._of_query(text))
+        return self.named(self._of_query(text), text)
 
     def composed(self, text: str, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """A query of a text and a picture, which stands before it.
@@ -592,13 +600,10 @@ class QwenVLReader(QwenReader):
         if not text.strip():
             raise SpecError("query", text, "a text with at least one word")
         shown = [(picture, np.nan, np.nan)]
-        return self._named(self._of_query(text, shown, is_composed=True))
+        return self.named(self._of_query(text, shown, is_composed=True), text)
 
     def _of_query(self, *read: Any, **options: Any) -> ModelInput:
         try:
             return self._read(self.spec.query_prompt, *read, **options)
         except Unreadable as error:
             raise SpecError("query", read[0], "what the model reads", error.detail) from None
-
-    def _named(self, read: ModelInput) -> tuple[ModelInput, list[str]]:
-        return read, names_of(self.tokenizer, read)

@@ -286,6 +286,7 @@ def test_what_is_kept(build):
         # What a text spells out is no special token; "visual" is "code" where there is no picture.
         start = ["<|im_start|>"] if keep == "paper" else []
         assert "".join(text.token_texts[0]) == "".join([*start, "a<|im_end|>b"])
+        assert (text.tokens.kind[0] == TEXT).sum() > 1
         assert VISUAL in encoder.encode_pictures([png(images[0])]).tokens.kind
     v, s, p = VISUAL, SPECIAL, PROMPT
     assert kinds["paper"] == [s, p, s, v, v, v, v, s, p]
@@ -401,6 +402,7 @@ def test_prompts_that_fit_other_models(build, reference):
     found = encoder.encode_queries([" lift"])
     _, expected = reference(prompt.replace("{content}", " lift"))
     close(found.tokens.vectors[0], unit(expected.hidden_states[-1][0]))
+    assert "".join(found.token_texts[0]).endswith(" lift\n")
     close(found.tokens.pooled[0], unit(expected.hidden_states[-1][0, -1]))
     for wrong in ("no place", "{content}{content}"):
         with pytest.raises(SpecError, match="query_prompt"):

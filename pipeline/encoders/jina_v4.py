@@ -99,7 +99,7 @@ class JinaV4(SequenceEncoder):
         adapters = _adapters(spec)
         self.fingerprint = fingerprint_of(
             spec,
-            (*NOT_IN_FINGERPRINTS, "documents"),
+            (*NOT_IN_FINGERPRINTS, "documents", "max_item_tokens"),
             adapters=hashed(adapters, [*WEIGHTS, *ADAPTER_SETTINGS]) if adapters else {},
         )
 

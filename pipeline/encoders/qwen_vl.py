@@ -101,7 +101,9 @@ class QwenSpec(CheckpointSpec):
     """What the specs of all families on these models have in common.
 
     Attributes:
-        min_pixels, max_pixels: of a picture as the model sees it; null: the checkpoint's own.
+        min_pixels, max_pixels: of a picture as the model sees it; null: the checkpoint's own. That
+            of Qwen3-VL allows 16384 tokens a picture; the code of Qwen3-VL-Embedding sets 4096 and
+            1843200, of which 1800 tokens are the most.
         max_item_tokens: the most tokens of an item or a query, the prompt's included, if the
             model's window is not shorter.
     """
@@ -162,7 +164,7 @@ class QwenVL(SequenceEncoder):
         max_frames: int = Field(64, ge=1)
 
     #: Fields that change no query.
-    OF_ITEMS = ("documents", "frames", "document_prompt", "max_frames")
+    OF_ITEMS = ("documents", "frames", "document_prompt", "max_frames", "max_item_tokens")
 
     normalised = True
     nothing = "no picture and no text"

@@ -70,7 +70,7 @@ CONTENT = "{content}"
 CHAT = (
     "<|im_start|>system\n{instruction}<|im_end|>\n"
     "<|im_start|>user\n{content}<|im_end|>\n"
-    "<|im_start|>assistant\n<|endoftext|>"
+    "<|im_start|>assistant\n"
 )
 DOCUMENT_PROMPT = CHAT.replace("{instruction}", "Represent the user's input.")
 QUERY_PROMPT = CHAT.replace(
@@ -130,9 +130,10 @@ class QwenVL(SequenceEncoder):
     class Spec(QwenSpec):
         """Which checkpoint, how items and queries are put to it, and what is kept.
 
-        The prompts are by default those of Qwen3-VL-Embedding. GME has "You are a helpful
-        assistant." before items; models without a chat format have theirs with `{content}` in it,
-        and whatever token they pool at the end.
+        The prompts are by default those of Qwen3-VL-Embedding. Other models have others, with
+        `{content}` in them: GME has "You are a helpful assistant." as the system's words before
+        items, and `<|endoftext|>` as the last token, which is written out at the prompt's end. A
+        token that the checkpoint's tokenizer puts behind every text need not be.
 
         Attributes:
             layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
@@ -288,6 +289,11 @@ class QwenReader(Reader):
         self.tokenizer = load_processor(spec, AutoTokenizer)
         self.settings = settings
         self.limit = min(spec.max_item_tokens, settings.get_text_config().max_position_embeddings)
+        whole, plain = (
+            self.tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False)
+        )
+        #: What the tokenizer by itself puts behind a text.
+        self.ending = whole[whole.index(plain[-1]) + 1 :]
         names = self.tokenizer.get_added_vocab()
         if missing := [name for name in ("<|vision_start|>", "<|image_pad|>") if name not in names]:
             legal = "a checkpoint with the tokenizer of a Qwen-VL model"
@@ -357,7 +363,7 @@ class QwenReader(Reader):
             writer.vision(self.settings.video_token_id, OF_VIDEOS, torch.cat(grids))
         writer.plain(text, is_own=True)
         writer.prompt(after)
-        writer.flush()
+        writer.end()
         return writer
 
     def fitting(self, most: int, write: Callable[[int], Sequenced]) -> tuple[int, Sequenced]:
@@ -457,6 +463,13 @@ class Sequenced:
         self._add([settings.vision_start_token_id], SPECIAL)
         self._add([pad] * len(cells), VISUAL, type, cells)
         self._add([settings.vision_end_token_id], SPECIAL)
+
+    def end(self) -> None:
+        """Writes the tokenizer's own ending, unless the prompt did."""
+        self.flush()
+        ending = self._reader.ending
+        if self.ids[len(self.ids) - len(ending) :] != ending:
+            self._add(ending, SPECIAL)
 
     def flush(self) -> None:
         """Turns the text since the last special token into tokens."""

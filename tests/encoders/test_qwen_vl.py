@@ -9,6 +9,8 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     Qwen2_5_VLForConditionalGeneration,
@@ -407,6 +409,20 @@ def test_prompts_that_fit_other_models(build, reference):
     for wrong in ("no place", "{content}{content}"):
         with pytest.raises(SpecError, match="query_prompt"):
             build(query_prompt=wrong)
+
+
+def test_an_ending_that_the_tokenizer_puts_behind_every_text(build, checkpoint, tmp_path):
+    shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "ending")
+    file = tmp_path / "ending" / "tokenizer.json"
+    written = Tokenizer.from_file(str(file))
+    token = ("<|endoftext|>", written.token_to_id("<|endoftext|>"))
+    written.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[token])
+    written.save(str(file))
+    for prompt in (QUERY_PROMPT, QUERY_PROMPT + "<|endoftext|>"):
+        found = build(model=str(tmp_path / "ending"), query_prompt=prompt).encode_queries(TEXTS)
+        same = build(query_prompt=QUERY_PROMPT + "<|endoftext|>").encode_queries(TEXTS)
+        close(found.tokens.pooled, same.tokens.pooled)
+        assert found.token_texts == same.token_texts
 
 
 def test_pixels(build):

@@ -403,8 +403,6 @@ class QwenReader(Reader):
         A patch holds the same place in two frames, one behind the other; that of a picture holds
         it twice. So the patches of a pair are halves of those of its pictures.
         """
-        if not video:
-            return {}
         depth, size = self.images.temporal_patch_size, self.images.patch_size
         # A last grid that is not full repeats its last frame.
         full = [[*own, *[own[-1]] * (depth - len(own))] for own in video]
@@ -427,7 +425,8 @@ class Sequenced:
     """A sequence while it is written, from its first token to its last.
 
     Attributes:
-        ids, kinds, types, spans, extents: of its tokens; `types` are `mm_token_type_ids`.
+        ids, kinds, types, spans: of its tokens; `types` are `mm_token_type_ids`.
+        cells: where pictures start, and the extents of their tokens.
     """
 
     def __init__(self, reader: QwenReader):
@@ -438,7 +437,7 @@ class Sequenced:
         self.kinds: list[int] = []
         self.types: list[int] = []
         self.spans: list[tuple[int, int]] = []
-        self.extents: list[torch.Tensor] = []
+        self.cells: list[tuple[int, torch.Tensor]] = []
 
     def prompt(self, template: str) -> None:
         """Writes a part of a prompt."""
@@ -461,7 +460,8 @@ class Sequenced:
         self.flush()
         settings = self._reader.settings
         self._add([settings.vision_start_token_id], SPECIAL)
-        self._add([pad] * len(cells), VISUAL, type, cells)
+        self.cells.append((len(self.ids), cells))
+        self._add([pad] * len(cells), VISUAL, type)
         self._add([settings.vision_end_token_id], SPECIAL)
 
     def end(self) -> None:
@@ -496,14 +496,12 @@ class Sequenced:
         ids: list[int],
         kind: int,
         type: int = OF_TEXT,
-        cells: torch.Tensor | None = None,
         span: tuple[int, int] = (-1, -1),
     ) -> None:
         self.ids += ids
         self.kinds += [kind] * len(ids)
         self.types += [type] * len(ids)
         self.spans += [span] * len(ids)
-        self.extents.append(torch.full((len(ids), 6), torch.nan) if cells is None else cells)
 
     def read(
         self,
@@ -513,6 +511,9 @@ class Sequenced:
         **sequence: torch.Tensor,
     ) -> ModelInput:
         """What the model reads."""
+        extents = torch.full((len(self.ids), 6), torch.nan)
+        for start, cells in self.cells:
+            extents[start : start + len(cells)] = cells
         return ModelInput.of(
             {
                 "input_ids": torch.tensor(self.ids),
@@ -522,7 +523,7 @@ class Sequenced:
             media,
             torch.tensor(self.kinds) if kind is None else kind,
             keep=keep,
-            extents=torch.cat(self.extents),
+            extents=extents,
             spans=torch.tensor(self.spans),
         )
 

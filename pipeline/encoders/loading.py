@@ -179,8 +179,9 @@ def load_model(
     folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:
-        model = model_class.from_pretrained(
+        model, found = model_class.from_pretrained(
             folder,
+            output_loading_info=True,
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=spec.attention,
@@ -192,6 +193,10 @@ def load_model(
             raise
         legal = f"a checkpoint of a {model_class.__name__}"
         raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
+    if found["missing_keys"]:  # the library makes random ones up
+        legal = f"a checkpoint of a {model_class.__name__}"
+        problem = f"has no weights {', '.join(sorted(found['missing_keys'])[:3])}"
+        raise SpecError("model", spec.model, legal, problem)
     adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)

@@ -1,0 +1,487 @@
+"""The Qwen-VL models equal transformers' own forward pass, picture by picture and text by text."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT
+from pipeline.registry import ENCODERS
+from pipeline.schema import FRAME, SPAN
+from pipeline.taps import Tap
+from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
+from tests.encoders.conftest import noise, pictures, png
+
+CLASSES = {
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+}
+SIZES = [(50, 60), (100, 20), (8, 8), (33, 12)]
+TEXTS = ["heat transfer in a cone", "lift", "Überschall 超音速 🙂 at Mach 3"]
+START, END = "<|vision_start|>", "<|vision_end|>"
+
+
+class Reference:
+    """A model of the library as it is, on one sequence at a time, without padding."""
+
+    def __init__(self, family: str, folder: str):
+        self.family = family
+        self.model = CLASSES[family].from_pretrained(folder, attn_implementation="eager").eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    @torch.no_grad()
+    def __call__(self, text: str, **media):
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        types = torch.zeros_like(ids)
+        types[ids == self.model.config.image_token_id] = 1
+        types[ids == self.model.config.video_token_id] = 2
+        output = self.model(
+            input_ids=ids,
+            mm_token_type_ids=types,
+            output_hidden_states=True,
+            output_attentions=True,
+            **media,
+        )
+        return ids[0], output
+
+    def picture(self, *images, prompt: str = DOCUMENT_PROMPT, text: str = ""):
+        read = self.images(list(images), return_tensors="pt")
+        pads = [int(grid.prod()) // 4 for grid in read["image_grid_thw"]]
+        vision = "".join(f"{START}{'<|image_pad|>' * number}{END}" for number in pads)
+        return self(prompt.replace("{content}", vision + text), **read)
+
+    def video(self, frames, seconds, prompt: str = DOCUMENT_PROMPT):
+        """As transformers' processors of videos do it, which need torchvision."""
+        own, frames = self.images, [*frames, *[frames[-1]] * (len(frames) % 2)]
+        seconds = [*seconds, *[seconds[-1]] * (len(seconds) % 2)]
+        pixels = []
+        for frame in frames:
+            array = np.asarray(frame, dtype=np.float32).transpose(2, 0, 1)
+            array = own.resize(array, own.size, own.resample, factor=8)
+            array = own.rescale(array, own.rescale_factor)
+            pixels.append(own.normalize(array, own.image_mean, own.image_std))
+        video = torch.tensor(np.stack(pixels))
+        pairs, (rows, columns) = len(frames) // 2, (side // 4 for side in video.shape[2:])
+        patches = video.view(pairs, 2, 3, rows // 2, 2, 4, columns // 2, 2, 4)
+        patches = patches.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(pairs * rows * columns, -1)
+        media = {
+            "pixel_values_videos": patches,
+            "video_grid_thw": torch.tensor([[pairs, rows, columns]]),
+        }
+        pads = "<|video_pad|>" * (rows * columns // 4)
+        vision = f"{START}{pads * pairs}{END}"
+        if self.family == "qwen2_5_vl":
+            media["second_per_grid_ts"] = torch.tensor([2 * (seconds[1] - seconds[0])])
+        if self.family == "qwen3_vl":
+            middles = [
+                (a + b) / 2 - seconds[0] for a, b in zip(seconds[::2], seconds[1::2], strict=True)
+            ]
+            vision = "".join(f"<{m:.1f} seconds>{START}{pads}{END}" for m in middles)
+        return self(prompt.replace("{content}", vision), **media)
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def of_items(encoder, items, taps=()):
+    """By row, the batch of that item alone."""
+    return {
+        int(row): batch.take(slice(i, i + 1))
+        for rows, batch in encoder.encode(items, taps)
+        for i, row in enumerate(rows)
+    }
+
+
+def clip(frames, seconds, end: float, **more) -> pa.Table:
+    """An item that is a video."""
+    rows = [
+        {"index": i, "seconds": s, "height": f.height, "width": f.width, "pixels": f.tobytes()}
+        for i, (f, s) in enumerate(zip(frames, seconds, strict=True))
+    ]
+    span = {"unit": "seconds", "start": seconds[0], "end": end}
+    given = {name: [value] for name, value in more.items()}
+    columns = {"frames": pa.array([rows], pa.list_(FRAME)), "span": pa.array([span], SPAN)}
+    return pa.table({"item_id": ["clip"], **columns, **given})
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint):
+    def build(family="qwen3_vl", **fields):
+        given = {"name": "qwen_vl", "model": checkpoint(family), "dtype": "float32"}
+        return ENCODERS.build(ENCODERS.resolve({**given, **fields}))
+
+    return build
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint, family):
+    return Reference(family, checkpoint(family))
+
+
+@pytest.fixture(scope="module")
+def encoder(build, family):
+    return build(family)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Pictures and texts, ragged, and the items that hold them."""
+    images, _ = pictures(*SIZES)
+    values = [png(image) for image in images] + [None] * len(TEXTS)
+    names = [f"item-{i}" for i in range(len(values))]
+    texts = [None] * len(images) + TEXTS
+    return images, pa.table({"item_id": names, "image": pa.array(values), "text": texts})
+
+
+def test_states_are_those_of_the_model(encoder, build, family, reference, mixed):
+    images, items = mixed
+    for layer in (-1, 0, 2):
+        own = encoder if layer == -1 else build(family, layer=layer, keep="paper")
+        found = of_items(own, items)
+        for row, image in enumerate([*images, *TEXTS]):
+            if isinstance(image, str):
+                ids, expected = reference(DOCUMENT_PROMPT.replace("{content}", image))
+            else:
+                ids, expected = reference.picture(image)
+            states = unit(expected.hidden_states[layer][0])
+            special = torch.tensor(sorted(encoder._read_by.special))
+            kept = (
+                ~torch.isin(ids, special) if layer == -1 else torch.arange(len(ids)) < len(ids) - 1
+            )
+            close(found[row].vectors[0][found[row].mask[0]], states[kept])
+            close(found[row].pooled[0], unit(expected.hidden_states[-1][0, -1]))
+
+
+def test_a_text_after_a_picture_and_padding_on_either_side(build, family, mixed):
+    _, items = mixed
+    encoder = build(family)
+    alone = of_items(build(family, max_batch_tokens=1), items)  # each by itself
+    texts = encoder.encode_queries(TEXTS).tokens
+    for side in ("left", "right"):
+        encoder.padding_side = side
+        found = of_items(encoder, items)
+        for row, expected in alone.items():
+            close(found[row].pooled, expected.pooled)
+            own = found[row].vectors[found[row].mask]
+            close(own, expected.vectors[expected.mask])
+        again = encoder.encode_queries(TEXTS).tokens
+        close(again.vectors[again.mask], texts.vectors[texts.mask])
+
+
+@pytest.mark.parametrize("heads", ["mean", "max"])
+def test_attention_is_that_of_eager_layers(encoder, reference, heads):
+    images, items = pictures(*SIZES[:2])
+    statistics = ("column_sums", "eos_row", "pooled_row")
+    taps = [Tap(name, heads, str(layer)) for name in statistics for layer in range(3)]
+    for row, batch in of_items(encoder, items, taps).items():
+        ids, expected = reference.picture(images[row])
+        is_visual = ids == reference.model.config.image_token_id
+        kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
+        for tap in taps:
+            attention_HNN = expected.attentions[int(tap.layers)][0]
+            rows = is_visual if tap.statistic == "column_sums" else ids.new_tensor([-1])
+            of_heads = attention_HNN[:, rows].sum(dim=1)
+            of_heads = of_heads.mean(dim=0) if heads == "mean" else of_heads.amax(dim=0)
+            close(batch.taps[tap.name][batch.mask], of_heads[kept])
+
+
+@pytest.mark.parametrize("number", [4, 5, 1])
+def test_videos(encoder, reference, number):
+    frames = [noise(24, 16, seed) for seed in range(number)]
+    seconds = [10.0 + 0.5 * i for i in range(number)]
+    found = of_items(encoder, clip(frames, seconds, 13.0))[0]
+    times = seconds if number > 1 else [10.0, 10.0]
+    ids, expected = reference.video(frames, times)
+    kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
+    close(found.vectors[0], unit(expected.hidden_states[-1][0, kept]))
+    close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    boxes = found.extents[0][found.kind[0] == VISUAL]
+    assert len(boxes) == 6 * -(-number // 2)
+    assert boxes[7 % len(boxes), :4].tolist() == pytest.approx([1 / 3, 0, 2 / 3, 0.5])
+    ends = [*seconds[2::2], 13.0]
+    assert boxes[::6, 4:].tolist() == [list(both) for both in zip(seconds[::2], ends, strict=True)]
+
+
+def test_a_video_of_pictures(build, family, reference):
+    frames = [noise(24, 16, seed) for seed in range(3)]
+    encoder = build(family, frames="images", keep="visual")
+    found = of_items(encoder, clip(frames, [0.0, 1.0, 2.0], 4.0))[0]
+    ids, expected = reference.picture(*frames)
+    kept = ids == reference.model.config.image_token_id
+    close(found.vectors[0], unit(expected.hidden_states[-1][0, kept]))
+    assert found.extents[0, ::6, 4:].tolist() == [[0, 1], [1, 2], [2, 4]]
+
+
+def test_videos_beside_pictures_and_texts(encoder, mixed):
+    _, items = mixed
+    frames = [noise(24, 16, seed) for seed in range(4)]
+    video = clip(frames, [0.0, 1.0, 2.0, 3.0], 4.0)
+    both = pa.concat_tables([items, video], promote_options="default")
+    found, alone = of_items(encoder, both), of_items(encoder, video)[0]
+    close(found[len(items)].vectors[found[len(items)].mask], alone.vectors[0])
+    expected = of_items(encoder, items)
+    for row in expected:
+        close(found[row].pooled, expected[row].pooled)
+
+
+def test_long_videos_are_thinned(build):
+    frames = [noise(24, 16, seed) for seed in range(9)]
+    items = clip(frames, [float(i) for i in range(9)], 9.0)
+    whole = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual")
+    assert of_items(whole, items)[0].lengths.tolist() == [6 * 5]
+    for given in ({"max_item_tokens": 6 * 3 + 3}, {"max_frames": 6}):
+        encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", **given)
+        found = of_items(encoder, items)[0]
+        # Of nine frames the six nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8.
+        assert found.extents[0, ::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
+    one = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", max_frames=2)
+    assert of_items(one, items)[0].extents[0, ::6, 4:].tolist() == [[0, 9]]
+    two = build("qwen2_vl", keep="visual", max_frames=2, frames="images")
+    assert of_items(two, items)[0].extents[0, ::6, 4:].tolist() == [[0, 8], [8, 9]]
+    few = build("qwen2_vl", max_item_tokens=40, document_prompt="{content}", max_frames=1)
+    assert (of_items(few, items)[0].kind == VISUAL).sum() == 6
+    with pytest.raises(Unreadable, match="too many tokens: 9 tokens, at most 8"):
+        reader = build("qwen2_vl", document_prompt="{content}<|im_end|>", max_item_tokens=8)
+        of_items(reader, items)
+    sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], 2.0)
+    with pytest.raises(Unreadable, match="several sizes"):
+        of_items(whole, sizes)
+
+
+def test_what_is_kept(build):
+    images, items = pictures((16, 16))
+    prompt = "<|im_start|>a{content}b<|im_end|>"
+    kinds = {}
+    for keep in ("paper", "code", "visual"):
+        encoder = build(keep=keep, document_prompt=prompt, query_prompt=prompt)
+        batch = of_items(encoder, items)[0]
+        kinds[keep] = batch.kind[0].tolist()
+        text = encoder.encode_queries(["<|im_end|>"])
+        # What a text spells out is no special token; "visual" is "code" where there is no picture.
+        start = ["<|im_start|>"] if keep == "paper" else []
+        assert "".join(text.token_texts[0]) == "".join([*start, "a<|im_end|>b"])
+        assert (text.tokens.kind[0] == TEXT).sum() > 1
+        assert VISUAL in encoder.encode_pictures([png(images[0])]).tokens.kind
+    v, s, p = VISUAL, SPECIAL, PROMPT
+    assert kinds["paper"] == [s, p, s, v, v, v, v, s, p]
+    assert kinds["code"] == [p, v, v, v, v, p]
+    assert kinds["visual"] == [v] * 4
+
+
+def test_where_nothing_is_left_the_pooled_vector_is_the_token(build, reference):
+    encoder = build(reference.family, keep="paper", query_prompt="{content}", layer=1)
+    found = encoder.encode_queries(["a", "lift"]).tokens
+    assert found.kind[0, 0] == SPECIAL and found.lengths.tolist()[0] == 1
+    close(found.vectors[0, 0], found.pooled[0])
+    _, expected = reference("lift")
+    close(found.vectors[1][found.mask[1]], unit(expected.hidden_states[1][0, :-1]))
+
+
+def test_texts_of_items(build):
+    image = png(noise(16, 16))
+    items = pa.table(
+        {
+            "item_id": ["both", "text", "blank", "nothing"],
+            "image": [image, None, None, None],
+            "text": ["heat transfer", "lift", " ", None],
+        }
+    )
+    lengths = {}
+    for documents in ("pictures", "text", "both"):
+        encoder = build(documents=documents, document_prompt="{content}<|im_end|>")
+        assert encoder.wants(encoder.spec)[0] == "text"
+        found = of_items(encoder, items)
+        lengths[documents] = [int(found[row].lengths[0]) for row in range(4)]
+        if documents == "both":
+            kind, spans = found[0].kind[0], found[0].spans[0]
+            assert kind[:4].tolist() == [VISUAL] * 4 and (kind[4:] == TEXT).all()
+            pieces = ["heat transfer"[a:b] for a, b in spans[4:].tolist()]
+            assert "".join(pieces) == "heat transfer" and (spans[:4] == -1).all()
+            assert found[0].extents[0, 1, :4].tolist() == [0.5, 0, 1, 0.5]
+            assert found[0].extents[0, 4:].isnan().all()
+    text, lift = lengths["text"][:2]
+    assert lengths["pictures"] == [4, lift, 0, 0] and lengths["text"] == [text, lift, 0, 0]
+    assert lengths["both"] == [4 + text, lift, 0, 0]
+
+
+def test_composed_queries(build, reference):
+    image, text = noise(20, 30), "but in red"
+    ids, expected = reference.picture(image, prompt=QUERY_PROMPT, text=text)
+    states = unit(expected.hidden_states[-1][0])
+    encoder = build(reference.family)
+    kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
+    masked = kept & (ids != reference.model.config.image_token_id)
+    for mask_composed, own in ((True, masked), (False, kept)):
+        encoder = build(reference.family, mask_composed=mask_composed)
+        found = encoder.encode_composed([text, "x"], [png(image), png(noise(8, 8))])
+        close(found.tokens.vectors[0][found.tokens.mask[0]], states[own])
+        close(found.tokens.pooled[0], states[-1])
+        assert len(found.token_texts[0]) == own.sum()
+    visual = build(reference.family, keep="visual").encode_composed([text], [png(image)])
+    close(visual.tokens.vectors[0], states[masked])
+    for texts, data in (([], []), ([" "], [png(image)]), (["a"], [])):
+        with pytest.raises(SpecError, match="query"):
+            encoder.encode_composed(texts, data)
+
+
+def test_bidirectional(build, reference):
+    encoder = build(reference.family, bidirectional=True, keep="paper")
+    image = noise(16, 16)
+    ids, _ = reference.picture(image, prompt=QUERY_PROMPT)
+    # All positions open, given as a mask.
+    read = reference.images([image], return_tensors="pt")
+    types = (ids == reference.model.config.image_token_id).long()[None]
+    positions, _ = reference.model.model.get_rope_index(
+        ids[None], mm_token_type_ids=types, image_grid_thw=read["image_grid_thw"]
+    )
+    with torch.no_grad():
+        expected = reference.model.model(
+            input_ids=ids[None],
+            attention_mask=torch.zeros(1, 1, len(ids), len(ids)),
+            position_ids=positions,
+            mm_token_type_ids=types,
+            **read,
+        ).last_hidden_state[0]
+    found = encoder.encode_pictures([png(image)]).tokens
+    close(found.vectors[0], unit(expected[:-1]))
+    one, other = (encoder.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
+    assert not torch.allclose(one, other)  # the first token sees what is behind it
+    causal = build(reference.family, keep="paper")
+    one, other = (causal.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
+    close(one, other)
+
+
+def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
+    folder = checkpoint(reference.family)
+    reference.model.model.save_pretrained(tmp_path / "bare")
+    shutil.copytree(folder, tmp_path / "new")
+    whole = reference.model.state_dict()
+    save_file(whole, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+        shutil.copy(f"{folder}/{name}", tmp_path / "bare")
+    expected = build(reference.family).encode_queries(TEXTS).tokens
+    for form in ("bare", "new"):
+        found = build(model=str(tmp_path / form)).encode_queries(TEXTS).tokens
+        close(found.vectors, expected.vectors)
+    weights = load_file(f"{folder}/model.safetensors")
+    lacking = {name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}
+    save_file(lacking, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SpecError, match=r"has no weights .*layers.1.mlp"):
+        build(model=str(tmp_path / "new"))
+
+
+def test_prompts_that_fit_other_models(build, reference):
+    prompt = "Find it: {content}\n"
+    encoder = build(reference.family, query_prompt=prompt)
+    found = encoder.encode_queries([" lift"])
+    _, expected = reference(prompt.replace("{content}", " lift"))
+    close(found.tokens.vectors[0], unit(expected.hidden_states[-1][0]))
+    assert "".join(found.token_texts[0]).endswith(" lift\n")
+    close(found.tokens.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    for wrong in ("no place", "{content}{content}"):
+        with pytest.raises(SpecError, match="query_prompt"):
+            build(query_prompt=wrong)
+
+
+def test_an_ending_that_the_tokenizer_puts_behind_every_text(build, checkpoint, tmp_path):
+    shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "ending")
+    file = tmp_path / "ending" / "tokenizer.json"
+    written = Tokenizer.from_file(str(file))
+    token = ("<|endoftext|>", written.token_to_id("<|endoftext|>"))
+    written.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[token])
+    written.save(str(file))
+    for prompt in (QUERY_PROMPT, QUERY_PROMPT + "<|endoftext|>"):
+        found = build(model=str(tmp_path / "ending"), query_prompt=prompt).encode_queries(TEXTS)
+        same = build(query_prompt=QUERY_PROMPT + "<|endoftext|>").encode_queries(TEXTS)
+        close(found.tokens.pooled, same.tokens.pooled)
+        assert found.token_texts == same.token_texts
+
+
+def test_pixels(build):
+    images, items = pictures((64, 64))
+    whole, small = build(keep="visual"), build(keep="visual", max_pixels=16 * 16)
+    assert of_items(whole, items)[0].lengths.tolist() == [16]
+    assert of_items(small, items)[0].lengths.tolist() == [4]
+    large = build(keep="visual", min_pixels=48 * 48, max_pixels=64 * 64)
+    assert large.encode_pictures([png(images[0])]).tokens.lengths.tolist() == [64]
+
+
+def check(**fields):
+    spec = ENCODERS.resolve({"name": "qwen_vl", **fields})
+    ENCODERS.load("qwen_vl").check(spec)
+
+
+def test_what_cannot_be_read(build, checkpoint):
+    encoder = build()
+    narrow, items = pictures((1, 10_000))
+    with pytest.raises(Unreadable, match="picture not legal for the model"):
+        of_items(encoder, items)
+    with pytest.raises(SpecError, match="aspect ratio"):
+        encoder.encode_pictures([png(narrow[0])])
+    with pytest.raises(SpecError, match="aspect ratio"):
+        encoder.encode_composed(["a"], [png(narrow[0])])
+    long = "drag " * 600  # beyond the 512 positions of the model
+    with pytest.raises(Unreadable, match="too many tokens: .* at most 512"):
+        of_items(encoder, pa.table({"item_id": ["long"], "text": [long]}))
+    with pytest.raises(SpecError, match="at most 512"):
+        encoder.encode_queries([long])
+    with pytest.raises(Unreadable, match="too many tokens"):
+        of_items(build(max_item_tokens=30), pictures((32, 32))[1])
+
+
+def test_checkpoints_that_are_none(checkpoint, tmp_path):
+    check(model=checkpoint("qwen3_vl"), layer=-4)
+    for layer in (4, -5):
+        with pytest.raises(SpecError, match=r"-4 to 3 \(the model has 3 layers\)"):
+            check(model=checkpoint("qwen3_vl"), layer=layer)
+    with pytest.raises(SpecError, match="is a colpali") as error:
+        check(model=checkpoint("colpali"))
+    assert "\n" not in str(error.value)
+    lacking = {
+        "preprocessor_config.json": "Qwen2VLImageProcessorPil",
+        "tokenizer.json": "tokenizer|token",
+        "model.safetensors": "safetensors",
+    }
+    for name, message in lacking.items():
+        folder = tmp_path / name.partition(".")[0]
+        shutil.copytree(checkpoint("qwen3_vl"), folder)
+        (folder / name).unlink()
+        with pytest.raises(SpecError, match=message) as error:
+            check(model=str(folder))
+        assert error.value.field == "model" and "\n" not in str(error.value)
+
+
+def test_fingerprints(build):
+    encoder = build()
+    for change in ({"max_batch_tokens": 64}, {"documents": "both"}, {"max_frames": 3}):
+        assert build(**change).fingerprint == encoder.fingerprint
+    for change in ({"layer": 2}, {"keep": "paper"}, {"query_prompt": "{content}"}):
+        assert build(**change).fingerprint != encoder.fingerprint

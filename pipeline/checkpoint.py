@@ -33,5 +33,6 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], lega
         )
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         problem = f"is not a folder, and the hub does not give it ({type(error).__name__})"
-        raise SpecError("model", model, legal, problem) from None
+        offline = "offline: a folder that holds the checkpoint, or one in the hub's cache (HF_HOME)"
+        raise SpecError("model", model, f"{legal}; {offline}", problem) from None
     return Path(folder)

@@ -21,6 +21,7 @@ import pyarrow as pa
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from pipeline.config import Spec, SpecError
+from pipeline.decoding import Unreadable
 from pipeline.schema import REJECT, Reject
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def run_stage(stage: Stage, unit: Unit) -> Unit:
     """Runs a stage on a unit; an exception costs the items that cause it, not the job.
 
     After an exception the items are tried one by one. If then every one of several items fails, the
-    fault is the stage's and not an item's: the exception is raised.
+    fault is the stage's and not an item's, unless it says that they are not readable: the exception
+    is raised.
     """
     if unit.items.num_rows == 0:
         return unit
@@ -169,20 +171,24 @@ def _one_by_one(stage: Stage, items: pa.Table, first_error: Exception):
             rejects += rejected
         except Exception as error:
             rejects.append(_failed(stage, items.slice(i, 1), error))
-            num_failed += 1
+            num_failed += not isinstance(error, Unreadable)
     if num_failed == items.num_rows:
         raise first_error
     return pa.concat_tables(done), rejects
 
 
 def _failed(stage: Stage, item: pa.Table, error: Exception) -> Reject:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    detail = f"{error} ({os.path.basename(last.filename)}:{last.lineno})"
+    if isinstance(error, Unreadable):
+        reason, detail = error.reason, error.detail
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = type(error).__name__
+        detail = f"{error} ({os.path.basename(last.filename)}:{last.lineno})"
     return Reject(
         item_id=item["item_id"][0].as_py(),
         source=item["source"][0].as_py(),
         stage=stage.name,
-        reason=type(error).__name__,
+        reason=reason,
         detail=" ".join(detail.split())[:500],
         revision=item["revision"][0].as_py(),
         retryable=isinstance(error, RETRYABLE) or "out of memory" in str(error).lower(),

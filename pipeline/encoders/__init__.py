@@ -49,6 +49,8 @@ class Encoder(ABC):
 
     Spec: ClassVar[type[Spec]]
     needs: ClassVar[tuple[str, ...]]  # what every item must bring, see `schema.PAYLOAD`
+    prepares: ClassVar[bool] = False  # whether `preparer` does anything
+    can_be_spread: ClassVar[bool] = False  # over the GPUs of an actor, see `sequences`
     nothing: ClassVar[str] = "no tokens"  # why an item cannot be indexed of which no token is left
 
     dim: int  # D of the token vectors

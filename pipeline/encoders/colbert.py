@@ -110,6 +110,7 @@ class ColBERT(SequenceEncoder):
             return None if projection is None else config.absolute(projection)
 
     needs = ("text",)
+    prepares = False
     nothing = "no text"
     normalised = True
     pooled_dim = None
@@ -161,7 +162,7 @@ class ColBERT(SequenceEncoder):
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """The model without its projection."""
-        return load_model(spec, AutoModel, device_map)
+        return load_model(spec, AutoModel, device_map, may_lack=("pooler.",))
 
     @classmethod
     def reader(cls, spec: Spec) -> ColBERTReader:

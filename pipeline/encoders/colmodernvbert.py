@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from transformers import ColModernVBertForRetrieval, ColModernVBertProcessor
 
-from pipeline.encoders.loading import load_processor
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
 from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import PROMPT, VISUAL
@@ -28,8 +27,7 @@ class ColModernVBertReader(RetrievalReader):
     A token of a tile has its place in the whole picture, so every spot is covered twice.
     """
 
-    def __init__(self, spec: ColModernVBert.Spec):
-        super().__init__(spec, load_processor(spec, ColModernVBertProcessor))
+    processor_class = ColModernVBertProcessor
 
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
         """The tokens of the tiles, row by row, then those of the whole picture."""

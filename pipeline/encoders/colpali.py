@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from transformers import ColPaliForRetrieval, ColPaliProcessor
 
-from pipeline.encoders.loading import load_processor
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
 from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import PROMPT, VISUAL
@@ -21,8 +20,7 @@ from pipeline.tokens import PROMPT, VISUAL
 class ColPaliReader(RetrievalReader):
     """A picture is squeezed into a square, so that each patch is a cell of the whole of it."""
 
-    def __init__(self, spec: ColPali.Spec):
-        super().__init__(spec, load_processor(spec, ColPaliProcessor))
+    processor_class = ColPaliProcessor
 
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
         """The patches row by row, and the prompt behind them."""

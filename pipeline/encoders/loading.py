@@ -166,12 +166,16 @@ def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -
 
 
 def load_model(
-    spec: CheckpointSpec, model_class: Any, device_map: str | None = None
+    spec: CheckpointSpec,
+    model_class: Any,
+    device_map: str | None = None,
+    may_lack: tuple[str, ...] = (),
 ) -> PreTrainedModel:
     """The model in evaluation mode, its adapter merged, on the GPU if there is one.
 
     Args:
         device_map: "auto" spreads a model over the GPUs that this process may use.
+        may_lack: how the names of weights begin that are not used.
 
     Raises:
         SpecError: the weights cannot be loaded.
@@ -193,9 +197,10 @@ def load_model(
             raise
         legal = f"a checkpoint of a {model_class.__name__}"
         raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
-    if found["missing_keys"]:  # the library makes random ones up
+    missing = sorted(key for key in found["missing_keys"] if not key.startswith(may_lack))
+    if missing:  # the library makes random ones up
         legal = f"a checkpoint of a {model_class.__name__}"
-        problem = f"has no weights {', '.join(sorted(found['missing_keys'])[:3])}"
+        problem = f"has no weights {', '.join(missing[:3])}"
         raise SpecError("model", spec.model, legal, problem)
     adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:

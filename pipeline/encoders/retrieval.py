@@ -13,10 +13,19 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 from pydantic import Field
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline.encoders import Attention
-from pipeline.encoders.loading import CheckpointSpec, check_checkpoint, fingerprint_of, load_model
+from pipeline.encoders.loading import (
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    CheckpointSpec,
+    check_checkpoint,
+    fingerprint_of,
+    load_model,
+    load_processor,
+    require_one_of,
+)
 from pipeline.encoders.sequences import (
     ModelInput,
     Reader,
@@ -108,12 +117,16 @@ class RetrievalReader(Reader):
     """Pictures and queries through the checkpoint's processor.
 
     Args:
-        processor: of the checkpoint; its own prefix for queries is replaced if the spec has one.
+        options: of the processor.
     """
 
-    def __init__(self, spec: RetrievalSpec, processor: Any):
+    processor_class: ClassVar[type[ProcessorMixin]]
+
+    def __init__(self, spec: RetrievalSpec, **options: Any):
         super().__init__(spec)
-        self.processor = processor
+        for files in (PROCESSOR_FILES, TOKENIZER_FILES):
+            require_one_of(spec, files)
+        self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
 

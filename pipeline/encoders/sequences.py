@@ -183,6 +183,8 @@ class SequenceEncoder(Encoder):
     #: Which position of a sequence the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
     needs = ()
+    prepares = True
+    can_be_spread = True
     has_spans = False
     has_extents = True
 

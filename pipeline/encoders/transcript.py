@@ -54,6 +54,7 @@ class Transcript(Encoder):
         speech: SpeechSpec = "pocketsphinx"
 
     needs = ()
+    prepares = True
     nothing = "no text, no speech"
     has_spans = True
     has_extents = True

@@ -181,6 +181,9 @@ def run(
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
     check(spec)
+    if resources.device_map and not ENCODERS.load(spec.encoder.name).can_be_spread:
+        legal = f"none (the encoder {spec.encoder.name} is not spread over GPUs)"
+        raise SpecError("device_map", resources.device_map, legal)
     _check_reasons(spec, retry_rejects)
     progress = Progress()
     start = time.perf_counter()

@@ -78,7 +78,8 @@ class Encode(Stage):
     ):
         self.spec, self.facts, self.aspects = spec, facts, aspects
         self.taps = taps  # of one layer each
-        self.prepares = "content" in aspects  # unless a stage before this one does
+        # Unless a stage before this one does.
+        self.prepares = "content" in aspects and ENCODERS.load(spec.name).prepares
         self.placement: dict[str, Any] = {}  # on which devices; said by the resources profile
         self.needs = ENCODERS.load(spec.name).needs if "content" in aspects else ("caption",)
         self.adds = tuple(

@@ -80,25 +80,6 @@ def colpali(folder: Path) -> Path:
     )
 
 
-QWEN = {
-    "special": (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|image_pad|>",
-    ),
-    "pad": "<|endoftext|>",
-    "eos": "<|im_end|>",
-}
-
-
-def qwen_tokenizer():
-    """A tokenizer with the special tokens of Qwen's models."""
-    special = (*QWEN["special"], "<|video_pad|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-    return tokenizer(*special, pad=QWEN["pad"], eos=QWEN["eos"])
-
-
 def qwen_text(words: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
     """A language model of two layers, four heads that share two keys."""
     return {
@@ -121,7 +102,7 @@ def colqwen2(folder: Path) -> Path:
     from transformers import ColQwen2Config, ColQwen2ForRetrieval, ColQwen2Processor
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
-    words = qwen_tokenizer()
+    words, _ = qwen_files()
     size = {"shortest_edge": 4 * 16 * 16, "longest_edge": 24 * 16 * 16}
     images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=size)
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 8}
@@ -521,6 +502,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "colpali": colpali,
     "colqwen2": colqwen2,
     "colmodernvbert": colmodernvbert,
+    "siglip": siglip,
     "siglip2": siglip2,
     "clip": clip,
     "colbert_bert": colbert_bert,

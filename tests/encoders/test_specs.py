@@ -1,0 +1,38 @@
+"""The shipped spec of each family says what its encoder takes, and lists the shipped data."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.index import job
+from pipeline.registry import ENCODERS
+from tests.conftest import ROOT
+
+FILES = sorted((ROOT / "jobs/specs/encoders").glob("*.yaml"))
+#: The tiny checkpoint in the place of the one that a spec names.
+TINY = {"siglip2": "siglip", "colbert": "colbert_bert"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
+    monkeypatch.chdir(ROOT)
+    tiny = checkpoint(TINY.get(path.stem, path.stem))
+    given = [f"encoder.model={tiny}", "encoder.dtype=float32"]
+    if path.stem == "siglip2":
+        given.append("representations.0.compressor.name=none")
+    spec = config.load(job.IndexSpec, str(path), given)
+    said: list[str] = []
+    job.dry_run(spec, job.IndexResources(), 8, said.append)
+    assert any("8" in line for line in said) and not any("error" in line for line in said)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_hub_that_cannot_be_reached(path, monkeypatch):
+    """One sentence, which says what to do offline."""
+    monkeypatch.chdir(ROOT)
+    spec = config.load(job.IndexSpec, str(path), [])
+    with pytest.raises(SpecError, match="offline") as caught:
+        ENCODERS.load(spec.encoder.name).check(spec.encoder)
+    assert caught.value.field == "model" and "\n" not in str(caught.value)

@@ -72,6 +72,21 @@ def cluster() -> Iterator[str]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[[str], str]:
+    """The folder of a family's tiny checkpoint, which is written once a run."""
+    from tests.encoders.checkpoints import FAMILIES
+
+    folder, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def of(family: str) -> str:
+        if family not in made:
+            made[family] = str(FAMILIES[family](folder / family))
+        return made[family]
+
+    return of
+
+
 @pytest.fixture
 def collection(tmp_path: Path) -> Callable[..., Path]:
     """Writes a JSON-lines collection: `collection(a="some words")` -> its path."""

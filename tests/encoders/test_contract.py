@@ -11,7 +11,7 @@ from pipeline.config import parse
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
-from tests.encoders.conftest import noise, png
+from tests.pictures import noise, png
 
 #: A small spec of each encoder, beside its name.
 SPECS = {

@@ -19,7 +19,7 @@ from pipeline.search.searcher import check_options
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
 from tests.encoders.checkpoints import siglip
-from tests.encoders.conftest import noise, pictures, png
+from tests.pictures import noise, pictures, png
 
 FAMILIES = ["siglip", "siglip2", "clip"]
 SIZES = [(50, 60), (100, 20), (33, 33), (64, 64)]

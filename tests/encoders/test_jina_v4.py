@@ -20,7 +20,7 @@ from pipeline.schema import FRAME
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.checkpoints import JINA_RANK, JINA_TASKS
-from tests.encoders.conftest import noise, pictures, png
+from tests.pictures import noise, pictures, png
 
 SIZES = [(50, 60), (100, 20), (8, 8)]
 TEXTS = ["heat transfer in a cone", "lift"]

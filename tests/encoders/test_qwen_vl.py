@@ -26,7 +26,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
-from tests.encoders.conftest import noise, pictures, png
+from tests.pictures import noise, pictures, png
 
 CLASSES = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,

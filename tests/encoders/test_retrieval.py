@@ -16,7 +16,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
-from tests.encoders.conftest import noise, pictures, png
+from tests.pictures import noise, pictures, png
 
 #: Transformers' class of each, without the ending that its model and its processor have.
 CLASSES = {"colpali": "ColPali", "colqwen2": "ColQwen2", "colmodernvbert": "ColModernVBert"}

@@ -1,29 +1,12 @@
-"""Tiny checkpoints, each written once a run, and pictures."""
+"""Pictures for tests."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from PIL import Image
-
-from tests.encoders.checkpoints import FAMILIES
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Callable[[str], str]:
-    """The folder of a family's tiny checkpoint."""
-    folder, made = tmp_path_factory.mktemp("checkpoints"), {}
-
-    def of(family: str) -> str:
-        if family not in made:
-            made[family] = str(FAMILIES[family](folder / family))
-        return made[family]
-
-    return of
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

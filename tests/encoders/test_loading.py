@@ -1,0 +1,143 @@
+"""What can be wrong with a checkpoint is one sentence; adapters are merged as peft merges them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ColPaliForRetrieval
+
+from pipeline.config import SpecError
+from pipeline.registry import ENCODERS
+from tests.pictures import pictures
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    """A copy of a tiny ColPali that a test may spoil."""
+    shutil.copytree(checkpoint("colpali"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def resolve(folder: Path | str, **fields):
+    return ENCODERS.resolve({"name": "colpali", "model": str(folder), "dtype": "float32", **fields})
+
+
+def refused(spec) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.load(spec.name).check(spec)
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+    return caught.value
+
+
+def test_a_checkpoint_of_another_class(checkpoint):
+    error = refused(resolve(checkpoint("colqwen2")))
+    assert error.field == "model" and "is a colqwen2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no safetensors file"),
+        ("processor_config.json", "preprocessor_config.json, processor_config.json"),
+        ("tokenizer.json", "tokenizer.json"),
+    ],
+)
+def test_missing_files(folder, file, says):
+    (folder / file).unlink()
+    error = refused(resolve(folder))
+    assert error.field == "model" and says in str(error)
+
+
+def test_pickled_weights_are_not_loaded(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pickled weights are not loaded" in str(refused(resolve(folder)))
+
+
+def test_a_class_that_is_not_known(folder):
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "model_type": "mystery"}))
+    assert "cannot be loaded" in str(refused(resolve(folder)))
+
+
+def test_code_of_a_checkpoint_is_never_run(folder):
+    with pytest.raises(SpecError, match="trust_remote_code"):
+        resolve(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("model", ["nobody/nothing", "no such folder", "../nowhere"])
+def test_what_is_not_there(model):
+    error = refused(resolve(model))
+    assert error.field == "model" and error.value == model
+
+
+def test_weights_that_are_missing(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(name for name in weights if name.startswith("embedding_proj")))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SpecError, match="has no weights embedding_proj_layer"):
+        ENCODERS.build(resolve(folder))
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(checkpoint, tmp_path) -> Path:
+    peft = pytest.importorskip("peft")
+    model = ColPaliForRetrieval.from_pretrained(checkpoint("colpali"))
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "embedding_proj_layer"]
+    )
+    tuned = peft.get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # as trained: of a new one the second factor is zero
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    tuned.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged(checkpoint, adapter):
+    from peft import PeftModel
+
+    images, items = pictures((40, 40), (30, 60))
+    plain = ENCODERS.build(resolve(checkpoint("colpali")))
+    tuned = ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    assert tuned.fingerprint != plain.fingerprint
+    reference = PeftModel.from_pretrained(
+        ColPaliForRetrieval.from_pretrained(checkpoint("colpali")), str(adapter)
+    ).eval()
+    ((rows, batch),) = tuned.encode(items)
+    ((_, before),) = plain.encode(items)
+    assert not torch.allclose(batch.vectors, before.vectors, atol=0.05)
+    processor = tuned.reader(tuned.spec).processor
+    for vectors, row in zip(batch.vectors, rows, strict=True):
+        read = processor.process_images([images[row]], return_tensors="pt")
+        read.pop("labels")
+        with torch.no_grad():
+            expected = reference(**read).embeddings[0]
+        torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=0)
+
+
+def test_what_is_no_adapter(checkpoint, folder, tmp_path):
+    error = refused(resolve(checkpoint("colpali"), adapter=str(tmp_path / "none")))
+    assert error.field == "adapter"
+    error = refused(resolve(checkpoint("colpali"), adapter=str(folder)))
+    assert error.field == "adapter" and "adapter_config.json" in str(error)
+
+
+def test_an_adapter_of_another_model(checkpoint, adapter):
+    path = adapter / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "target_modules": ["nowhere"]}))
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    assert caught.value.field == "adapter"

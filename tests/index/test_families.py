@@ -1,0 +1,148 @@
+"""The index job with tiny checkpoints of the families over shipped files, all methods after one
+encode, and the index searched by texts and pictures."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import config, open_index
+from pipeline.index import job
+from pipeline.index.reader import Index
+from pipeline.search.explain import best_place
+from pipeline.search.maps import Previews, light, similarity_map
+from tests.conftest import ROOT
+from tests.pictures import noise, png
+
+pytestmark = pytest.mark.heavy
+
+DATA = ROOT / "jobs/data"
+METHODS: list[dict[str, Any]] = [
+    {"name": name, "num_vectors": 8}
+    for name in ("samer", "hpool", "sap", "random", "spatial", "cluster", "light_colpali")
+]
+METHODS += [
+    {"name": "eos", "num_vectors": 8},
+    {"name": "adaptive_eos", "ratio": 0.25},
+    {"name": "agc", "num_vectors": 8, "saliency": "column_sums"},
+    {"name": "hpc", "num_vectors": 8, "saliency": "column_sums", "num_centroids": 32},
+    {"name": "adaptive", "num_vectors": 8, "method": {"name": "hpool"}},
+]
+#: The encoder and its tiny checkpoint, and which methods need attention that it does not give.
+FAMILIES = {
+    "colpali": ("colpali", "colpali", ()),
+    "colqwen2": ("colqwen2", "colqwen2", ()),
+    "colmodernvbert": ("colmodernvbert", "colmodernvbert", ()),
+    "siglip2": ("dual", "siglip2", ("eos", "adaptive_eos")),
+    "qwen3_vl": ("qwen_vl", "qwen3_vl", ()),
+    "jina_v4": ("jina_v4", "jina_v4", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Some of what is shipped: pages, photos, a clip; and a picture that no patch fits."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for name in ("pages", "photos", "clips"):
+        (folder / name).mkdir()
+    for page in sorted((DATA / "pages/pdf").glob("*.pdf"))[:2]:
+        shutil.copy(page, folder / "pages")
+    for photo in sorted((DATA / "photos/images").glob("*.jpg"))[:4]:
+        shutil.copy(photo, folder / "photos")
+    (folder / "photos/thin.png").write_bytes(png(noise(1, 3_000)))
+    shutil.copy(DATA / "clips/talk.mp4", folder / "clips")
+    return folder
+
+
+def sources(folder: Path) -> list[dict[str, Any]]:
+    clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 0.25}
+    return [
+        {"name": "pages", "path": str(folder / "pages"), "dpi": 40},
+        {"name": "images", "path": str(folder / "photos"), "max_pixels": 60_000},
+        {**clips, "max_pixels": 20_000},
+    ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
+    name, family, without = FAMILIES[request.param]
+    encoder: dict[str, Any] = {"name": name, "model": checkpoint(family), "dtype": "float32"}
+    if name in ("qwen_vl", "jina_v4"):  # their windows are short
+        encoder["max_pixels"] = 2_000
+    uri = folder / f"index-{request.param}"
+    methods = [{"name": "none"}, *(m for m in METHODS if m["name"] not in without)]
+    given = {
+        "index": str(uri),
+        "source": sources(folder),
+        "encoder": encoder,
+        "representations": [{"compressor": method} for method in methods],
+        "unit_items": 4,
+        "fit": {"num_items": 8},
+    }
+    pools = {"prepare": {"num_cpus": 0.5}, "encode": {"num_cpus": 0.5, "max_actors": 2}}
+    progress = job.run(
+        config.parse(job.IndexSpec, given),
+        config.parse(job.IndexResources, pools),
+        job="1",
+        report=lambda line: None,
+    )
+    assert progress.listed == progress.indexed + progress.rejected
+    assert progress.seconds["prepare"] > 0
+    return request.param, uri
+
+
+def test_what_is_indexed(index, folder):
+    _, uri = index
+    table = Index(str(uri)).dataset.to_table(["item_id", "source", "full", "hpool_8"])
+    assert set(table["source"].to_pylist()) == {"pages", "photos", "clips"}
+    there = table["item_id"].to_pylist()
+    rejected = Index(str(uri)).rejects()
+    rejects = dict(
+        zip(rejected["item_id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)
+    )
+    if "thin.png" not in there:
+        assert "not legal" in rejects["thin.png"] or "too many" in rejects["thin.png"]
+    assert len(there) + len(rejects) == table.num_rows + len(rejects) >= 8
+    assert all(1 <= len(vectors) <= 8 for vectors in table["hpool_8"].to_pylist())
+
+
+def test_a_picture_finds_itself(index, folder):
+    family, uri = index
+    searcher = open_index(str(uri))
+    score = "single" if family == "siglip2" else "late"
+    for photo in sorted((folder / "photos").glob("*.jpg"))[:2]:
+        hits = searcher.search(photo.read_bytes(), "full", k=3, score=score)
+        assert hits[0].item_id == photo.name, [hit.item_id for hit in hits]
+    for representation in searcher.index.representations():
+        hits = searcher.search(photo.read_bytes(), representation, k=3)
+        assert len(hits) == 3 and np.isfinite([hit.score for hit in hits]).all()
+
+
+def test_texts_and_maps(index, folder):
+    family, uri = index
+    searcher = open_index(str(uri))
+    if family == "siglip2":
+        assert searcher.search("a bird", "full", k=2, score="single")
+        return
+    for representation in ("full", "hpool_8", "sap_8"):
+        hit = searcher.search("a bird over the sea", representation, k=1)[0]
+        place = best_place(hit.text, hit.matches)
+        assert place is not None and place.box is not None
+        drawn = similarity_map(searcher, "a bird over the sea", hit.item_id, representation)
+        assert drawn.score == pytest.approx(hit.score, abs=1e-3)
+        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+
+
+def test_a_frame_has_its_time(index):
+    _, uri = index
+    searcher = open_index(str(uri))
+    query = png(noise(40, 40))
+    hit = searcher.search(query, "full", k=1, where="source = 'clips'")[0]
+    places = [place for match in hit.matches for place in match.places]
+    start, end = hit.span["start"], hit.span["end"]
+    assert places and all(place.times and place.box for place in places)
+    assert all(start <= place.times[0] < place.times[1] <= end + 4 for place in places)

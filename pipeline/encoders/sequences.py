@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -29,6 +31,7 @@ from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, SPECIAL, TEXT, VISUAL, TokenBatch, normalise, pad
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: The column that holds what a model reads of an item.
 READ = "model_inputs"
@@ -123,6 +126,46 @@ def unpacked(data: bytes) -> list[ModelInput]:
     return [ModelInput.of_tensors(parts[number]) for number in sorted(parts)]
 
 
+@dataclass(frozen=True)
+class Collated:
+    """B sequences as one forward pass has them, padded to L positions.
+
+    Attributes:
+        given: what the model reads, by name.
+        mask_BL: where a position is real.
+        kind, keep, extents, spans: as in `ModelInput`, with a first axis of B.
+    """
+
+    given: dict[str, torch.Tensor]
+    mask_BL: torch.Tensor
+    kind: torch.Tensor
+    keep: torch.Tensor
+    extents: torch.Tensor
+    spans: torch.Tensor
+
+    def each(self, do: Callable[[torch.Tensor], torch.Tensor]) -> Collated:
+        """The same with something done to every tensor."""
+        own = (do(getattr(self, name)) for name in ("mask_BL", "kind", "keep", "extents", "spans"))
+        return Collated({name: do(tensor) for name, tensor in self.given.items()}, *own)
+
+
+def ahead(values: Iterable[T], do: Callable[[T], R]) -> Iterator[tuple[T, R]]:
+    """Values and what is made of each, which is made while the one before it is in use.
+
+    >>> list(ahead([1, 2, 3], str))
+    [(1, '1'), (2, '2'), (3, '3')]
+    """
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque[tuple[T, Future[R]]] = deque()
+        for value in values:
+            waiting.append((value, pool.submit(do, value)))
+            if len(waiting) > 1:
+                earlier, made = waiting.popleft()
+                yield earlier, made.result()
+        for value, made in waiting:
+            yield value, made.result()
+
+
 class Reader(ABC):
     """Turns items and queries into what a model of a family reads."""
 
@@ -173,8 +216,9 @@ class SequenceEncoder(Encoder):
     An item may be several sequences, such as the frames of a video for a model that reads one
     picture at a time: its tokens are theirs in order, its pooled vector the normalised mean.
 
-    A batch that does not fit in the memory of the GPU is halved; an item that alone does not fit is
-    an error, upon which the job rejects that item.
+    While the model works on a batch the next one is put together, in pinned memory. A batch that
+    does not fit in the memory of the GPU is halved; an item that alone does not fit is an error,
+    upon which the job rejects that item.
     """
 
     #: What is padded with something other than 0, and with what.
@@ -239,16 +283,21 @@ class SequenceEncoder(Encoder):
             items = self._read_by.prepare(items)
         every = [unpacked(data.as_py()) for data in items[READ]]
         sizes = np.array([sum(map(len, inputs)) for inputs in every], dtype=np.int64)
-        for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
-            yield from self._encode(every, rows, taps)
+        batches = batches_by_size(sizes, self.spec.max_batch_tokens)
+        for rows, passes in ahead(batches, lambda rows: self._passes([every[r] for r in rows])):
+            yield from self._encode(every, rows, passes, taps)
 
     def _encode(
-        self, every: Sequence[Sequence[ModelInput]], rows: np.ndarray, taps: Sequence[Tap]
+        self,
+        every: Sequence[Sequence[ModelInput]],
+        rows: np.ndarray,
+        passes: Sequence[Collated],
+        taps: Sequence[Tap],
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
         """A batch; where the memory does not suffice, its halves."""
         batch = None
         try:
-            batch = self._embed([every[row] for row in rows], taps)
+            batch = self._embed([every[row] for row in rows], passes, taps)
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
@@ -259,7 +308,8 @@ class SequenceEncoder(Encoder):
             torch.cuda.empty_cache()
         half = len(rows) // 2
         for part in (rows[:half], rows[half:]):
-            yield from self._encode(every, part, taps)
+            passes = self._passes([every[row] for row in part])
+            yield from self._encode(every, part, passes, taps)
 
     # -- queries -----------------------------------------------------------------------------------
 
@@ -296,30 +346,41 @@ class SequenceEncoder(Encoder):
         sizes = np.array([len(inputs) for inputs, _ in read])
         parts, order = [], []
         for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
-            parts.append(self._embed([[read[row][0]] for row in rows], ()))
+            own = [[read[row][0]] for row in rows]
+            parts.append(self._embed(own, self._passes(own), ()))
             order += rows.tolist()
         joined = join(parts).take(torch.from_numpy(np.argsort(order)))
         return EncodedQueries(joined, [names for _, names in read])
 
     # -- the model ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _embed(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap]) -> TokenBatch:
-        """The tokens of items, each of several sequences."""
+    def _passes(self, items: Sequence[Sequence[ModelInput]]) -> list[Collated]:
+        """The sequences of items, in order, in as many forward passes as the budget needs."""
         inputs = [read for own in items for read in own]
-        budget = self.spec.max_batch_tokens
-        flat: dict[str, list[torch.Tensor]] = {}
-        start = 0
+        passes, start = [], 0
         while start < len(inputs):
             stop, longest = start, 0
-            while stop < len(inputs):  # as many as fit; the order is that of the items
+            while stop < len(inputs):
                 longest = max(longest, len(inputs[stop]))
-                if stop > start and longest * (stop + 1 - start) > budget:
+                if stop > start and longest * (stop + 1 - start) > self.spec.max_batch_tokens:
                     break
                 stop += 1
-            for name, tensor in self._pass(inputs[start:stop], taps).items():
-                flat.setdefault(name, []).append(tensor)
+            passes.append(self._collated(inputs[start:stop]))
             start = stop
+        return passes
+
+    @torch.inference_mode()
+    def _embed(
+        self,
+        items: Sequence[Sequence[ModelInput]],
+        passes: Sequence[Collated],
+        taps: Sequence[Tap],
+    ) -> TokenBatch:
+        """The tokens of items, each of several sequences."""
+        flat: dict[str, list[torch.Tensor]] = {}
+        for collated in passes:
+            for name, tensor in self._pass(collated, taps).items():
+                flat.setdefault(name, []).append(tensor)
         return self._of_items(items, {name: torch.cat(own) for name, own in flat.items()}, taps)
 
     def _of_items(
@@ -368,38 +429,45 @@ class SequenceEncoder(Encoder):
             taps={tap.name: padded[tap.name] for tap in taps},
         )
 
-    def _pass(self, inputs: Sequence[ModelInput], taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
-        """One forward pass: what the kept positions have, (T, ...), sequence after sequence."""
-        lengths = np.array([len(read) for read in inputs])
-        is_left = self.padding_side == "left"
+    def _collated(self, inputs: Sequence[ModelInput]) -> Collated:
+        """Sequences as one batch, in memory from which a GPU copies by itself."""
 
         def padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
-            sequences = torch.nn.utils.rnn.pad_sequence(
+            return torch.nn.utils.rnn.pad_sequence(
                 list(values), batch_first=True, padding_value=fill, padding_side=self.padding_side
             )
-            return sequences.to(self.device, non_blocking=True)
 
-        names = inputs[0].sequence
         given = {
             name: padded([read.sequence[name] for read in inputs], self.pad_values.get(name, 0))
-            for name in names
+            for name in inputs[0].sequence
         }
-        position = torch.arange(int(lengths.max()), device=self.device)
-        long = torch.from_numpy(lengths).to(self.device).unsqueeze(1)
-        mask_BL = position >= len(position) - long if is_left else position < long
+        mask_BL = padded([torch.ones(len(read), dtype=torch.bool) for read in inputs])
         given["attention_mask"] = mask_BL.long()
-        given |= {name: value.to(self.device) for name, value in self.joined(inputs).items()}
-        kind = padded([read.kind for read in inputs])
-        keep = padded([read.keep for read in inputs])
-        rows = tap_rows(kind, mask_BL, is_left, taps, self.pooled_position)
+        given |= self.joined(inputs)
+        collated = Collated(
+            given,
+            mask_BL,
+            kind=padded([read.kind for read in inputs]),
+            keep=padded([read.keep for read in inputs]),
+            extents=padded([read.extents for read in inputs], torch.nan),
+            spans=padded([read.spans for read in inputs], -1),
+        )
+        return collated.each(torch.Tensor.pin_memory) if self.device.type == "cuda" else collated
+
+    def _pass(self, collated: Collated, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+        """One forward pass: what the kept positions have, (T, ...), sequence after sequence."""
+        read = collated.each(lambda tensor: tensor.to(self.device, non_blocking=True))
+        keep = read.keep
+        is_left = self.padding_side == "left"
+        rows = tap_rows(read.kind, read.mask_BL, is_left, taps, self.pooled_position)
         with recording(self.attending(), rows) if taps else contextlib.nullcontext() as recorded:
-            states_BLD, pooled_BP = self.forward(given, mask_BL)
+            states_BLD, pooled_BP = self.forward(dict(read.given), read.mask_BL)
         vectors = states_BLD[keep].float()
         result = {
             "vectors": normalise(vectors) if self.normalised else vectors,
-            "kind": kind[keep],
-            "extents": padded([read.extents for read in inputs], torch.nan)[keep],
-            "spans": padded([read.spans for read in inputs], -1)[keep],
+            "kind": read.kind[keep],
+            "extents": read.extents[keep],
+            "spans": read.spans[keep],
         }
         if pooled_BP is not None:
             result["pooled"] = normalise(pooled_BP.float())

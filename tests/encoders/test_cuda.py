@@ -46,7 +46,6 @@ def test_equal_to_the_cpu(both):
 
 
 def test_queries_equal_those_of_the_cpu(both):
-    on_gpu, on_cpu = both
     there, here = (each.encode_queries(["lift of a wing", "heat"]).tokens for each in both)
     there = there.to("cpu")
     assert torch.equal(there.mask, here.mask)

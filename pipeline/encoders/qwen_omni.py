@@ -387,8 +387,6 @@ class QwenOmniReader(QwenVLReader):
         seconds = COLUMNS * self.sounds.hop_length / self.sounds.sampling_rate
         cells = torch.full((len(number), 6), torch.nan)
         cells[:, 4] = torch.from_numpy(sound.start + number * seconds)
-        cells[:, 5] = torch.from_numpy(
-            np.minimum(sound.start + (number + 1) * seconds, sound.end)
-        )
+        cells[:, 5] = torch.from_numpy(np.minimum(sound.start + (number + 1) * seconds, sound.end))
         places = torch.from_numpy(number + first).unsqueeze(1).expand(-1, 3)
         return Stretch(self.settings.audio_token_id, AUDIO, cells, places)

@@ -453,10 +453,12 @@ def test_documents(build):
         found = of_items(encoder, items)
         lengths[documents] = [int(found[row].lengths[0]) for row in range(5)]
         if documents == "both":
-            own = found[0]
-            assert own.kind[0, :5].tolist() == [AUDIO] * 5 and (own.kind[0, 5:] == TEXT).all()
-            pieces = ["heat transfer"[a:b] for a, b in own.spans[0, 5:].tolist()]
-            assert "".join(pieces) == "heat transfer" and own.extents[0, 5:].isnan().all()
+            own = found[0].mask[0]
+            kind, spans = found[0].kind[0][own], found[0].spans[0][own]
+            assert kind[:5].tolist() == [AUDIO] * 5 and (kind[5:] == TEXT).all()
+            pieces = ["heat transfer"[a:b] for a, b in spans[5:].tolist()]
+            assert "".join(pieces) == "heat transfer"
+            assert found[0].extents[0][own][5:].isnan().all()
     heat, lift = lengths["text"][:2]
     assert lengths["text"] == [heat, lift, lift, 0, 0]
     assert lengths["media"] == [5, 4 + 5, lift, 0, 0]

@@ -16,6 +16,7 @@ import jobs
 
 BENCHES = {
     "compress": "the time and memory of each compressor; their share of the index job",
+    "encode": "encoders of pictures: attention taps, JPEG files to vectors, actors",
     "maxsim": "scoring on CPUs beside the common scorer and the peaks of the machine",
     "maxsim_gpu": "MaxSim on a GPU against copying, multiplying and a padded einsum",
     "media": "the sources of video and sound against bare loops; memory; recognition",

@@ -55,7 +55,7 @@ from pipeline.index.stages import (
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import ITEM, REJECT, Reject, metadata_of
 from pipeline.sources import Source
-from pipeline.stage import Resources, Stage, chain, from_ipc, packed_table
+from pipeline.stage import Resources, Stage, Unit, chain, from_ipc, packed_table, run_stage
 from pipeline.taps import Tap, TapName, single_taps
 from pipeline.tokens import TokenBatch, flat_from_arrow
 
@@ -293,6 +293,8 @@ def dry_run(
         f" about {num_items / trial['rate'] / resources.encode.max_actors:,.0f} s in all"
         f" with {resources.encode.max_actors} actors"
     )
+    for reason, number in Counter(trial["rejects"]).items():
+        report(f"  rejected {number} of them: {reason}")
     for name, num_bytes in trial["bytes"].items():
         report(
             f"  {name:24} {num_bytes:10,.0f} bytes an item {num_bytes * num_items / 1e6:12,.1f} MB"
@@ -709,8 +711,9 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     stage = Represent(encode, Compress(facts, tried, {}, columns))
     stage.setup()
     start = time.perf_counter()
-    table, _ = stage.process(items)
+    unit = run_stage(stage, Unit("trial", items))
     elapsed = time.perf_counter() - start
+    table = unit.items
     there = [name for name in stage.adds if name in table.column_names]
     num_bytes = {name: table[name].nbytes / items.num_rows for name in there}
     for name in codecs.keys() & num_bytes.keys():
@@ -721,6 +724,7 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
         "tokens": stage.num_tokens / items.num_rows,
         "rate": items.num_rows / elapsed,
         "bytes": num_bytes,
+        "rejects": unit.rejects["reason"].to_pylist(),
     }
 
 

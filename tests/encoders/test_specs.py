@@ -20,12 +20,13 @@ def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
     monkeypatch.chdir(ROOT)
     tiny = checkpoint(TINY.get(path.stem, path.stem))
     given = [f"encoder.model={tiny}", "encoder.dtype=float32"]
-    if path.stem == "siglip2":
-        given.append("representations.0.compressor.name=none")
+    if path.stem == "qwen3_vl":  # whose window is short
+        given.append("encoder.max_pixels=4096")
     spec = config.load(job.IndexSpec, str(path), given)
     said: list[str] = []
     job.dry_run(spec, job.IndexResources(), 8, said.append)
-    assert any("8" in line for line in said) and not any("error" in line for line in said)
+    assert any(line.startswith("tried 8 items") for line in said)
+    assert not any("rejected" in line for line in said)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

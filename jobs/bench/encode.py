@@ -1,0 +1,353 @@
+"""The encoders of pictures: what attention taps cost, and how busy the pipeline keeps the model.
+
+    python -m jobs.bench encode
+    python -m jobs.bench encode --only taps --family colqwen2 --layers 28 --device cuda
+    python -m jobs.bench encode --only pipeline actors --items 64
+
+Models have the shapes of published ones and random weights, of so many layers as `--layers` says
+(default: all on a GPU, four on a CPU). `taps`: the same pass without SAP's column sums, with them,
+and with eager attention whose probabilities are kept; `pipeline`: JPEG files to vectors, against
+the same model fed with what it reads; `actors`: the index job with one encoder actor and with two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, table
+from pipeline.config import SpecError, parse
+from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.registry import ENCODERS
+from pipeline.taps import MIDDLE, Tap, single_taps
+
+PAGE = (1240, 1754)  # A4 at 150 dpi
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and takes the figures."""
+    on_gpu = torch.cuda.is_available()
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--family", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--layers", type=jobs.positive, help="of the language model")
+    parser.add_argument("--items", type=jobs.positive, default=256 if on_gpu else 12)
+    parser.add_argument("--batch", type=jobs.positive, default=8 if on_gpu else 1, help="pages")
+    parser.add_argument("--repeats", type=jobs.positive, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not on_gpu:
+        raise SpecError("device", "cuda", "cpu", "is not there")
+    args.layers = args.layers or (None if args.device == "cuda" else 4)
+    bench = Bench("encode", arguments, args.out)
+    for family in args.family:
+        with tempfile.TemporaryDirectory(prefix="encode-") as folder:
+            spec = write(Path(folder), family, args)
+            for name, figure in FIGURES.items():
+                if not args.only or name in args.only:
+                    figure(bench, family, spec, Path(folder), args)
+
+
+# -- models and pages ------------------------------------------------------------------------------
+
+
+def write(folder: Path, family: str, args: Any) -> dict[str, Any]:
+    """Writes a checkpoint of random weights and JPEG pages; gives the encoder's spec."""
+    model = folder / "model"
+    SHAPES[family](model, args.layers)
+    generator = np.random.default_rng(0)
+    (folder / "pages").mkdir()
+    for number in range(args.items):
+        small = generator.integers(0, 255, (PAGE[1] // 16, PAGE[0] // 16, 3), dtype=np.uint8)
+        page = Image.fromarray(small).resize(PAGE)  # as many bytes as a scan has
+        page.save(folder / f"pages/{number:04}.jpg", quality=85)
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    budget = args.batch * 1100
+    return {"name": family, "model": str(model), "dtype": dtype, "max_batch_tokens": budget}
+
+
+def _words(folder: Path, *special: str, pad: str, eos: str, bos: str | None = None) -> Any:
+    """A tokenizer of single bytes: that of a model is not needed to measure one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [name for name in (pad, eos, bos, *special) if name]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, *letters])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad, eos_token=eos, bos_token=bos
+    )
+    words.add_special_tokens({"additional_special_tokens": list(special)})
+    return words
+
+
+def _save(folder: Path, model_class: Any, settings: Any, processor: Any) -> None:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # 2 B weights in float32 would not fit beside others
+    try:
+        model_class(settings).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
+    processor.save_pretrained(folder)
+
+
+def _colpali(folder: Path, num_layers: int | None) -> None:
+    """The shape of ColPali: SigLIP so400m at 448 pixels, Gemma of 2 B; 1,024 patches."""
+    from transformers import ColPaliConfig, ColPaliForRetrieval, ColPaliProcessor
+    from transformers.models.siglip import SiglipImageProcessorPil
+
+    words = _words(folder, "<image>", pad="<pad>", eos="<eos>", bos="<bos>")
+    images = SiglipImageProcessorPil(size={"height": 448, "width": 448})
+    images.image_seq_length = 1024
+    processor = ColPaliProcessor(images, words)
+    text = {
+        "model_type": "gemma",
+        "vocab_size": len(processor.tokenizer),
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": num_layers or 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27 if num_layers is None else max(1, num_layers * 27 // 18),
+        "num_attention_heads": 16,
+        "image_size": 448,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": processor.image_token_id,
+        "projection_dim": 2048,
+        "hidden_size": 2048,
+    }
+    settings = ColPaliConfig(vlm_config=vlm, embedding_dim=128)
+    _save(folder, ColPaliForRetrieval, settings, processor)
+
+
+def _colqwen2(folder: Path, num_layers: int | None) -> None:
+    """The shape of ColQwen2: Qwen2-VL of 2 B; a page of at most 768 merged patches."""
+    from transformers import ColQwen2Config, ColQwen2ForRetrieval, ColQwen2Processor
+    from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
+
+    names = {"vision_start": "vision_start", "vision_end": "vision_end"}
+    names |= {"image": "image_pad", "video": "video_pad"}
+    special = [f"<|{name}|>" for name in ("im_start", "im_end", *names.values())]
+    words = _words(folder, *special, pad="<|endoftext|>", eos="<|end|>")
+    ids = {f"{n}_token_id": words.convert_tokens_to_ids(f"<|{t}|>") for n, t in names.items()}
+    size = {"shortest_edge": 56 * 56, "longest_edge": 768 * 28 * 28}
+    processor = ColQwen2Processor(Qwen2VLImageProcessorPil(size=size), words)
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": num_layers or 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]},
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+    }
+    depth = 32 if num_layers is None else max(1, num_layers * 32 // 28)
+    vision = {"depth": depth, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16}
+    vlm = {"model_type": "qwen2_vl", "text_config": text, "vision_config": vision, **ids}
+    settings = ColQwen2Config(vlm_config=vlm, embedding_dim=128)
+    _save(folder, ColQwen2ForRetrieval, settings, processor)
+
+
+SHAPES: dict[str, Callable[[Path, int | None], None]] = {
+    "colpali": _colpali,
+    "colqwen2": _colqwen2,
+}
+
+
+def _pages(folder: Path) -> pa.Table:
+    files = sorted((folder / "pages").glob("*.jpg"))
+    return pa.table(
+        {"item_id": [file.name for file in files], "image": [file.read_bytes() for file in files]}
+    )
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    _wait()
+    start = time.perf_counter()
+    yield
+    _wait()
+    seconds.append(time.perf_counter() - start)
+
+
+def _peak(do: Callable[[], Any]) -> float | None:
+    """GiB of the GPU that a call takes beyond what is there before it."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    do()
+    _wait()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
+    """One batch of pages: a fused pass, with SAP's column sums, and eager with all kept."""
+    encoder = _built(given)
+    items = _read(encoder, _pages(folder).slice(0, args.batch))
+    num_layers = encoder.attention(encoder.spec).num_layers
+    wanted = single_taps([Tap("column_sums", layers=MIDDLE)], num_layers)
+    eager = _built({**given, "attention": "eager"})
+
+    def eagerly() -> None:
+        forward = eager.model.forward
+        eager.model.forward = lambda **inputs: forward(**inputs, output_attentions=True)
+        try:
+            list(eager.encode(items))
+        finally:
+            eager.model.forward = forward
+
+    sides: dict[str, Callable[[], Any]] = {
+        "fused": lambda: list(encoder.encode(items)),
+        f"with the taps of {len(wanted)} layers": lambda: list(encoder.encode(items, wanted)),
+        "eager, all probabilities kept": eagerly,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()
+    for _ in range(args.repeats):
+        for name, side in sides.items():
+            with _timed(seconds[name]):
+                side()
+    num_tokens = sum(int(batch.mask.sum()) for _, batch in encoder.encode(items))
+    found = {name: Repeats(tuple(each)) for name, each in seconds.items()}
+    bare, rows = found["fused"], []
+    for name, side in sides.items():
+        peak = _peak(side)
+        times = Repeats(tuple(1e3 * s for s in found[name].values))
+        rows.append([name, times, found[name].over(bare), "-" if peak is None else f"{peak:.2f}"])
+    what = f"{args.batch} pages, {num_tokens:,} tokens, {num_layers} layers, {given['dtype']}"
+    text = table(["pass", "ms", "x fused", "peak, GiB"], rows)
+    bench.add(f"taps {family}", f"{family}: {what}", {"seconds": found}, text)
+
+
+def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
+    """From JPEG files in memory to vectors, stage by stage, and the bare model over its inputs."""
+    encoder = _built(given)
+    pages = _pages(folder)
+    ready = _read(encoder, pages)
+    tokens = sum(int(batch.mask.sum()) for _, batch in encoder.encode(ready))
+    seconds: dict[str, list[float]] = {"read": [], "encode": [], "bare": []}
+    inputs = _bare_inputs(encoder, ready)
+    for _ in range(args.repeats):
+        with _timed(seconds["read"]):
+            ready = _read(encoder, pages)
+        with _timed(seconds["encode"]):
+            for _rows, batch in encoder.encode(ready):
+                batch.vectors.cpu()
+        with _timed(seconds["bare"]), torch.inference_mode():
+            for batch_inputs in inputs:
+                encoder.forward(dict(batch_inputs), batch_inputs["attention_mask"].bool())[0].cpu()
+    rates = {name: Repeats(tuple(tokens / s for s in each)) for name, each in seconds.items()}
+    bare = rates["bare"]
+    labels = {
+        "read": "decoding and processing, one process",
+        "encode": "encoding what was read",
+        "bare": "the model fed with its tensors",
+    }
+    rows = [[labels[name], rate, rate.over(bare)] for name, rate in rates.items()]
+    what = f"{pages.num_rows} pages of {PAGE[0]} x {PAGE[1]}, {tokens:,} tokens"
+    text = table(["stage", "tokens/s", "x the model"], rows)
+    bench.add(f"pipeline {family}", f"{family}: {what}", {"rates": rates}, text)
+
+
+def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
+    """The index job over the pages with one encoder actor and with two, and one that prepares."""
+    from pipeline.index import job
+
+    rows, figures = [], {}
+    with jobs.cluster():
+        for name, number in (("one actor", 1), ("two actors", 2)):
+            rates = []
+            for repeat in range(args.repeats):
+                with tempfile.TemporaryDirectory() as index:
+                    spec = parse(
+                        job.IndexSpec,
+                        {
+                            "index": f"{index}/index",
+                            "source": {"name": "images", "path": str(folder / "pages")},
+                            "encoder": given,
+                            "representations": [{"compressor": "none"}],
+                            "unit_items": max(1, args.items // 4),
+                        },
+                    )
+                    share = 1.0 / number if args.device == "cuda" else 0
+                    pool = {"num_cpus": 0.5, "num_gpus": share, "num_threads": 1}
+                    pool |= {"min_actors": number, "max_actors": number}
+                    profile = parse(
+                        job.IndexResources, {"encode": pool, "prepare": {"num_cpus": 0.5}}
+                    )
+                    progress = job.run(spec, profile, job=str(repeat), report=lambda line: None)
+                    # From the first written fragment on: starting actors is not encoding.
+                    rates.append(progress.new / progress.phases["stream"])
+            figures[name] = Repeats(tuple(rates))
+            rows.append([name, figures[name], figures[name].over(figures["one actor"])])
+    text = table(["encoders, a thread each", "pages/s, starting included", "x one"], rows)
+    bench.add(f"actors {family}", f"{family}: {args.items} pages", figures, text)
+
+
+def _built(given: dict[str, Any]) -> SequenceEncoder:
+    return ENCODERS.build(ENCODERS.resolve(given))
+
+
+def _read(encoder: SequenceEncoder, pages: pa.Table) -> pa.Table:
+    return encoder.preparer(encoder.spec)(pages)
+
+
+def _bare_inputs(encoder: SequenceEncoder, ready: pa.Table) -> list[dict[str, torch.Tensor]]:
+    """What the model is given for the very batches that the encoder makes, on its device."""
+    given: list[dict[str, torch.Tensor]] = []
+    forward = encoder.forward
+
+    def noted(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> Any:
+        given.append(dict(inputs))
+        return forward(inputs, mask)
+
+    encoder.forward = noted
+    try:
+        list(encoder.encode(ready))
+    finally:
+        encoder.forward = forward
+    return given
+
+
+FIGURES = {"taps": taps, "pipeline": pipeline, "actors": actors}

@@ -200,6 +200,7 @@ def cases(reference):
         clip(FRAMES[:6], np.arange(6) * 0.4 + 7),
         clip(FRAMES, np.arange(10) * 0.5, long),
         clip(FRAMES[:3], [3.0, 4.0, 5.0], hiss(0.5)),
+        clip(FRAMES[:2], [0.0, 1.0], hiss(0.05)),  # less far than the frame's columns
         pa.table({"item_id": ["image"], "image": [png(image)]}),
         pa.table({"item_id": ["text"], "text": TEXTS[:1]}),
     ]
@@ -208,6 +209,7 @@ def cases(reference):
         reference.video(FRAMES[:6], 0.4),
         reference.both(FRAMES, 0.5, long, LAYOUT),
         reference.both(FRAMES[:3], 1.0, hiss(0.5), [1, 12, 1]),
+        reference.both(FRAMES[:2], 1.0, hiss(0.05), [1, 1]),
         reference.picture(image),
         reference(TEXTS[0]),
     ]
@@ -410,7 +412,7 @@ def test_rates_and_lengths_of_sound(build, reference):
 def test_attention_is_that_of_eager_layers(encoder, cases, reference, heads):
     statistics = ("column_sums", "eos_row", "pooled_row")
     taps = [Tap(name, heads, str(layer)) for name in statistics for layer in range(3)]
-    for number in (0, 3, 4):  # sound, both, a picture
+    for number in (0, 3, 5):  # sound, both, a picture
         item, (ids, output) = cases[0][number], cases[1][number]
         batch = of_items(encoder, item, taps)[0]
         for tap in taps:
@@ -435,6 +437,16 @@ def test_what_is_kept(build):
     assert kinds["paper"] == [s, p, s, s, *media, s, s, p]
     assert kinds["code"] == [p, *media, p]
     assert kinds["media"] == media
+
+
+def test_half_precision_and_open_attention(build, cases):
+    """Of what other settings change, that they run: the numbers are those of `QwenVL`'s tests."""
+    items = pa.concat_tables(cases[0], promote_options="default")
+    whole = of_items(build(), items)
+    for row, batch in of_items(build(dtype="bfloat16"), items).items():
+        assert (batch.pooled * whole[row].pooled).sum() > 0.99
+    found = of_items(build(bidirectional=True), items)
+    assert not torch.allclose(found[0].pooled, whole[0].pooled, atol=1e-3)
 
 
 def test_documents(build):

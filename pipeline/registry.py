@@ -74,6 +74,7 @@ ENCODERS = Registry(
         "dual": "pipeline.encoders.dual:Dual",
         "minilm": "pipeline.encoders.minilm:MiniLM",
         "precomputed": "pipeline.encoders.precomputed:Precomputed",
+        "qwen_omni": "pipeline.encoders.qwen_omni:QwenOmni",
         "qwen_vl": "pipeline.encoders.qwen_vl:QwenVL",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",
         "transcript": "pipeline.encoders.transcript:Transcript",

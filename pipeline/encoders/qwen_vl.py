@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ QUERY_PROMPT = CHAT.replace(
 BOUNDARIES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),  # of Qwen2.5-Omni
 )
 #: Codes of `mm_token_type_ids`.
 OF_TEXT, OF_IMAGES, OF_VIDEOS = range(3)
@@ -113,6 +114,33 @@ class QwenSpec(CheckpointSpec):
     max_item_tokens: int = Field(8192, ge=1)
 
 
+class StatesSpec(QwenSpec):
+    """What the specs of single-vector embedders that are read SMART's way have in common.
+
+    The prompts are by default those of Qwen3-VL-Embedding. Other models have others, with
+    `{content}` in them: GME has "You are a helpful assistant." as the system's words before
+    items, and `<|endoftext|>` as the last token, which is written out at the prompt's end. A
+    token that the checkpoint's tokenizer puts behind every text need not be.
+
+    Attributes:
+        layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
+            the last layer's. The pooled vector is always the last layer's.
+        document_prompt, query_prompt: what is put around an item or a query, which takes the
+            place of `{content}`.
+        mask_composed: of a query of a text and a picture, whether the picture's tokens are
+            dropped (SMART, appendix B). The others have seen them.
+        bidirectional: whether all tokens see each other.
+        max_frames: of a video.
+    """
+
+    layer: int = -1
+    document_prompt: Prompt = DOCUMENT_PROMPT
+    query_prompt: Prompt = QUERY_PROMPT
+    mask_composed: bool = True
+    bidirectional: bool = False
+    max_frames: int = Field(64, ge=1)
+
+
 class QwenVL(SequenceEncoder):
     """Hidden states of a single-vector embedder as token vectors, beside its own vector.
 
@@ -127,17 +155,10 @@ class QwenVL(SequenceEncoder):
     does not fit is not readable.
     """
 
-    class Spec(QwenSpec):
+    class Spec(StatesSpec):
         """Which checkpoint, how items and queries are put to it, and what is kept.
 
-        The prompts are by default those of Qwen3-VL-Embedding. Other models have others, with
-        `{content}` in them: GME has "You are a helpful assistant." as the system's words before
-        items, and `<|endoftext|>` as the last token, which is written out at the prompt's end. A
-        token that the checkpoint's tokenizer puts behind every text need not be.
-
         Attributes:
-            layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
-                the last layer's. The pooled vector is always the last layer's.
             keep: "paper" drops the token that is pooled alone (SMART, eq. 4); "code" drops special
                 tokens and keeps those of pictures, as SMART's public code does; "visual" is "code"
                 of what has no picture, and of what has one keeps its tokens alone.
@@ -145,34 +166,24 @@ class QwenVL(SequenceEncoder):
                 its "text"; or "both" in one sequence, the text behind the pictures.
             frames: whether the frames of a video are read as a "video", where two make one grid of
                 tokens, or one by one as "images" in one sequence.
-            document_prompt, query_prompt: what is put around an item or a query, which takes the
-                place of `{content}`.
-            mask_composed: of a query of a text and a picture, whether the picture's tokens are
-                dropped (SMART, appendix B). The others have seen them.
-            bidirectional: whether all tokens see each other.
-            max_frames: of a video.
         """
 
         name: Literal["qwen_vl"] = "qwen_vl"
-        layer: int = -1
         keep: Literal["code", "paper", "visual"] = "code"
         documents: Literal["pictures", "text", "both"] = "pictures"
         frames: Literal["video", "images"] = "video"
-        document_prompt: Prompt = DOCUMENT_PROMPT
-        query_prompt: Prompt = QUERY_PROMPT
-        mask_composed: bool = True
-        bidirectional: bool = False
-        max_frames: int = Field(64, ge=1)
 
     #: Fields that change no query.
-    OF_ITEMS = ("documents", "frames", "document_prompt", "max_frames", "max_item_tokens")
+    OF_ITEMS: ClassVar[tuple[str, ...]] = (
+        *("documents", "frames", "document_prompt", "max_frames", "max_item_tokens"),
+    )
 
     normalised = True
     nothing = "no picture and no text"
     padding_side = "left"
     has_spans = True
 
-    def __init__(self, spec: Spec, device_map: str | None = None):
+    def __init__(self, spec: StatesSpec, device_map: str | None = None):
         super().__init__(spec, device_map)
         if spec.bidirectional:
             make_bidirectional(self.attending())
@@ -182,9 +193,18 @@ class QwenVL(SequenceEncoder):
         self.fingerprint = fingerprint_of(spec, (*NOT_IN_FINGERPRINTS, *self.OF_ITEMS))
 
     @classmethod
-    def check(cls, spec: Spec) -> None:
+    def settings(cls, spec: StatesSpec) -> PretrainedConfig:
+        """The settings of the model.
+
+        Raises:
+            SpecError: the checkpoint is not there, or another.
+        """
+        return check_checkpoint(spec, *MODELS)
+
+    @classmethod
+    def check(cls, spec: StatesSpec) -> None:
         """Raises `SpecError` if the checkpoint is not there, is another, or has no such layer."""
-        depth = check_checkpoint(spec, *MODELS).get_text_config().num_hidden_layers
+        depth = cls.settings(spec).get_text_config().num_hidden_layers
         if not -depth - 1 <= spec.layer <= depth:
             legal = f"{-depth - 1} to {depth} (the model has {depth} layers)"
             raise SpecError("layer", spec.layer, legal)
@@ -196,24 +216,24 @@ class QwenVL(SequenceEncoder):
         return ("text",) if spec.documents == "text" else ("text", "image", "frames")
 
     @classmethod
-    def attention(cls, spec: Spec) -> Attention:
+    def attention(cls, spec: StatesSpec) -> Attention:
         """All statistics; the last token is the one that is pooled."""
-        return layers_of(check_checkpoint(spec, *MODELS).get_text_config(), STATISTICS)
+        return layers_of(cls.settings(spec).get_text_config(), STATISTICS)
 
     @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+    def query_kinds(cls, spec: StatesSpec) -> tuple[str, ...]:
         """Texts and pictures; `encode_composed` takes both at once."""
         return ("text", "image")
 
     @classmethod
-    def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
+    def load(cls, spec: StatesSpec, device_map: str | None) -> PreTrainedModel:
         """The model without the layer that would name the next word."""
         return load_backbone(spec, device_map)
 
     @classmethod
     def reader(cls, spec: Spec) -> QwenVLReader:
         """What reads pictures, videos, texts and queries."""
-        return QwenVLReader(spec)
+        return QwenVLReader(spec, cls.settings(spec))
 
     def attending(self) -> torch.nn.Module:
         """The language model, behind the vision tower."""
@@ -238,7 +258,7 @@ class QwenVL(SequenceEncoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The states of one layer, and the last layer's of the last token."""
         is_pooled_BL = inputs.pop("is_pooled")
-        output = run(self.model, inputs, output_hidden_states=not self._is_last_layer)
+        output = self.run(inputs, output_hidden_states=not self._is_last_layer)
         last_BLD = output.last_hidden_state
         states_BLD = last_BLD if self._is_last_layer else output.hidden_states[self.spec.layer]
         position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
@@ -247,14 +267,22 @@ class QwenVL(SequenceEncoder):
         alone_BL1 = is_pooled_BL.unsqueeze(2)
         return torch.where(alone_BL1, pooled_BD.unsqueeze(1), states_BLD), pooled_BD
 
+    def run(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+        """The model's output."""
+        return run(self.model, inputs, **options)
 
-def load_backbone(spec: CheckpointSpec, device_map: str | None) -> PreTrainedModel:
+
+def load_backbone(
+    spec: CheckpointSpec,
+    device_map: str | None,
+    models: Mapping[str, tuple[type, type]] = MODELS,
+) -> PreTrainedModel:
     """The model of states of a checkpoint, whichever of the two it was saved from.
 
     Raises:
         SpecError: the weights cannot be loaded, or some are missing.
     """
-    bare, whole = MODELS[check_checkpoint(spec, *MODELS).model_type]
+    bare, whole = models[check_checkpoint(spec, *models).model_type]
     if spec.adapter is None:  # adapters are trained around the whole, and have its names
         with contextlib.suppress(SpecError):
             return load_model(spec, bare, device_map)
@@ -281,6 +309,13 @@ def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any)
 class QwenReader(Reader):
     """Writes sequences of texts, pictures and videos, without the parts that need torchvision."""
 
+    #: The tokens around pictures, and those in their places by name and by the field that has them.
+    VISION_ENDS: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
+    PADS: ClassVar[dict[str, str]] = {
+        "<|image_pad|>": "image_token_id",
+        "<|video_pad|>": "video_token_id",
+    }
+
     def __init__(self, spec: QwenSpec, settings: PretrainedConfig):
         super().__init__(spec)
         bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
@@ -294,18 +329,27 @@ class QwenReader(Reader):
         )
         #: What the tokenizer by itself puts behind a text.
         self.ending = whole[whole.index(plain[-1]) + 1 :]
-        names = self.tokenizer.get_added_vocab()
-        if missing := [name for name in ("<|vision_start|>", "<|image_pad|>") if name not in names]:
-            legal = "a checkpoint with the tokenizer of a Qwen-VL model"
-            raise SpecError("model", spec.model, legal, f"has no token {missing[0]}")
+        names = self._marker_ids = self.tokenizer.get_added_vocab()
+        self.vision_ends = self.ids_of(self.VISION_ENDS)
+        self.ids_of(self.PADS)
         if not self.tokenizer.is_fast:
             legal = "a model with a fast tokenizer (one that gives character offsets)"
             raise SpecError("model", spec.model, legal, "has none")
-        pads = {settings.image_token_id, settings.video_token_id}
+        pads = {getattr(settings, field) for field in self.PADS.values()}
         bounds = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | bounds) - pads
         self._markers = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
-        self._marker_ids = names
+
+    def ids_of(self, names: Iterable[str]) -> list[int]:
+        """The numbers of added tokens.
+
+        Raises:
+            SpecError: the tokenizer has no such token.
+        """
+        if missing := [name for name in names if name not in self._marker_ids]:
+            legal = "a checkpoint with the tokenizer of a model of this family"
+            raise SpecError("model", self.spec.model, legal, f"has no token {missing[0]}")
+        return [self._marker_ids[name] for name in names]
 
     def pieces(self, template: str) -> Iterable[int | str]:
         """The parts of a prompt: the numbers of its special tokens, and the text between them."""
@@ -458,11 +502,11 @@ class Sequenced:
     def vision(self, pad: int, type: int, cells: torch.Tensor) -> None:
         """Writes the tokens of a picture or a video, `pad` for each cell, and their boundaries."""
         self.flush()
-        settings = self._reader.settings
-        self._add([settings.vision_start_token_id], SPECIAL)
+        start, end = self._reader.vision_ends
+        self._add([start], SPECIAL)
         self.cells.append((len(self.ids), cells))
         self._add([pad] * len(cells), VISUAL, type)
-        self._add([settings.vision_end_token_id], SPECIAL)
+        self._add([end], SPECIAL)
 
     def end(self) -> None:
         """Writes the tokenizer's own ending, unless the prompt did."""
@@ -503,6 +547,13 @@ class Sequenced:
         self.types += [type] * len(ids)
         self.spans += [span] * len(ids)
 
+    def columns(self) -> dict[str, torch.Tensor]:
+        """What the model reads of each position."""
+        return {
+            "input_ids": torch.tensor(self.ids),
+            "mm_token_type_ids": torch.tensor(self.types),
+        }
+
     def read(
         self,
         media: dict[str, torch.Tensor],
@@ -515,11 +566,7 @@ class Sequenced:
         for start, cells in self.cells:
             extents[start : start + len(cells)] = cells
         return ModelInput.of(
-            {
-                "input_ids": torch.tensor(self.ids),
-                "mm_token_type_ids": torch.tensor(self.types),
-                **sequence,
-            },
+            {**self.columns(), **sequence},
             media,
             torch.tensor(self.kinds) if kind is None else kind,
             keep=keep,
@@ -531,10 +578,13 @@ class Sequenced:
 class QwenVLReader(QwenReader):
     """Items and queries in their prompts."""
 
-    spec: QwenVL.Spec
+    #: What is pictures (and sound), as distinct from words.
+    MEDIA: ClassVar[tuple[int, ...]] = (VISUAL,)
 
-    def __init__(self, spec: QwenVL.Spec):
-        super().__init__(spec, check_checkpoint(spec, *MODELS))
+    @property
+    def _as_images(self) -> bool:
+        """Whether frames are read one by one."""
+        return self.spec.frames == "images"
 
     def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
         """One sequence: the pictures or the video, and the text.
@@ -551,14 +601,20 @@ class QwenVLReader(QwenReader):
         return [self._read(self.spec.document_prompt, text, shown)]
 
     def _read(
-        self, prompt: str, text: str, shown: Sequence[Shown] = (), is_composed: bool = False
+        self,
+        prompt: str,
+        text: str,
+        shown: Sequence[Shown] = (),
+        is_composed: bool = False,
+        **more: Any,
     ) -> ModelInput:
+        """The sequence of a prompt with all of that in it; `write` is given what there is more."""
         if not shown or np.isnan(shown[0][1]):
-            _, written = self.fitting(1, lambda _: self.write(prompt, text, shown))
+            _, written = self.fitting(1, lambda _: self.write(prompt, text, shown, **more))
             return self._kept(written, self.pixels_of(shown), is_composed)
         if len({picture.size for picture, _, _ in shown}) > 1:
             raise Unreadable("frames of several sizes")
-        as_images = self.spec.frames == "images"
+        as_images = self._as_images
         depth = 1 if as_images else self.images.temporal_patch_size
         most = min(len(shown), self.spec.max_frames)
 
@@ -571,8 +627,8 @@ class QwenVLReader(QwenReader):
         def write(number: int) -> Sequenced:
             own = grids(number)
             if as_images:
-                return self.write(prompt, text, images=[frame for (frame,) in own])
-            return self.write(prompt, text, video=own)
+                return self.write(prompt, text, images=[frame for (frame,) in own], **more)
+            return self.write(prompt, text, video=own, **more)
 
         number, written = self.fitting(math.ceil(most / depth), write)
         own = grids(number)
@@ -584,16 +640,17 @@ class QwenVLReader(QwenReader):
         self, written: Sequenced, media: dict[str, torch.Tensor], is_composed: bool
     ) -> ModelInput:
         kind = torch.tensor(written.kinds)
-        is_visual, is_last = kind == VISUAL, torch.arange(len(kind)) == len(kind) - 1
+        is_media = torch.isin(kind, torch.tensor(self.MEDIA))
+        is_last = torch.arange(len(kind)) == len(kind) - 1
         is_masked = is_composed and self.spec.mask_composed
         if self.spec.keep == "paper":
             keep = ~is_last
-        elif self.spec.keep == "visual" and is_visual.any() and not is_masked:
-            keep = is_visual
+        elif self.spec.keep in ("visual", "media") and is_media.any() and not is_masked:
+            keep = is_media
         else:
             keep = kind != SPECIAL
         if is_masked:
-            keep &= ~is_visual
+            keep &= ~is_media
         is_pooled = is_last & ~keep.any()
         kind = torch.where(is_pooled, SPECIAL, kind)
         return written.read(media, keep | is_pooled, kind, is_pooled=is_pooled)

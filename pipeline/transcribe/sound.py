@@ -18,12 +18,12 @@ SILENT = 1.5 / 32768
 PAUSE = 2.0
 
 
-def samples_of(audio: dict[str, Any]) -> np.ndarray:
-    """(T,) float32 samples at `RATE` of a row of `schema.AUDIO`, in [-1, 1] and finite."""
+def samples_of(audio: dict[str, Any], rate: int = RATE) -> np.ndarray:
+    """(T,) float32 samples at `rate` of a row of `schema.AUDIO`, in [-1, 1] and finite."""
     samples = np.frombuffer(audio["samples"], "<f4")
     samples = np.nan_to_num(samples, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1, 1)
-    if audio["sample_rate"] != RATE and len(samples):
-        samples = soxr.resample(samples, audio["sample_rate"], RATE).clip(-1, 1)
+    if audio["sample_rate"] != rate and len(samples):
+        samples = soxr.resample(samples, audio["sample_rate"], rate).clip(-1, 1)
     return samples
 
 

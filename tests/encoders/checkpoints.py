@@ -458,6 +458,65 @@ def qwen3_vl(folder: Path) -> Path:
     return save(folder, Qwen3VLForConditionalGeneration, settings, words, images)
 
 
+def qwen2_5_omni(folder: Path) -> Path:
+    """The thinker of Qwen2.5-Omni: as Qwen2.5-VL, with a tower for up to 6 s of sound."""
+    from transformers import (
+        Qwen2_5OmniThinkerConfig,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    words = tokenizer(
+        *("<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        *("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>"),
+        pad="<|endoftext|>",
+        eos="<|im_end|>",
+    )
+    _, images = qwen_files()
+    sounds = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
+    ids = words.convert_tokens_to_ids
+    settings = Qwen2_5OmniThinkerConfig(
+        text_config={
+            **small(words),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        audio_config={
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 32,
+            "output_dim": 32,
+            "n_window": 50,
+        },
+        audio_token_index=ids("<|AUDIO|>"),
+        image_token_index=ids("<|IMAGE|>"),
+        video_token_index=ids("<|VIDEO|>"),
+        audio_start_token_id=ids("<|audio_bos|>"),
+        audio_end_token_id=ids("<|audio_eos|>"),
+        vision_start_token_id=ids("<|vision_bos|>"),
+        vision_end_token_id=ids("<|vision_eos|>"),
+    )
+    save(folder, Qwen2_5OmniThinkerForConditionalGeneration, settings, words)
+    # Both lie in one file, as in the published checkpoints.
+    both = {**sounds.to_dict(), **images.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(both), "utf-8")
+    return folder
+
+
 #: The adapters of the tiny jina-embeddings-v4, and what they change.
 JINA_TASKS = ("retrieval", "text-matching", "code")
 JINA_RANK = 2
@@ -510,5 +569,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "qwen2_5_omni": qwen2_5_omni,
     "jina_v4": jina_v4,
 }

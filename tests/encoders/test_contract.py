@@ -29,6 +29,7 @@ CHECKPOINTS = {
     "colqwen2": ("colqwen2", {}),
     "dual": ("siglip", {}),
     "jina_v4": ("jina_v4", {}),
+    "qwen_omni": ("qwen2_5_omni", {"query_prompt": "{content}<|im_end|>"}),
     "qwen_vl": ("qwen2_5_vl", {"query_prompt": "{content}<|im_end|>"}),
 }
 #: Pictures of the items; None: it has none.

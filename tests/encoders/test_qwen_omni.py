@@ -27,7 +27,7 @@ from pipeline.schema import AUDIO as SOUND
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, VISUAL
-from tests.encoders.conftest import noise, pictures, png
+from tests.pictures import noise, pictures, png
 
 RATE = 16_000
 TEXTS = ["heat transfer in a cone", "lift", "Überschall 超音速 🙂 at Mach 3"]

@@ -24,6 +24,7 @@ from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import JobError, Spec, SpecError, Uri, digest, dump, dump_yaml, within
+from pipeline.decoding import Unreadable
 from pipeline.decoding.process import keep_memory
 from pipeline.encoders import Attention
 from pipeline.index import listing
@@ -728,6 +729,18 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     }
 
 
+def _readable(stage: Encode, items: pa.Table) -> Iterator[pa.Table]:
+    """Items with all that their encoder reads; those that it cannot read are left out."""
+    try:
+        yield stage.prepare(items)
+        return
+    except Unreadable:
+        pass
+    for row in range(items.num_rows):
+        with contextlib.suppress(Unreadable):
+            yield stage.prepare(items.slice(row, 1))
+
+
 @ray.remote
 def _fit(
     job: ListingJob,
@@ -743,10 +756,11 @@ def _fit(
     def sample() -> Iterator[TokenBatch]:
         is_empty = True
         for items in listing.sample_items(job, num_shards, size, seed):
-            for _, _, batch, _ in stage.batches(stage.prepare(items)):
-                if len(batch):
-                    is_empty = False
-                    yield with_taps(batch, taps, stage.facts)
+            for prepared in _readable(stage, items):
+                for _, _, batch, _ in stage.batches(prepared):
+                    if len(batch):
+                        is_empty = False
+                        yield with_taps(batch, taps, stage.facts)
         if is_empty:
             legal = "a source with at least one item that can be read"
             problem = f"has nothing to fit {representation.id} on"

@@ -437,7 +437,8 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
     starts = np.flatnonzero(np.r_[True, np.where(has_place_T[1:], moves_T, ~touches_T)])
     words = []
     for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
-        if (has_place_T.any() and not has_place_T[start]) or (is_text and spans_T2[start, 0] < 0):
+        # A patch of a picture has a place and no characters, a word without places only those.
+        if not has_place_T[start] and (has_place_T.any() or spans_T2[start, 0] < 0):
             continue
         own = sim_MT[:, start:stop]
         there = ~np.isnan(own).all(axis=0)
@@ -446,6 +447,6 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
         found = place_of((first, last), extents_T6[start].tolist())
         box, times = (found.box, found.times) if found else (None, None)
         credit = float(credit_T[start:stop].max())
-        word = text[first:last] if is_text else ""
+        word = text[first:last] if first >= 0 else ""
         words.append(Word(word, box, times, similarities, credit))
     return words

@@ -40,7 +40,8 @@ def test_pictures_as_queries(serving, checkpoint, tmp_path):
             assert [hit.item_id for hit in found.hits] == [hit.item_id for hit in expected]
             scores = [hit.score for hit in expected]
             assert [hit.score for hit in found.hits] == pytest.approx(scores, rel=1e-4)
-            assert all(match.places[0].box for match in found.hits[0].matches)
+            places = [place for match in found.hits[0].matches for place in match.places]
+            assert places and all(place.box for place in places)
             assert all(word.box and not word.text for word in found.hits[0].map.words)
         both = client.search_batch([photo, "a bird", photo], representation="full", k=1)
         assert both.results[0] == both.results[2] != both.results[1]

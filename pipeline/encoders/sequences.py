@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -107,7 +107,7 @@ class ModelInput:
         return cls(**parts, **rest)
 
 
-def packed(inputs: Sequence[ModelInput]) -> bytes:
+def packed(inputs: Iterable[ModelInput]) -> bytes:
     """The sequences of an item as bytes, in the format of safetensors."""
     named = {
         f"{number}.{name}": tensor.contiguous()
@@ -192,6 +192,15 @@ class Reader(ABC):
         """A query picture, and what each kept position is called."""
         raise NotImplementedError
 
+    def _lean(self, read: ModelInput) -> ModelInput:
+        """The same with pixels of the type that the model would bring them to: half the bytes."""
+        dtype = getattr(torch, self.spec.dtype)
+        media = {
+            name: tensor.to(dtype) if name.startswith("pixel_values") else tensor
+            for name, tensor in read.media.items()
+        }
+        return replace(read, media=media)
+
     def prepare(self, items: pa.Table) -> pa.Table:
         """Adds the column `model_inputs`; drops what it was made of."""
         there = [c.name for columns in PAYLOAD.values() for c in columns]
@@ -200,7 +209,7 @@ class Reader(ABC):
         names = [name for name in dict.fromkeys(read) if name in items.column_names]
         # Row by row: the pictures of one item may be large.
         values = [
-            packed(self.item({name: items[name][row].as_py() for name in names}))
+            packed(map(self._lean, self.item({name: items[name][row].as_py() for name in names})))
             for row in range(items.num_rows)
         ]
         items = items.drop_columns([name for name in payload if name != "item_id"])

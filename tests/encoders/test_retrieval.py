@@ -93,6 +93,26 @@ def test_attention_is_that_of_eager_layers(encoder, reference, heads):
                     )
 
 
+def test_in_bfloat16(encoder, build):
+    """Pixels that travel in the model's own type change nothing."""
+    images, items = pictures(*SIZES)
+    half = build(encoder.spec.name, dtype="bfloat16")
+    name, folder = CLASSES[encoder.spec.name], encoder.spec.model
+    model = getattr(transformers, f"{name}ForRetrieval").from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    processor = getattr(transformers, f"{name}Processor").from_pretrained(folder)
+    for row, image in enumerate(images):  # one by one: padding changes the sums of half precision
+        ((_, batch),) = half.encode(items.slice(row, 1))
+        read = processor.process_images([image], return_tensors="pt")
+        read.pop("labels", None)
+        if encoder.spec.name != "colpali":  # whose class does so itself
+            read["pixel_values"] = read["pixel_values"].to(torch.bfloat16)
+        with torch.no_grad():
+            expected = model(**read).embeddings[0].float()
+        torch.testing.assert_close(batch.vectors[0], expected, atol=1e-2, rtol=0)
+
+
 def test_queries(encoder, reference):
     texts = ["heat transfer in a cone", "lift"]
     queries = encoder.encode_queries(texts)

@@ -209,6 +209,7 @@ def frozen(folder: Path, cluster: str) -> Iterator[subprocess.Popen]:
     driver.kill()
 
 
+@pytest.mark.heavy
 def test_a_driver_frozen_past_its_lease_adds_nothing(
     folder: Path, cluster: str, unbroken: pa.Table, frozen: subprocess.Popen
 ):

@@ -317,7 +317,6 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
                         job.IndexResources, {"encode": pool, "prepare": {"num_cpus": 0.5}}
                     )
                     progress = job.run(spec, profile, job=str(repeat), report=lambda line: None)
-                    # From the first written fragment on: starting actors is not encoding.
                     rates.append(progress.new / progress.phases["stream"])
             figures[name] = Repeats(tuple(rates))
             rows.append([name, figures[name], figures[name].over(figures["one actor"])])

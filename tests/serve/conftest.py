@@ -59,6 +59,22 @@ def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
     serve.shutdown()
 
 
+@pytest.fixture
+def briefly(serving) -> Iterator[Callable[[dict[str, Any], str], str]]:
+    """`serving` for one test, after which the application ends: each has six processes."""
+    from ray import serve
+
+    names: list[str] = []
+
+    def start(settings: dict[str, Any], name: str) -> str:
+        names.append(name)
+        return serving(settings, name)
+
+    yield start
+    for name in names:
+        serve.delete(name)
+
+
 @pytest.fixture(scope="package")
 def keys_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"

@@ -148,7 +148,7 @@ def test_an_index_that_cannot_be_read_for_a_while(url, uri):
         assert client.search(**SEARCH).hits == before.hits
 
 
-def test_another_index_in_its_place(serving, index_uri, tmp_path):
+def test_another_index_in_its_place(briefly, index_uri, tmp_path):
     """Its version has the same number; what is served is what is there."""
     shutil.copytree(index_uri, tmp_path / "index")
     items = str(tmp_path / "index" / ITEMS)
@@ -159,7 +159,7 @@ def test_another_index_in_its_place(serving, index_uri, tmp_path):
         lance.dataset(other).update_metadata({"n": str(lance.dataset(other).version)})
     assert lance.dataset(other).version == lance.dataset(items).version
     settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}, "seconds": {"reload": 0.5}}
-    url = serving(settings, "replaced")
+    url = briefly(settings, "replaced")
     with Client(url, tries=10) as client:
         assert client.indexes()[0].num_items == 8
         shutil.rmtree(items)
@@ -168,9 +168,9 @@ def test_another_index_in_its_place(serving, index_uri, tmp_path):
         assert len(client.search("lift", k=8).hits) == 3
 
 
-def test_queries_that_nobody_waits_for_hold_nobody_up(serving, uri):
+def test_queries_that_nobody_waits_for_hold_nobody_up(briefly, uri):
     settings = {"indexes": {"i": {"uri": uri}}, "seconds": {"encode": 3}}
-    url = serving({**settings, "limits": {"batch_chars": 400_000}}, "waits")
+    url = briefly({**settings, "limits": {"batch_chars": 400_000}}, "waits")
     slow = {"queries": ["漢" * 4_000] * 60}
     with httpx2.Client(timeout=60) as http:
         assert http.post(f"{url}/v1/search", json=SEARCH).status_code == 200
@@ -182,8 +182,8 @@ def test_queries_that_nobody_waits_for_hold_nobody_up(serving, uri):
         assert time.monotonic() - start < 15  # all of it would have taken a minute and more
 
 
-def test_a_stage_that_takes_too_long(serving, uri):
-    url = serving({"indexes": {"i": {"uri": uri}}, "seconds": {"encode": 0.001}}, "hasty")
+def test_a_stage_that_takes_too_long(briefly, uri):
+    url = briefly({"indexes": {"i": {"uri": uri}}, "seconds": {"encode": 0.001}}, "hasty")
     response = httpx2.post(f"{url}/v1/search", json=SEARCH, timeout=30)
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "timeout"

@@ -12,7 +12,7 @@ from tests.pictures import noise, png
 pytestmark = pytest.mark.heavy
 
 
-def test_pictures_as_queries(serving, checkpoint, tmp_path):
+def test_pictures_as_queries(briefly, checkpoint, tmp_path):
     (tmp_path / "photos").mkdir()
     photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
     for name, photo in photos.items():
@@ -28,7 +28,7 @@ def test_pictures_as_queries(serving, checkpoint, tmp_path):
     }
     spec = config.parse(job.IndexSpec, given)
     job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
-    url = serving({"indexes": {"i": {"uri": given["index"]}}}, "pictures")
+    url = briefly({"indexes": {"i": {"uri": given["index"]}}}, "pictures")
     photo = photos["3.png"]
     with Client(url, tries=20) as client:
         assert client.indexes()[0].representations[0].queries == ["text", "image", "vectors"]

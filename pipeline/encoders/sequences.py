@@ -189,8 +189,12 @@ class Reader(ABC):
         """
 
     def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
-        """A query picture, and what each kept position is called."""
-        raise NotImplementedError
+        """A query picture, and what each kept position is called.
+
+        Raises:
+            SpecError: the model reads none, or cannot read this one.
+        """
+        raise SpecError("query", "a picture", "a text", f"is not read by {self.spec.name}")
 
     def _lean(self, read: ModelInput) -> ModelInput:
         """The same with pixels of the type that the model would bring them to: half the bytes."""
@@ -230,8 +234,6 @@ class SequenceEncoder(Encoder):
     upon which the job rejects that item.
     """
 
-    #: What is padded with something other than 0, and with what.
-    pad_values: ClassVar[dict[str, int]] = {}
     padding_side: ClassVar[str] = "right"
     #: Which position of a sequence the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
@@ -402,9 +404,7 @@ class SequenceEncoder(Encoder):
         lengths = np.array([sum(int(read.keep.sum()) for read in own) for own in items])
         if not flat:  # no item has anything to be read
             empty = torch.zeros(len(items), 0, self.dim, device=self.device)
-            pooled = None if self.pooled_dim is None else empty.new_zeros(len(items), 1)
-            if pooled is not None:
-                pooled = pooled.expand(-1, self.pooled_dim).contiguous()
+            pooled = self.pooled_dim and empty.new_zeros(len(items), self.pooled_dim)
             return TokenBatch(
                 empty,
                 empty.new_zeros(empty.shape[:2], dtype=torch.bool),
@@ -447,8 +447,7 @@ class SequenceEncoder(Encoder):
             )
 
         given = {
-            name: padded([read.sequence[name] for read in inputs], self.pad_values.get(name, 0))
-            for name in inputs[0].sequence
+            name: padded([read.sequence[name] for read in inputs]) for name in inputs[0].sequence
         }
         mask_BL = padded([torch.ones(len(read), dtype=torch.bool) for read in inputs])
         given["attention_mask"] = mask_BL.long()

@@ -188,8 +188,8 @@ class Engine:
         """Serves the newest version of an index, once every shard has it open."""
         spec = self.settings.indexes[name]
         now = self._served.get(name)
-        served = await asyncio.to_thread(_newest, name, spec)
-        if now is not None and served.edition == now.edition:
+        served = await asyncio.to_thread(_newest, name, spec, now)
+        if served is None:
             return
         there = served.searcher.index.representations()
         wanted = [n for n in spec.load if n in there]
@@ -517,10 +517,13 @@ class Engine:
         raise AssertionError
 
 
-def _newest(name: str, spec: ServedIndex) -> Served:
-    """The newest version of an index."""
+def _newest(name: str, spec: ServedIndex, now: Served | None) -> Served | None:
+    """The newest version of an index; None if it is the one that is served."""
     index = Index(spec.uri)
-    return Served(name, spec, Searcher(index), index.edition)
+    edition = index.edition
+    if now is not None and edition == now.edition:
+        return None
+    return Served(name, spec, Searcher(index), edition)
 
 
 def _options(served: Served, name: str, asked: wire.SearchOptions) -> Options:

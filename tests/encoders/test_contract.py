@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.config import parse
+from pipeline.config import SpecError, parse
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
@@ -147,6 +147,16 @@ def test_an_item_alone_has_the_vectors_it_has_among_others(encoder):
 
 def test_empty_table_has_no_batch(encoder):
     assert list(encoder.encode(ITEMS.slice(0, 0))) == []
+
+
+def test_pictures_are_queries_where_the_encoder_says_so(encoder):
+    picture = png(noise(40, 40))
+    if "image" in encoder.query_kinds(encoder.spec):
+        tokens = encoder.encode_pictures([picture]).tokens
+        assert len(tokens) == 1 and tokens.lengths[0] > 0
+        return
+    with pytest.raises(SpecError, match="is not read by"):
+        encoder.encode_pictures([picture])
 
 
 def test_queries(encoder):

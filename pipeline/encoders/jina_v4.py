@@ -5,8 +5,8 @@ its own; here transformers' own backbone reads its files. Taken from that code: 
 pooled, that the prefix of a text-matching passage is that of a query, and that the adapters lie in
 the folder `adapters` as peft writes them. Inferred, since no such checkpoint could be opened here:
 the type `qwen2_5_vl` in its config.json, the projector's name among the weights, and that of an
-adapter's tensor, `base_model.model.NAME.lora_A.TASK.weight`. Another name is an error, never a
-weight left out.
+adapter's tensor, `base_model.model.NAME.lora_A.TASK.weight`. A projector under
+another name is an error, and so is an adapter of which no tensor has such a name.
 """
 
 from __future__ import annotations

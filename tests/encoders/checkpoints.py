@@ -15,6 +15,16 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import CRANFIELD
 
 VOCABULARY = 600
+#: A vision tower of two layers, which sees 4 x 4 patches.
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 def tokenizer(*special: str, pad: str, eos: str, bos: str | None = None, **more: str):
@@ -56,17 +66,7 @@ def colpali(folder: Path) -> Path:
         "head_dim": 16,
         "pad_token_id": processor.tokenizer.pad_token_id,
     }
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": 32,
-        "vision_use_head": False,
-    }
+    vision = {**SIGLIP, "projection_dim": 32, "vision_use_head": False}
     vlm = {
         "model_type": "paligemma",
         "text_config": text,
@@ -161,19 +161,10 @@ def colmodernvbert(folder: Path) -> Path:
         "global_attn_every_n_layers": 2,
         "pad_token_id": words.pad_token_id,
     }
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    }
     vlm = {
         "model_type": "modernvbert",
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": SIGLIP,
         "image_token_id": processor.image_token_id,
         "pixel_shuffle_factor": 2,
     }

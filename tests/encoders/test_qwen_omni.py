@@ -27,6 +27,7 @@ from pipeline.schema import AUDIO as SOUND
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, VISUAL
+from tests.encoders.batches import close, of_items, unit
 from tests.pictures import noise, pictures, png
 
 RATE = 16_000
@@ -128,23 +129,6 @@ class Reference:
             **seen,
             **heard,
         )
-
-
-def unit(vectors: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(vectors, dim=-1)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
-
-
-def of_items(encoder, items, taps=()):
-    """By row, the batch of that item alone."""
-    return {
-        int(row): batch.take(slice(i, i + 1))
-        for rows, batch in encoder.encode(items, taps)
-        for i, row in enumerate(rows)
-    }
 
 
 def clip(frames=(), seconds=(), samples=None, start=None, rate=RATE, span=None, **more):

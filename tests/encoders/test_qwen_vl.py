@@ -26,6 +26,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
+from tests.encoders.batches import close, of_items, unit
 from tests.pictures import noise, pictures, png
 
 CLASSES = {
@@ -96,23 +97,6 @@ class Reference:
             ]
             vision = "".join(f"<{m:.1f} seconds>{START}{pads}{END}" for m in middles)
         return self(prompt.replace("{content}", vision), **media)
-
-
-def unit(vectors: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(vectors, dim=-1)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
-
-
-def of_items(encoder, items, taps=()):
-    """By row, the batch of that item alone."""
-    return {
-        int(row): batch.take(slice(i, i + 1))
-        for rows, batch in encoder.encode(items, taps)
-        for i, row in enumerate(rows)
-    }
 
 
 def clip(frames, seconds, end: float, **more) -> pa.Table:

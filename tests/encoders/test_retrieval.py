@@ -16,6 +16,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
+from tests.encoders.batches import of_items
 from tests.pictures import noise, pictures, png
 
 #: Transformers' class of each, without the ending that its model and its processor have.
@@ -175,11 +176,7 @@ def test_frames_are_read_one_by_one(encoder):
             "span": pa.array([span, None], SPAN),
         }
     )
-    found = {
-        int(row): batch.take(slice(i, i + 1))
-        for rows, batch in encoder.encode(items)
-        for i, row in enumerate(rows)
-    }
+    found = of_items(encoder, items)
     assert found[1].lengths.tolist() == [0]
     length = int(found[0].lengths[0]) // 3
     for i, image in enumerate(images):

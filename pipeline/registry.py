@@ -136,6 +136,8 @@ CODECS = Registry(
     },
 )
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
+LEARNERS = Registry("learners", {"contrastive": "pipeline.train.contrastive:Contrastive"})
+TRAINING_DATA = Registry("training data", {"shapes": "pipeline.train.shapes_data:Shapes"})
 
 
 def _resolve_source(value: Any) -> Spec:
@@ -158,4 +160,6 @@ SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(_resolve_source)]
 OcrSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(CODECS.resolve)]
+LearnerSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(LEARNERS.resolve)]
+TrainingDataSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(TRAINING_DATA.resolve)]
 BenchmarkSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(BENCHMARKS.resolve)]

@@ -380,6 +380,12 @@ class SequenceEncoder(Encoder):
             start = stop
         return passes
 
+    def tokens(
+        self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()
+    ) -> TokenBatch:
+        """The tokens of items in order, each of several sequences, with gradients: for training."""
+        return self._tokens(items, self._passes(items), taps)
+
     @torch.inference_mode()
     def _embed(
         self,
@@ -387,7 +393,15 @@ class SequenceEncoder(Encoder):
         passes: Sequence[Collated],
         taps: Sequence[Tap],
     ) -> TokenBatch:
-        """The tokens of items, each of several sequences."""
+        """The tokens of items, without gradients."""
+        return self._tokens(items, passes, taps)
+
+    def _tokens(
+        self,
+        items: Sequence[Sequence[ModelInput]],
+        passes: Sequence[Collated],
+        taps: Sequence[Tap],
+    ) -> TokenBatch:
         flat: dict[str, list[torch.Tensor]] = {}
         for collated in passes:
             for name, tensor in self._pass(collated, taps).items():

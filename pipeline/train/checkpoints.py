@@ -1,0 +1,152 @@
+"""Checkpoints of a run, and the model that comes out of it: each there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import config
+from pipeline.config import Spec, SpecError
+from pipeline.encoders.loading import hashed
+from pipeline.train import distributed
+
+#: Fields of a run's spec that may differ between its start and its resumption.
+MAY_CHANGE = ("name", "output", "keep", "log_every", "checkpoint_every", "evaluate_every")
+
+
+class Checkpoints:
+    """The checkpoints in a folder, of one run.
+
+    A checkpoint has the trained weights, the state of the optimiser, the states of every worker's
+    random generators and the step, from which the position in the data and the learning rate follow.
+    """
+
+    def __init__(self, folder: Path, spec: Spec):
+        self.folder, self.spec = folder, spec
+
+    def all(self) -> list[Path]:
+        """The finished ones, the oldest first."""
+        return sorted(self.folder.glob("step-*"))
+
+    def last(self) -> Path | None:
+        """The latest, if there is one."""
+        return (self.all() or [None])[-1]
+
+    def save(
+        self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer
+    ) -> None:
+        """Writes a checkpoint, and removes those that need not be kept."""
+        unfinished = self.folder / f".step-{step:08d}"
+        if distributed.rank() == 0:
+            unfinished.mkdir(parents=True, exist_ok=True)
+        distributed.wait_for_all()
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        torch.save(random, unfinished / f"random-{distributed.rank()}.pt")
+        if distributed.rank() == 0:
+            torch.save(trained_weights(learner), unfinished / "weights.pt")
+            torch.save(optimiser.state_dict(), unfinished / "optimiser.pt")
+            about = {"step": step, "spec": self._lasting()}
+            (unfinished / "about.json").write_text(json.dumps(about), "utf-8")
+        distributed.wait_for_all()
+        if distributed.rank() == 0:
+            replace(unfinished, self.folder / f"step-{step:08d}")
+            for old in self.all()[: -self.spec.keep]:
+                shutil.rmtree(old)
+        distributed.wait_for_all()
+
+    def restore(self, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> int:
+        """Brings everything to the state of the latest checkpoint; gives its step, 0 if none is.
+
+        Raises:
+            SpecError: it is one of another run.
+        """
+        last = self.last()
+        if last is None:
+            return 0
+        about = json.loads((last / "about.json").read_text("utf-8"))
+        for field, value in self._lasting().items():
+            if about["spec"].get(field) != value:
+                legal = f"{about['spec'].get(field)!r}, that of the checkpoint {last}"
+                raise SpecError(field, value, f"{legal}, or another output folder")
+        weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
+        own = dict(learner.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        optimiser.load_state_dict(
+            torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
+        )
+        own_random = last / f"random-{distributed.rank()}.pt"
+        if own_random.exists():  # there may be more workers than before
+            random = torch.load(own_random, weights_only=True)
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random and torch.cuda.is_available():
+                torch.cuda.set_rng_state(random["cuda"])
+        return about["step"]
+
+    def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
+        """Writes the model as `best/` if its first figure is the highest so far."""
+        best = self.folder.parent / "best"
+        named = best / "quality.json"
+        first = next(iter(quality))
+        if named.exists() and json.loads(named.read_text("utf-8"))[first] >= quality[first]:
+            return
+
+        def write(folder: Path) -> None:
+            self._artefact(folder, learner)
+            (folder / "quality.json").write_text(json.dumps({"step": step, **quality}), "utf-8")
+
+        written(best, write)
+
+    def publish(self, folder: Path, learner: Any) -> None:
+        """Writes the trained artefact with the resolved spec of its run and hashes of its weights."""
+        written(folder, lambda unfinished: self._artefact(unfinished, learner))
+
+    def _artefact(self, folder: Path, learner: Any) -> None:
+        learner.save(folder)
+        about = {
+            "spec": config.dump(self.spec),
+            "sha256": hashed(folder, ["*.safetensors"]),
+        }
+        (folder / "training.json").write_text(json.dumps(about, indent=1), "utf-8")
+
+    def _lasting(self) -> dict[str, Any]:
+        """What of the spec has to be the same for a run to go on, as JSON has it."""
+        fields = {k: v for k, v in config.dump(self.spec).items() if k not in MAY_CHANGE}
+        return json.loads(json.dumps(fields))
+
+
+def trained_weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that are trained, by name, on the CPU."""
+    return {
+        name: parameter.detach().cpu()
+        for name, parameter in learner.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def written(folder: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder under another name and renames it."""
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    write(unfinished)
+    replace(unfinished, folder)
+
+
+def replace(unfinished: Path, folder: Path) -> None:
+    """Gives a folder its name, in the place of one that may be there."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    unfinished.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""What a contrastive objective is trained on: batches of queries and documents, and what is relevant.
+
+Relevance is worked out of `facts`, whole numbers about each query and document, so that it is known
+for all pairs of a batch, also between those of different workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from pipeline.config import Spec
+
+#: Facts of nothing: documents and queries that only fill up a batch.
+NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One worker's queries and documents of a step.
+
+    Attributes:
+        queries: texts.
+        documents: items as an encoder reads them, see `schema.PAYLOAD`.
+        query_facts: (Q, F) int64.
+        document_facts: (B, G) int64.
+        boxes: for each document the boxes (M, 4) of its annotated objects, x0 y0 x1 y1 as shares of
+            the picture. Or None.
+        teacher: (Q, B) float32 scores of another model, NaN where there is none. Or None.
+    """
+
+    queries: Sequence[str]
+    documents: Sequence[Mapping[str, Any]]
+    query_facts: torch.Tensor
+    document_facts: torch.Tensor
+    boxes: Sequence[np.ndarray] | None = None
+    teacher: torch.Tensor | None = None
+
+
+class TrainingData(ABC):
+    """Where batches come from. Subclasses carry a nested `Spec`.
+
+    The batches of an epoch depend on the spec, the seed and the epoch alone, so that a run that
+    goes on from a checkpoint sees what the unbroken one would have seen.
+    """
+
+    Spec: ClassVar[type[Spec]]
+
+    def __init__(self, spec: Spec, *, batch_size: int, seed: int):
+        self.spec, self.batch_size, self.seed = spec, batch_size, seed
+
+    @property
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+
+    @abstractmethod
+    def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
+        """One worker's share of the batches of an epoch, from number `first` on.
+
+        All workers have equally many batches; `batch_size` counts over all of them.
+        """
+
+    def held_out(self) -> Batch | None:
+        """What quality is measured on while training, as one batch; None: there is nothing."""
+        return None
+
+    @staticmethod
+    def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
+        """(Q, B) bool: which documents are relevant to which queries.
+
+        By default a query's facts are the numbers of its positives, `NOTHING` where it has fewer
+        than others, and a document has its number as its only fact.
+
+        >>> TrainingData.relevant(torch.tensor([[7, -1], [8, 7]]), torch.tensor([[7], [9], [-1]]))
+        tensor([[ True, False, False],
+                [ True, False, False]])
+        """
+        same_QBF = query_facts.unsqueeze(1) == document_facts.unsqueeze(0)
+        return (same_QBF & (document_facts != NOTHING)).any(dim=2)
+
+
+def own_share(count: int, worker: int, num_workers: int) -> slice:
+    """The part of `count` rows that is a worker's, in order.
+
+    >>> own_share(8, 1, 2)
+    slice(4, 8, None)
+    """
+    each = count // num_workers
+    return slice(worker * each, (worker + 1) * each)

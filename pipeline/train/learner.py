@@ -1,0 +1,61 @@
+"""What the loop trains: a module that embeds parts of a batch, and a loss on all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from pipeline.config import Spec
+from pipeline.train.data import Batch, TrainingData
+
+#: What a part of a batch becomes, by name; rows are queries or documents.
+Embedded = dict[str, torch.Tensor]
+
+
+class Learner(torch.nn.Module, ABC):
+    """A model and its objective. Subclasses carry a nested `Spec`.
+
+    A batch is embedded part by part and its loss is computed on the whole, so that the loop can
+    have contrastive batches that are larger than what the memory holds at once.
+    """
+
+    Spec: ClassVar[type[Spec]]
+
+    @classmethod
+    @abstractmethod
+    def check(cls, spec: Spec) -> None:
+        """Raises `SpecError` if it cannot be built here; no weights are loaded."""
+
+    @abstractmethod
+    def read(self, batch: Batch) -> Any:
+        """What of a batch is work for the CPU, done while the step before it is computed."""
+
+    @abstractmethod
+    def parts(self, read: Any, size: int) -> Sequence[Any]:
+        """The parts of a batch, of at most `size` documents each."""
+
+    @abstractmethod
+    def forward(self, part: Any) -> Embedded:
+        """Embeds a part of a batch, with gradients."""
+
+    @abstractmethod
+    def loss(
+        self, embedded: Embedded, batch: Batch, data: TrainingData
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss of one worker's rows, whose mean over workers is what is minimised; and figures.
+
+        Args:
+            embedded: the rows of all parts.
+        """
+
+    @abstractmethod
+    def evaluate(self, held_out: Batch, data: TrainingData) -> dict[str, float]:
+        """Quality on what is not trained on, larger is better; the first figure chooses the best."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the trained artefact, as an encoder or a compressor reads it."""

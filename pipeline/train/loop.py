@@ -1,0 +1,323 @@
+"""The loop of all training: plain torch, one worker or many, resumable at every checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline import config
+from pipeline.config import JobError, Uri
+from pipeline.encoders.sequences import ahead
+from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
+from pipeline.train import distributed
+from pipeline.train.checkpoints import Checkpoints
+from pipeline.train.contrastive import joined
+from pipeline.train.data import Batch
+from pipeline.train.learner import Embedded
+
+
+class Optimiser(config.Spec):
+    """AdamW and how its learning rate goes.
+
+    Attributes:
+        learning_rate: the largest.
+        warmup: the share of all steps in which it rises from 0.
+        schedule: how it goes on: `cosine` to 0, `linear` to 0, or `constant`.
+        clip: the largest norm of all gradients together; null: any.
+    """
+
+    learning_rate: float = Field(2e-4, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(1e-5, ge=0, allow_inf_nan=False)
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup: float = Field(0.1, ge=0, le=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip: float | None = Field(1.0, gt=0)
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> spec = Optimiser(learning_rate=1.0, warmup=0.5)
+        >>> [round(spec.rate(step, 8), 2) for step in range(8)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.85, 0.5, 0.15]
+        """
+        num_warmup = round(self.warmup * num_steps)
+        if step < num_warmup:
+            return self.learning_rate * (step + 1) / num_warmup
+        done = (step - num_warmup) / max(1, num_steps - num_warmup)
+        share = {
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "linear": 1 - done,
+            "constant": 1.0,
+        }[self.schedule]
+        return self.learning_rate * share
+
+
+class TrainSpec(config.Spec):
+    """A training run.
+
+    Attributes:
+        name: of the run.
+        output: the folder of everything that it writes.
+        learner: what is trained, and by which objective.
+        data: what on.
+        batch_size: documents of a contrastive batch, over all workers.
+        part_size: documents that are embedded at once; null: all of a worker's. With fewer, each
+            part is embedded twice (once for the loss, once for its gradients: GradCache, Gao et
+            al., 2021), and the batch may be larger than what the memory holds.
+        accumulate: batches whose gradients' mean makes one step.
+        epochs: how often the data are seen.
+        max_steps: at most so many steps; null: as many as the epochs have.
+        precision: of the forward pass; weights and losses are float32.
+        evaluate_every: steps between measurements on held-out data; null: none.
+        checkpoint_every: steps between checkpoints.
+        keep: the last so many checkpoints are kept, and the best model.
+        log_every: steps between lines of the log.
+    """
+
+    name: str
+    output: Uri
+    learner: LearnerSpec
+    data: TrainingDataSpec
+    seed: int = Field(0, ge=0)
+    batch_size: int = Field(64, ge=2)
+    part_size: int | None = Field(None, ge=1)
+    accumulate: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    optimiser: Optimiser = Optimiser()
+    evaluate_every: int | None = Field(None, ge=1)
+    checkpoint_every: int = Field(500, ge=1)
+    keep: int = Field(2, ge=1)
+    log_every: int = Field(20, ge=1)
+
+
+class Loop:
+    """One worker's part of a run, from its last checkpoint on.
+
+    Args:
+        say: what gets a line of progress at a time, on the first worker.
+        report: called with the step and its figures at every evaluation and checkpoint, on all
+            workers: what a scheduler around the loop is told.
+
+    Raises:
+        SpecError: the checkpoint in the output folder is one of another run.
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        say: Callable[[str], None] = print,
+        report: Callable[[int, dict[str, float]], None] | None = None,
+    ):
+        self.spec, self._say, self._report = spec, say, report
+        torch.manual_seed(spec.seed)
+        self.learner = LEARNERS.build(spec.learner)
+        self.data = TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+        self.device = next(self.learner.parameters()).device
+        trained = [p for p in self.learner.parameters() if p.requires_grad]
+        self.optimiser = torch.optim.AdamW(
+            trained,
+            lr=spec.optimiser.learning_rate,
+            betas=spec.optimiser.betas,
+            weight_decay=spec.optimiser.weight_decay,
+        )
+        self.steps_an_epoch = self.data.num_batches // spec.accumulate
+        self.num_steps = min(
+            self.steps_an_epoch * spec.epochs, spec.max_steps or self.steps_an_epoch * spec.epochs
+        )
+        self.folder = Path(spec.output)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
+        self.step = self.checkpoints.restore(self.learner, self.optimiser)
+        self.parallel: torch.nn.Module = self.learner
+        if distributed.num_workers() > 1:
+            self.parallel = DistributedDataParallel(self.learner, find_unused_parameters=True)
+
+    def run(self) -> None:
+        """Trains to the end; then the artefact stands in `model/` of the output folder."""
+        spec, started, first = self.spec, time.monotonic(), self.step
+        num_documents = 0
+        for read in self._batches():
+            figures = self._step(read)
+            num_documents += spec.batch_size * spec.accumulate
+            self.step += 1
+            is_last = self.step == self.num_steps
+            seconds = time.monotonic() - started
+            figures["documents_a_second"] = num_documents / seconds
+            figures["seconds"] = seconds
+            if self.step % spec.log_every == 0 or is_last:
+                left = seconds / (self.step - first) * (self.num_steps - self.step)
+                self._log(figures, left)
+            if spec.evaluate_every and (self.step % spec.evaluate_every == 0 or is_last):
+                self._evaluate()
+            if self.step % spec.checkpoint_every == 0 or is_last:
+                self.checkpoints.save(self.step, self.learner, self.optimiser)
+                if self._report:
+                    self._report(self.step, figures)
+        self._finish()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[list[tuple[Batch, Any]]]:
+        """By step, its batches and what the learner read of them, from the next step on."""
+
+        def batches() -> Iterator[Batch]:
+            worker, num_workers = distributed.rank(), distributed.num_workers()
+            step = self.step
+            while step < self.num_steps:
+                epoch, within = divmod(step, self.steps_an_epoch)
+                count = min(self.steps_an_epoch - within, self.num_steps - step)
+                first = within * self.spec.accumulate
+                there = self.data.batches(epoch, first, worker, num_workers)
+                for _ in range(count * self.spec.accumulate):
+                    yield next(there)
+                step += count
+
+        of_step: list[tuple[Batch, Any]] = []
+        for pair in ahead(batches(), self.learner.read):
+            of_step.append(pair)
+            if len(of_step) == self.spec.accumulate:
+                yield of_step
+                of_step = []
+
+    def _step(self, batches: list[tuple[Batch, Any]]) -> dict[str, float]:
+        """One step of the optimiser on the mean of the batches' losses."""
+        spec = self.spec
+        self.optimiser.zero_grad(set_to_none=True)
+        total: dict[str, float] = {}
+        for number, (batch, read) in enumerate(batches):
+            figures = self._backward(batch, read, is_last=number == len(batches) - 1)
+            for name, value in figures.items():
+                total[name] = total.get(name, 0.0) + value / len(batches)
+        trained = [p for p in self.learner.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(trained, spec.optimiser.clip or math.inf)
+        names = sorted(total)
+        both = torch.tensor([*(total[name] for name in names), float(norm)], dtype=torch.float64)
+        *means, total["gradient_norm"] = distributed.mean(both).tolist()
+        total |= dict(zip(names, means, strict=True))
+        if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
+            kept = self.checkpoints.last()
+            good = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+            raise JobError(
+                f"step {self.step + 1}: the loss is {total['loss']:.4g} and its gradient"
+                f" {total['gradient_norm']:.4g}; {good}"
+            )
+        total["learning_rate"] = rate = spec.optimiser.rate(self.step, self.num_steps)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+        return total
+
+    def _backward(self, batch: Batch, read: Any, is_last: bool) -> dict[str, float]:
+        """Adds the gradients of a batch to those that are there."""
+        parts = self.learner.parts(read, self.spec.part_size or len(batch.documents))
+        share = 1 / self.spec.accumulate
+        if len(parts) == 1:
+            with self._syncing(is_last), self._autocast():
+                embedded = self.parallel(parts[0])
+            loss, figures = self.learner.loss(embedded, batch, self.data)
+            with self._syncing(is_last):
+                (loss * share).backward()
+            return {"loss": loss.item(), **figures}
+
+        # GradCache: the loss first, then each part once more with the gradients of what it gave.
+        states, every = [], []
+        for part in parts:
+            states.append(random_state(self.device))
+            with torch.no_grad(), self._autocast():
+                every.append(self.learner(part))
+        whole: Embedded = {
+            name: joined([embedded[name] for embedded in every]) for name in every[0]
+        }
+        for tensor in whole.values():
+            tensor.requires_grad_(tensor.is_floating_point())
+        loss, figures = self.learner.loss(whole, batch, self.data)
+        (loss * share).backward()
+        starts = dict.fromkeys(whole, 0)
+        for number, (part, state) in enumerate(zip(parts, states, strict=True)):
+            syncing = self._syncing(is_last and number == len(parts) - 1)
+            set_random_state(state, self.device)
+            with syncing:
+                with self._autocast():
+                    embedded = self.parallel(part)
+                product = torch.zeros((), device=self.device)
+                for name, tensor in embedded.items():
+                    grad = whole[name].grad
+                    if grad is not None:
+                        grad = grad[starts[name] : starts[name] + len(tensor)]
+                        own = tuple(slice(size) for size in tensor.shape)
+                        product = product + (tensor * grad[own]).sum()
+                    starts[name] += len(tensor)
+                product.backward()
+        return {"loss": loss.item(), **figures}
+
+    def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
+        """Whether the backward passes inside tell other workers their gradients."""
+        if is_wanted or self.parallel is self.learner:
+            return contextlib.nullcontext()
+        return self.parallel.no_sync()
+
+    def _autocast(self) -> torch.autocast:
+        is_on = self.spec.precision == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=is_on)
+
+    # -- what is told and kept ---------------------------------------------------------------------
+
+    def _log(self, figures: dict[str, float], seconds_left: float) -> None:
+        if distributed.rank() != 0:
+            return
+        append(self.folder / "metrics.jsonl", {"step": self.step, **figures})
+        self._say(
+            f"step {self.step}/{self.num_steps}: loss {figures['loss']:.4f},"
+            f" {figures['documents_a_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
+        )
+
+    def _evaluate(self) -> None:
+        """Measures quality and keeps the model if it is the best; on the first worker."""
+        held_out = self.data.held_out()
+        if distributed.rank() == 0 and held_out is not None:
+            with self._autocast():
+                quality = self.learner.evaluate(held_out, self.data)
+            append(self.folder / "metrics.jsonl", {"step": self.step, **quality})
+            self._say(
+                f"step {self.step}: "
+                + ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
+            )
+            self.checkpoints.keep_best(self.step, quality, self.learner)
+        distributed.wait_for_all()
+
+    def _finish(self) -> None:
+        if distributed.rank() == 0:
+            self.checkpoints.publish(self.folder / "model", self.learner)
+        distributed.wait_for_all()
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the generators that dropout draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Adds a line to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")

@@ -1,0 +1,121 @@
+"""Two small visual models, before they are trained: the classes and files of large ones.
+
+They are trained on shapes (`pipeline.train.shapes`), so that everything visual can be seen to work
+where no weights can be downloaded: `make models`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import (
+    ColPaliConfig,
+    ColPaliForRetrieval,
+    ColPaliProcessor,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+    SiglipProcessor,
+)
+from transformers.models.siglip import SiglipImageProcessorPil
+
+from pipeline.train.shapes import SIDE, words
+
+PATCH = 8  # pixels: 14 x 14 patches
+WIDTH = 128
+HEADS = 4
+#: A tower of patches; that of the dual encoder is deeper.
+VISION = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_attention_heads": HEADS,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+
+
+def colpali(folder: Path, seed: int = 0) -> None:
+    """A ColPali of 1.5 million weights: 196 patches through 3 and 6 layers, vectors of 64 numbers.
+
+    Its layers are initialised as transformers does it; nothing of it is trained.
+    """
+    tokenizer = _tokenizer("<image>", *"Describe the image .".lower().split())
+    processor = ColPaliProcessor(_images(), tokenizer)
+    tokenizer = processor.tokenizer
+    text = {
+        "model_type": "gemma",
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 6,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": WIDTH // HEADS,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        **VISION,
+        "num_hidden_layers": 3,
+        "projection_dim": WIDTH,
+        "vision_use_head": False,
+    }
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": processor.image_token_id,
+        "projection_dim": WIDTH,
+        "hidden_size": WIDTH,
+    }
+    _save(folder, ColPaliForRetrieval, ColPaliConfig(vlm_config=vlm, embedding_dim=64), seed)
+    processor.save_pretrained(folder)
+
+
+def siglip(folder: Path, seed: int = 0) -> None:
+    """A SigLIP of 1.5 million weights: 196 patches through 6 layers, texts through 3."""
+    tokenizer = _tokenizer()
+    text = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 16,
+        "vocab_size": len(tokenizer),
+        "projection_size": WIDTH,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    settings = SiglipConfig(text_config=text, vision_config={**VISION, "num_hidden_layers": 6})
+    _save(folder, SiglipModel, settings, seed)
+    SiglipProcessor(_images(), tokenizer).save_pretrained(folder)
+
+
+def _save(folder: Path, model_class: type, settings: object, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(settings)
+    model.save_pretrained(folder)
+
+
+def _images() -> SiglipImageProcessorPil:
+    images = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    images.image_seq_length = (SIDE // PATCH) ** 2
+    return images
+
+
+def _tokenizer(*more: str) -> PreTrainedTokenizerFast:
+    """A token a word of the captions."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    every = dict.fromkeys([*special, *more, *words()])
+    vocabulary = {word: number for number, word in enumerate(every)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {name.strip("<>") + "_token": name for name in special}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)

@@ -16,10 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import safetensors
 import torch
 from pydantic import Field, field_validator
-from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from pipeline import config
@@ -35,6 +33,7 @@ from pipeline.encoders.loading import (
     fingerprint_of,
     folder_of,
     hashed,
+    linear_in,
     load_model,
     load_processor,
     require_one_of,
@@ -412,38 +411,13 @@ def projection_of(spec: ColBERT.Spec) -> list[torch.nn.Linear]:
     """
     is_own = spec.projection is not None
     field, value = ("projection", spec.projection) if is_own else ("model", spec.model)
-    prefix = "" if is_own else "linear."
-    legal = f"a folder with {prefix}weight in a safetensors file"
     settings: PretrainedConfig = settings_of(spec, folder_of(spec, SETTINGS))
     width, layers = settings.hidden_size, []
     for folder in projection_folders(spec):
-        weights = _tensors(folder, (f"{prefix}weight", f"{prefix}bias"), field, value)
-        weight, bias = weights.get(f"{prefix}weight"), weights.get(f"{prefix}bias")
-        if weight is None:
-            raise SpecError(field, value, legal, f"has no projection in {folder.name}")
-        if weight.ndim != 2 or weight.shape[1] != width:
-            shape = " x ".join(map(str, weight.shape))
-            raise SpecError(field, value, f"a projection of vectors of {width}", f"is of {shape}")
-        layer = torch.nn.Linear(width, len(weight), bias=bias is not None)
-        state = {"weight": weight} | ({} if bias is None else {"bias": bias})
-        layer.load_state_dict(state)
+        layer = linear_in(folder, width, field, value, prefix="" if is_own else "linear.")
         layers.append(layer.requires_grad_(False))
-        width = len(weight)
+        width = layer.out_features
     return layers
-
-
-def _tensors(folder: Path, names: Sequence[str], field: str, value: str) -> dict[str, torch.Tensor]:
-    """Tensors of a folder's safetensors files, those that are there, as float32."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                there = set(file.keys())
-                found |= {name: file.get_tensor(name).float() for name in names if name in there}
-        except SafetensorError as error:
-            legal = "a folder with safetensors files"
-            raise SpecError(field, value, legal, f"cannot be read ({error})") from None
-    return found
 
 
 def _json(spec: ColBERT.Spec, path: Path) -> Any:

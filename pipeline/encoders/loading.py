@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors
 import torch
 from pydantic import Field, field_validator
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -226,6 +227,40 @@ def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTr
     except (ValueError, KeyError, RuntimeError) as error:
         legal = f"an adapter of {spec.model}"
         raise SpecError("adapter", spec.adapter, legal, _said(error)) from None
+
+
+def linear_in(
+    folder: Path, width: int, field: str, value: str, prefix: str = ""
+) -> torch.nn.Linear:
+    """A projection of vectors in a folder's safetensors files: `weight`, and perhaps `bias`.
+
+    Args:
+        width: of the vectors that it is to project.
+        field, value: what the user named the folder by.
+        prefix: put before the names of the weights.
+
+    Raises:
+        SpecError: there is none, or it is of vectors of another width.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                for name in {f"{prefix}weight", f"{prefix}bias"} & set(file.keys()):
+                    found[name.removeprefix(prefix)] = file.get_tensor(name).float()
+        except safetensors.SafetensorError as error:
+            legal = "a folder with safetensors files"
+            raise SpecError(field, value, legal, f"cannot be read ({error})") from None
+    if "weight" not in found:
+        legal = f"a folder with {prefix}weight in a safetensors file"
+        raise SpecError(field, value, legal, f"has no projection in {folder.name}")
+    weight = found["weight"]
+    if weight.ndim != 2 or weight.shape[1] != width:
+        shape = " x ".join(map(str, weight.shape))
+        raise SpecError(field, value, f"a projection of vectors of {width}", f"is of {shape}")
+    layer = torch.nn.Linear(width, len(weight), bias="bias" in found)
+    layer.load_state_dict(found)
+    return layer
 
 
 def fingerprint_of(

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, field_validator
 from transformers import PreTrainedModel, ProcessorMixin
 
+from pipeline import config
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
+    NOT_IN_FINGERPRINTS,
     PROCESSOR_FILES,
     TOKENIZER_FILES,
+    WEIGHTS,
     CheckpointSpec,
     check_checkpoint,
     fingerprint_of,
+    hashed,
+    linear_in,
     load_model,
     load_processor,
     require_one_of,
@@ -43,10 +49,18 @@ class RetrievalSpec(CheckpointSpec):
     Attributes:
         query_prefix: put before each query; null: the checkpoint's own.
         num_augmentation: tokens put behind each query, which count in MaxSim.
+        projection: a folder with another projection in a safetensors file, `weight` and perhaps
+            `bias`, as training writes it; null: the checkpoint's own.
     """
 
     query_prefix: str | None = None
     num_augmentation: int = Field(10, ge=0)
+    projection: str | None = None
+
+    @field_validator("projection")
+    @classmethod
+    def _make_projection_absolute(cls, projection: str | None) -> str | None:
+        return None if projection is None else config.absolute(projection)
 
 
 class Retrieval(SequenceEncoder):
@@ -65,13 +79,18 @@ class Retrieval(SequenceEncoder):
 
     def __init__(self, spec: RetrievalSpec, device_map: str | None = None):
         super().__init__(spec, device_map)
-        self.dim = self.model.config.embedding_dim
-        self.fingerprint = fingerprint_of(spec)
+        self.dim = self.projection.out_features
+        own = {"projection": hashed(Path(spec.projection), WEIGHTS)} if spec.projection else {}
+        # Without one the hash is that of a spec which does not know of projections.
+        self.fingerprint = fingerprint_of(spec, (*NOT_IN_FINGERPRINTS, "projection"), **own)
 
     @classmethod
     def check(cls, spec: RetrievalSpec) -> None:
         """Raises `SpecError` if the checkpoint is not there, or is one of another class."""
-        check_checkpoint(spec, cls.model_class.config_class.model_type)
+        settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
+        if spec.projection:
+            width = settings.vlm_config.text_config.hidden_size
+            linear_in(Path(spec.projection), width, "projection", spec.projection)
         cls.reader(spec)
 
     @classmethod
@@ -92,8 +111,14 @@ class Retrieval(SequenceEncoder):
 
     @classmethod
     def load(cls, spec: RetrievalSpec, device_map: str | None) -> PreTrainedModel:
-        """The model."""
-        return load_model(spec, cls.model_class, device_map)
+        """The model, with the spec's projection if it names one."""
+        model = load_model(spec, cls.model_class, device_map)
+        if spec.projection:
+            own = model.embedding_proj_layer
+            folder = Path(spec.projection)
+            layer = linear_in(folder, own.in_features, "projection", spec.projection)
+            model.embedding_proj_layer = layer.to(own.weight.device, own.weight.dtype).eval()
+        return model
 
     @classmethod
     def reader(cls, spec: RetrievalSpec) -> RetrievalReader:
@@ -103,6 +128,11 @@ class Retrieval(SequenceEncoder):
     def attending(self) -> torch.nn.Module:
         """The language model, behind the vision tower."""
         return self.model.vlm.language_model
+
+    @property
+    def projection(self) -> torch.nn.Linear:
+        """Behind the language model."""
+        return self.model.embedding_proj_layer
 
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor

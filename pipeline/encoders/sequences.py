@@ -273,6 +273,11 @@ class SequenceEncoder(Encoder):
         """The module whose layers' attention the taps are of: the language model."""
         return self.model
 
+    @property
+    def projection(self) -> torch.nn.Module | None:
+        """What makes token vectors of the model's states, up to their length; None: nothing."""
+        return None
+
     # -- items -------------------------------------------------------------------------------------
 
     @classmethod
@@ -380,11 +385,31 @@ class SequenceEncoder(Encoder):
             start = stop
         return passes
 
-    def tokens(
-        self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()
-    ) -> TokenBatch:
+    def tokens(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
         """The tokens of items in order, each of several sequences, with gradients: for training."""
         return self._tokens(items, self._passes(items), taps)
+
+    @torch.no_grad()
+    def states(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
+        """As `tokens`, with what the projection is given in the place of what it makes of it.
+
+        Where a projection alone is trained, the model gives the same states again and again.
+        """
+        seen: list[torch.Tensor] = []
+        handle = self.projection.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            passes = self._passes(items)
+            batch = self._tokens(items, passes, taps)
+        finally:
+            handle.remove()
+        states = torch.cat(
+            [
+                given[collated.keep.to(given.device)]
+                for given, collated in zip(seen, passes, strict=True)
+            ]
+        )
+        lengths = batch.lengths.cpu().numpy()
+        return replace(batch, vectors=pad(states.float(), lengths)[0], normalised=False)
 
     @torch.inference_mode()
     def _embed(

@@ -24,7 +24,7 @@ class Checkpoints:
     """The checkpoints in a folder, of one run.
 
     A checkpoint has the trained weights, the state of the optimiser, the states of every worker's
-    random generators and the step, from which the position in the data and the learning rate follow.
+    random generators, and the step, from which the place in the data and the learning rate follow.
     """
 
     def __init__(self, folder: Path, spec: Spec):
@@ -38,9 +38,7 @@ class Checkpoints:
         """The latest, if there is one."""
         return (self.all() or [None])[-1]
 
-    def save(
-        self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer
-    ) -> None:
+    def save(self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> None:
         """Writes a checkpoint, and removes those that need not be kept."""
         unfinished = self.folder / f".step-{step:08d}"
         if distributed.rank() == 0:
@@ -107,7 +105,7 @@ class Checkpoints:
         written(best, write)
 
     def publish(self, folder: Path, learner: Any) -> None:
-        """Writes the trained artefact with the resolved spec of its run and hashes of its weights."""
+        """Writes the trained artefact with its run's resolved spec and hashes of its weights."""
         written(folder, lambda unfinished: self._artefact(unfinished, learner))
 
     def _artefact(self, folder: Path, learner: Any) -> None:

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
+import safetensors.torch
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline import config
 from pipeline.compression.samer import object_labels, places
+from pipeline.config import SpecError, Uri
 from pipeline.encoders.sequences import ModelInput, SequenceEncoder
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
-from pipeline.tokens import TokenBatch, pad
+from pipeline.taps import average, single_taps
+from pipeline.tokens import TokenBatch, normalise, pad
+from pipeline.train import distributed
 from pipeline.train.data import Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
-from pipeline.train.learner import Embedded, Learner
+from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.losses import info_nce, late_scores
+from pipeline.train.quality import grounding, ranking
+
+if TYPE_CHECKING:
+    from pipeline.train.states import States
 
 Score = Literal["late", "single", "hybrid"]
+#: Documents whose states are written at once.
+STATES_AT_ONCE = 256
+
+Inputs = Sequence[list[ModelInput]] | TokenBatch
 
 
 @dataclass(frozen=True)
 class Read:
-    """A batch as the model reads it."""
+    """A batch as the model reads it: sequences, or the states that a frozen model gave of them."""
 
-    queries: list[list[ModelInput]]
-    documents: list[list[ModelInput]]
-    boxes: Sequence[Any] | None
+    queries: Inputs
+    documents: Inputs
+    boxes: Sequence[np.ndarray] | None
 
 
 class Contrastive(Learner):
@@ -45,6 +59,11 @@ class Contrastive(Learner):
 
         Attributes:
             encoder: what is trained begins as this one.
+            trains: `all` weights of the model; or the `projection` alone, which makes vectors of
+                its states, for queries as for documents.
+            states: a folder in which the states of the frozen model are kept, so that it runs once
+                for each query and document; null: it runs in each epoch. For `projection`.
+            states_dtype: of the kept states.
             compressor: of the documents' vectors.
             score: what queries and documents are compared by: `late`, MaxSim as the mean over the
                 query's tokens (SMART, eq. 4); `single`, the product of the single vectors (eq. 2);
@@ -56,31 +75,107 @@ class Contrastive(Learner):
 
         name: Literal["contrastive"] = "contrastive"
         encoder: EncoderSpec
+        trains: Literal["all", "projection"] = "all"
+        states: Uri | None = None
+        states_dtype: Literal["float16", "float32"] = "float16"
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         score: Score = "late"
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
         learn_temperature: bool = False
         symmetric: bool = False
 
+        @model_validator(mode="after")
+        def _fits_together(self) -> Self:
+            if self.states is not None and self.trains != "projection":
+                legal = f"null (they change where trains is {self.trains})"
+                raise SpecError("states", self.states, legal)
+            if self.trains == "projection" and self.score != "late":
+                raise SpecError("score", self.score, "late, where the projection alone is trained")
+            return self
+
     def __init__(self, spec: Spec):
         super().__init__()
         self.spec = spec
+        encoder_class = ENCODERS.load(spec.encoder.name)
         self.encoder: SequenceEncoder = ENCODERS.build(spec.encoder)
         self.compressor = COMPRESSORS.build(spec.compressor)
         self.model = self.encoder.model
         self._reader = self.encoder.reader(spec.encoder)
+        self._taps, self._num_layers = (), 0
+        if self.compressor.needs_taps:
+            self._num_layers = encoder_class.attention(spec.encoder).num_layers
+            self._taps = single_taps(self.compressor.needs_taps, self._num_layers)
+        if spec.trains == "projection":
+            self.model.requires_grad_(False)
+            self.encoder.projection.requires_grad_(True)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.encoder.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
+        self._states: States | None = None
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the encoder cannot be built here."""
-        ENCODERS.load(spec.encoder.name).check(spec.encoder)
+        """Raises `SpecError` if the encoder cannot be built here, or not trained so."""
+        encoder_class = ENCODERS.load(spec.encoder.name)
+        if not issubclass(encoder_class, SequenceEncoder):
+            names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), SequenceEncoder)]
+            legal = f"one that can be trained: {', '.join(names)}"
+            raise SpecError("encoder.name", spec.encoder.name, legal)
+        with config.within("encoder"):
+            encoder_class.check(spec.encoder)
+        if COMPRESSORS.load(spec.compressor.name).needs_fit:
+            legal = "a compressor that is not fitted to a corpus"
+            raise SpecError("compressor.name", spec.compressor.name, legal)
+
+    # -- the states of a frozen model --------------------------------------------------------------
+
+    def prepare(self, data: TrainingData) -> None:
+        """Keeps the states of all that is not there yet, if the spec says so.
+
+        Raises:
+            SpecError: for `states`: the data have other queries and documents in each epoch.
+        """
+        if self.spec.states is None:
+            return
+        if not data.repeats:
+            legal = "null, or data whose epochs have the same queries and documents"
+            raise SpecError("learner.states", self.spec.states, legal)
+        from pipeline.train.states import States
+
+        about = {
+            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
+            "weights": self.encoder.fingerprint,
+            "taps": [tap.name for tap in self._taps],
+        }
+        self._states = States(self.spec.states, about, self.spec.states_dtype)
+        waiting: dict[str, list[ModelInput]] = {}
+        for batch in _everything(data):
+            for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
+                if query_key(text) not in self._states and query_key(text) not in waiting:
+                    waiting[query_key(text)] = [self._reader.text(text)[0]]
+            for key, item in zip(batch.document_keys, batch.documents, strict=True):
+                if key not in self._states and key not in waiting:
+                    waiting[key] = self._reader.item(item)
+            if len(waiting) >= STATES_AT_ONCE:
+                self._keep(waiting)
+                waiting = {}
+        if waiting:
+            self._keep(waiting)
+        distributed.wait_for_all()
+        self._states.reopen()
+
+    def _keep(self, waiting: dict[str, list[ModelInput]]) -> None:
+        # Those of like length together: queries are short.
+        keys = sorted(waiting, key=lambda key: sum(map(len, waiting[key])))
+        states = self.encoder.states([waiting[key] for key in keys], self._taps)
+        self._states.add(keys, states)
 
     # -- embedding ---------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Read:
-        """Queries and documents through the model's processor."""
+        """Queries and documents through the model's processor, or their states."""
+        if self._states is not None:
+            queries = self._states.read([query_key(text) for text in batch.queries])
+            return Read(queries, self._states.read(batch.document_keys), batch.boxes)
         queries = [[self._reader.text(text)[0]] for text in batch.queries]
         return Read(queries, [self._reader.item(item) for item in batch.documents], batch.boxes)
 
@@ -91,34 +186,58 @@ class Contrastive(Learner):
         parts = []
         for number in range(num_parts):
             own = slice(number * size, (number + 1) * size)
-            queries = read.queries[number * each : (number + 1) * each]
+            queries = taken(read.queries, slice(number * each, (number + 1) * each))
             boxes = None if read.boxes is None else read.boxes[own]
-            parts.append(Read(queries, read.documents[own], boxes))
+            parts.append(Read(queries, taken(read.documents, own), boxes))
         return parts
 
     def forward(self, part: Read) -> Embedded:
         """Vectors, masks and single vectors of a part's queries and compressed documents."""
+        queries = self.tokens(part.queries)
+        documents = self.compressed(self.tokens(part.documents, self._taps), part.boxes)
         embedded: Embedded = {}
-        for name, inputs in (("query", part.queries), ("document", part.documents)):
-            tokens = self.encoder.tokens(inputs)
-            if name == "document":
-                tokens = self._compressed(tokens, part.boxes)
+        for name, tokens in (("query", queries), ("document", documents)):
             embedded[f"{name}_vectors"] = tokens.vectors.float()
             embedded[f"{name}_mask"] = tokens.mask
             if self.spec.score != "late":
                 embedded[f"{name}_pooled"] = tokens.pooled
         return embedded
 
-    def _compressed(self, tokens: TokenBatch, boxes: Sequence[Any] | None) -> TokenBatch:
-        if boxes is not None and getattr(self.spec.compressor, "object_prior", False):
+    def tokens(self, inputs: Inputs, taps: Sequence[Any] = ()) -> TokenBatch:
+        """The token vectors of sequences or of kept states."""
+        if not isinstance(inputs, TokenBatch):
+            if self.spec.trains == "all":
+                return self.encoder.tokens(inputs, taps)
+            inputs = self.encoder.states(inputs, taps)
+        states = inputs.to(self.encoder.device)
+        projection = self.encoder.projection
+        dtype = next(projection.parameters()).dtype
+        vectors = normalise(projection(states.vectors.to(dtype)).float())
+        return dataclasses.replace(states, vectors=vectors, normalised=True)
+
+    def compressed(
+        self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
+    ) -> TokenBatch:
+        """Documents' tokens as they are scored; with boxes, where the compressor uses them."""
+        spec = self.spec.compressor
+        if boxes is not None and (
+            getattr(spec, "object_prior", False)
+            or getattr(spec, "centroid", "") == "object_weighted"
+        ):
             tokens = with_objects(tokens, boxes)
+        if self._taps:
+            taps = {
+                tap.name: average(tap, tokens.taps, self._num_layers).detach()
+                for tap in self.compressor.needs_taps
+            }
+            tokens = dataclasses.replace(tokens, taps=taps)
         return self.compressor.compress(tokens)
 
     # -- objective ---------------------------------------------------------------------------------
 
     def scores(self, queries: Embedded, documents: Embedded) -> torch.Tensor:
         """(Q, B) by the spec's `score`."""
-        total = 0.0
+        total: Any = 0.0
         if self.spec.score != "single":
             total = late_scores(
                 queries["query_vectors"],
@@ -158,14 +277,16 @@ class Contrastive(Learner):
 
     @torch.no_grad()
     def evaluate(self, held_out: Batch, data: TrainingData) -> dict[str, float]:
-        """R@1, R@5 and R@10 of held-out queries among held-out documents."""
-        embedded = self.embedded(self.read(held_out))
+        """R@1, R@5, R@10 and nDCG@10 of held-out queries; and grounding, if there are phrases."""
+        read = dataclasses.replace(self.read(held_out), boxes=None)  # at inference there are none
+        embedded = self.embedded(read)
         device = self.encoder.device
-        scores_QB = self.scores(embedded, embedded)
         facts = held_out.query_facts.to(device), held_out.document_facts.to(device)
-        return recall(scores_QB, data.relevant(*facts))
+        quality = ranking(self.scores(embedded, embedded), data.relevant(*facts))
+        if held_out.phrases is not None:
+            quality |= self._grounding(held_out, read)
+        return quality
 
-    @torch.no_grad()
     def embedded(self, read: Read, size: int = 64) -> Embedded:
         """Vectors of any number of queries and documents, embedded part by part."""
         every: dict[str, list[torch.Tensor]] = {}
@@ -174,45 +295,63 @@ class Contrastive(Learner):
                 every.setdefault(name, []).append(tensor)
         return {name: joined(parts) for name, parts in every.items()}
 
+    def _grounding(self, held_out: Batch, read: Read, size: int = 64) -> dict[str, float]:
+        """The means over the phrases, each compared with its document."""
+        phrases = held_out.phrases
+        words = dataclasses.replace(
+            held_out, queries=phrases.texts, documents=[], document_keys=[], boxes=None
+        )
+        inputs = self.read(words).queries
+        found = []
+        for start in range(0, len(phrases.texts), size):
+            own = slice(start, start + size)
+            rows = phrases.documents[own]
+            tokens = self.tokens(taken(read.documents, rows), self._taps)
+            if tokens.extents is None:
+                return {}
+            queries = self.tokens(taken(inputs, own))
+            found += grounding(queries, self.compressed(tokens), tokens, phrases.boxes[own])
+        names = ("BoxMass", "RegionHit", "CoverageIoU")
+        return dict(zip(names, np.mean(found, axis=0).tolist(), strict=True))
+
     def save(self, folder: Path) -> None:
-        """The model with its processor, as `save_pretrained` writes them."""
+        """The model with its processor, or the projection, as the encoder's spec reads them."""
+        if self.spec.trains == "projection":
+            weights = {
+                name: tensor.detach().cpu().contiguous()
+                for name, tensor in self.encoder.projection.state_dict().items()
+            }
+            safetensors.torch.save_file(weights, folder / "projection.safetensors")
+            return
         self.model.save_pretrained(folder)
         self._reader.processor.save_pretrained(folder)
 
 
-def with_objects(tokens: TokenBatch, boxes: Sequence[Any]) -> TokenBatch:
+def _everything(data: TrainingData) -> Iterator[Batch]:
+    """One worker's share of all that is trained on, and what quality is measured on."""
+    yield from data.batches(0, 0, distributed.rank(), num_workers())
+    held_out = data.held_out()
+    if held_out is not None and distributed.rank() == 0:
+        yield held_out
+
+
+def query_key(text: str) -> str:
+    """The key of a query's states; documents have others."""
+    return f"query: {text}"
+
+
+def taken(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:
+    """Some of the sequences, or of the states."""
+    if isinstance(inputs, TokenBatch):
+        return inputs.take(rows if isinstance(rows, slice) else torch.tensor(rows))
+    return inputs[rows] if isinstance(rows, slice) else [inputs[row] for row in rows]
+
+
+def with_objects(tokens: TokenBatch, boxes: Sequence[np.ndarray]) -> TokenBatch:
     """Tokens with the annotated object that each lies in (SaMer, section 4.2)."""
-    import dataclasses
-
-    import numpy as np
-
     lengths = np.array([len(own) for own in boxes])
     flat = np.concatenate([np.asarray(own, dtype=np.float32).reshape(-1, 4) for own in boxes])
     boxes_BM4, box_mask_BM = pad(torch.from_numpy(flat), lengths)
     device = tokens.mask.device
     objects = object_labels(places(tokens), boxes_BM4.to(device), box_mask_BM.to(device))
     return dataclasses.replace(tokens, objects=objects)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of parts whose second axes may differ in length, filled up with zeros."""
-    if parts[0].ndim < 2:
-        return torch.cat(list(parts))
-    size = max(part.shape[1] for part in parts)
-    filled = [
-        torch.cat([part, part.new_zeros(len(part), size - part.shape[1], *part.shape[2:])], dim=1)
-        for part in parts
-    ]
-    return torch.cat(filled)
-
-
-def recall(scores_QB: torch.Tensor, positive_QB: torch.Tensor) -> dict[str, float]:
-    """The share of queries with a relevant document among the best 1, 5 and 10.
-
-    >>> scores = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
-    >>> recall(scores, torch.tensor([[True, False], [True, False]]))["R@1"]
-    0.5
-    """
-    order_QB = scores_QB.argsort(dim=1, descending=True, stable=True)
-    found_QB = positive_QB.gather(1, order_QB)
-    return {f"R@{k}": found_QB[:, :k].any(dim=1).float().mean().item() for k in (1, 5, 10)}

@@ -1,4 +1,4 @@
-"""What a contrastive objective is trained on: batches of queries and documents, and what is relevant.
+"""What contrastive objectives are trained on: queries and documents, and which are relevant.
 
 Relevance is worked out of `facts`, whole numbers about each query and document, so that it is known
 for all pairs of a batch, also between those of different workers.
@@ -21,25 +21,44 @@ NOTHING = -1
 
 
 @dataclass(frozen=True)
+class Phrases:
+    """Phrases with the boxes of what they mean, to measure grounding by (SaMer, appendix C).
+
+    Attributes:
+        texts: P phrases.
+        documents: the row of each phrase's document in its batch.
+        boxes: for each phrase (M, 4) boxes x0 y0 x1 y1 as shares of the picture.
+    """
+
+    texts: Sequence[str]
+    documents: Sequence[int]
+    boxes: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One worker's queries and documents of a step.
 
     Attributes:
         queries: texts.
         documents: items as an encoder reads them, see `schema.PAYLOAD`.
+        document_keys: of each document a name of its own among all documents of the data.
         query_facts: (Q, F) int64.
         document_facts: (B, G) int64.
         boxes: for each document the boxes (M, 4) of its annotated objects, x0 y0 x1 y1 as shares of
             the picture. Or None.
         teacher: (Q, B) float32 scores of another model, NaN where there is none. Or None.
+        phrases: to measure grounding by. Or None.
     """
 
     queries: Sequence[str]
     documents: Sequence[Mapping[str, Any]]
+    document_keys: Sequence[str]
     query_facts: torch.Tensor
     document_facts: torch.Tensor
     boxes: Sequence[np.ndarray] | None = None
     teacher: torch.Tensor | None = None
+    phrases: Phrases | None = None
 
 
 class TrainingData(ABC):
@@ -53,6 +72,11 @@ class TrainingData(ABC):
 
     def __init__(self, spec: Spec, *, batch_size: int, seed: int):
         self.spec, self.batch_size, self.seed = spec, batch_size, seed
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all epochs have the same queries and documents, in whatever order."""
+        return True
 
     @property
     @abstractmethod

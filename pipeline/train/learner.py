@@ -30,6 +30,9 @@ class Learner(torch.nn.Module, ABC):
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if it cannot be built here; no weights are loaded."""
 
+    def prepare(self, data: TrainingData) -> None:
+        """Does what is done once for each query and document, before the first step."""
+
     @abstractmethod
     def read(self, batch: Batch) -> Any:
         """What of a batch is work for the CPU, done while the step before it is computed."""
@@ -54,8 +57,20 @@ class Learner(torch.nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, held_out: Batch, data: TrainingData) -> dict[str, float]:
-        """Quality on what is not trained on, larger is better; the first figure chooses the best."""
+        """Quality on what is not trained on, more is better; the first figure chooses the best."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes the trained artefact, as an encoder or a compressor reads it."""
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of parts whose second axes may differ in length, filled up with zeros."""
+    if parts[0].ndim < 2:
+        return torch.cat(list(parts))
+    size = max(part.shape[1] for part in parts)
+    filled = [
+        torch.cat([part, part.new_zeros(len(part), size - part.shape[1], *part.shape[2:])], dim=1)
+        for part in parts
+    ]
+    return torch.cat(filled)

@@ -20,9 +20,8 @@ from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
 from pipeline.train import distributed
 from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.contrastive import joined
 from pipeline.train.data import Batch
-from pipeline.train.learner import Embedded
+from pipeline.train.learner import Embedded, joined
 
 
 class Optimiser(config.Spec):
@@ -144,6 +143,7 @@ class Loop:
 
     def run(self) -> None:
         """Trains to the end; then the artefact stands in `model/` of the output folder."""
+        self.learner.prepare(self.data)
         spec, started, first = self.spec, time.monotonic(), self.step
         num_documents = 0
         for read in self._batches():

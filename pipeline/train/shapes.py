@@ -8,7 +8,7 @@ that a caption names. A caption may hold in several scenes; all of them are rele
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,15 @@ class Scenes:
         radii = np.array(list(SIZES.values()))[self.attributes[..., 0], None]
         return np.concatenate([self.centres - radii, self.centres + radii], axis=2) / SIDE
 
+    def take(self, rows: Sequence[int]) -> Scenes:
+        """Some of the scenes."""
+        return Scenes(self.attributes[rows], self.centres[rows], self.greys[rows])
+
+    def matching(self, said: np.ndarray) -> np.ndarray:
+        """(S, T) bool: the objects of which a phrase is true."""
+        is_there_ST = self.attributes[..., 2] >= 0
+        return ((said == ANY) | (self.attributes == said)).all(axis=2) & is_there_ST
+
     def picture(self, row: int) -> Image.Image:
         """A scene in RGB, `SIDE` pixels wide and high."""
         pixels = np.full((SIDE, SIDE, 3), self.greys[row], dtype=np.float32)
@@ -92,6 +101,15 @@ class Captions:
     def __len__(self) -> int:
         return len(self.relations)
 
+    @classmethod
+    def of(cls, parts: Iterable[Captions]) -> Captions:
+        """Captions one behind the other."""
+        parts = list(parts)
+        return cls(
+            np.concatenate([part.phrases for part in parts]),
+            np.concatenate([part.relations for part in parts]),
+        )
+
     @property
     def texts(self) -> list[str]:
         """The captions in words."""
@@ -108,9 +126,9 @@ class Captions:
         held = np.empty((len(self), len(scenes)), dtype=bool)
         relates_RSTT = relates(scenes)
         for row, (phrases, relation) in enumerate(zip(self.phrases, self.relations, strict=True)):
-            one_ST = matches(phrases[0], scenes)
+            one_ST = scenes.matching(phrases[0])
             if relation != NO_RELATION:
-                other_S1T = matches(phrases[1], scenes)[:, None, :]
+                other_S1T = scenes.matching(phrases[1])[:, None, :]
                 one_ST = one_ST & (relates_RSTT[relation] & other_S1T).any(axis=2)
             held[row] = one_ST.any(axis=1)
         return held
@@ -120,8 +138,8 @@ class Captions:
 
         Of a caption with a relation those that stand in it.
         """
-        own = Scenes(*(part[scene : scene + 1] for part in _parts(scenes)))
-        one_T, other_T = (matches(said, own)[0] for said in self.phrases[row])
+        own = scenes.take([scene])
+        one_T, other_T = (own.matching(said)[0] for said in self.phrases[row])
         if self.relations[row] == NO_RELATION:
             return np.stack([one_T, np.zeros_like(one_T)])
         pairs_TT = relates(own)[self.relations[row], 0] & one_T[:, None] & other_T[None, :]
@@ -138,12 +156,6 @@ def phrase(said: Sequence[int]) -> str:
     words = [list(SIZES)[size]] if size != ANY else []
     words += [list(COLOURS)[colour]] if colour != ANY else []
     return " ".join(["a", *words, SHAPES[shape] if shape != ANY else "shape"])
-
-
-def matches(said: np.ndarray, scenes: Scenes) -> np.ndarray:
-    """(S, T) bool: the objects of which a phrase is true."""
-    there_ST = scenes.attributes[..., 2] >= 0
-    return ((said == ANY) | (scenes.attributes == said)).all(axis=2) & there_ST
 
 
 def relates(scenes: Scenes) -> np.ndarray:
@@ -166,18 +178,19 @@ def relates(scenes: Scenes) -> np.ndarray:
     )
 
 
-def scenes_of(seed: int, first: int, count: int) -> Scenes:
-    """Scenes number `first` to `first + count` of an endless series, each for itself.
+def scenes_of(series: int, numbers: Sequence[int]) -> Scenes:
+    """The scenes of these numbers of an endless series, each for itself.
 
-    >>> one, many = scenes_of(0, 5, 1), scenes_of(0, 0, 10)
+    >>> one, many = scenes_of(0, [5]), scenes_of(0, range(10))
     >>> bool((one.centres[0] == many.centres[5]).all())
     True
     """
+    count = len(numbers)
     attributes = np.full((count, MOST, 3), -1, dtype=np.int64)
     centres = np.zeros((count, MOST, 2))
     greys = np.zeros(count, dtype=np.uint8)
-    for row in range(count):
-        random = np.random.default_rng([seed, first + row])
+    for row, number in enumerate(numbers):
+        random = np.random.default_rng([series, number])
         greys[row] = random.integers(90, 166)
         placed = 0
         for kind in _kinds(random):
@@ -225,10 +238,6 @@ def words() -> list[str]:
     """Every word that captions have."""
     said = ["a", "shape", *SIZES, *COLOURS, *SHAPES, *" ".join(RELATIONS).split()]
     return list(dict.fromkeys(said))
-
-
-def _parts(scenes: Scenes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return scenes.attributes, scenes.centres, scenes.greys
 
 
 def _kinds(random: np.random.Generator) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Shapes as training data, and as a collection on disk that jobs index, search and evaluate."""
+"""Shapes as training data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 from pydantic import Field
 
 from pipeline import config
-from pipeline.train.data import Batch, TrainingData, own_share
-from pipeline.train.shapes import Captions, Scenes, captions_of, scenes_of
+from pipeline.train.data import Batch, Phrases, TrainingData, own_share
+from pipeline.train.shapes import Captions, Scenes, captions_of, phrase, scenes_of
 
-#: Series of scenes, apart from that of a training run's seed, which are never trained on.
+#: Series of scenes which are never trained on: the seeds of training runs are smaller.
 HELD_OUT = 1 << 32
 
 
@@ -27,19 +27,29 @@ class Shapes(TrainingData):
 
         Attributes:
             num_scenes: scenes of an epoch.
+            fresh: whether each epoch has scenes of its own; else all have the same ones with the
+                same captions, in another order.
             captions: of each scene in a batch.
             single: the share of captions of one object alone, in the first epoch and in the last
                 of `single_epochs`; between them it falls evenly. To learn what things are called
                 comes before where they lie.
+            series: of the scenes; null: the run's seed.
             held_out: scenes on which quality is measured, with one caption of two objects each.
         """
 
         name: Literal["shapes"] = "shapes"
         num_scenes: int = Field(6400, ge=2)
+        fresh: bool = True
         captions: int = Field(4, ge=1)
         single: tuple[float, float] = (0.0, 0.0)
         single_epochs: int = Field(1, ge=1)
+        series: int | None = Field(None, ge=0, lt=HELD_OUT)
         held_out: int = Field(1000, ge=2)
+
+    @property
+    def repeats(self) -> bool:
+        """Unless they are fresh."""
+        return not self.spec.fresh
 
     @property
     def num_batches(self) -> int:
@@ -47,21 +57,39 @@ class Shapes(TrainingData):
         return self.spec.num_scenes // self.batch_size
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Scenes that no other epoch has."""
-        begin, end = self.spec.single
-        share = begin + (end - begin) * min(1.0, epoch / max(1, self.spec.single_epochs - 1))
+        """Scenes with captions, as the spec says."""
+        spec = self.spec
+        series = self.seed if spec.series is None else spec.series
+        begin, end = spec.single
+        share = begin + (end - begin) * min(1.0, epoch / max(1, spec.single_epochs - 1))
+        scene_N = np.arange(spec.num_scenes)
+        if spec.fresh:
+            scene_N += epoch * spec.num_scenes
+        else:
+            np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
+        own = own_share(self.batch_size, worker, num_workers)
         for number in range(first, self.num_batches):
-            start = epoch * self.spec.num_scenes + number * self.batch_size
-            own = own_share(self.batch_size, worker, num_workers)
-            scenes = scenes_of(self.seed, start + own.start, own.stop - own.start)
-            random = np.random.default_rng([self.seed, start + own.start, self.spec.captions])
-            captions, _ = captions_of(scenes, random, self.spec.captions, share)
-            yield batch_of(scenes, captions)
+            start = number * self.batch_size
+            numbers = scene_N[start : start + self.batch_size][own].tolist()
+            scenes = scenes_of(series, numbers)
+            # Of repeated scenes each has captions of its own, whichever batch it is in.
+            groups = [numbers] if spec.fresh else [[number] for number in numbers]
+            captions = Captions.of(
+                captions_of(
+                    scenes_of(series, group),
+                    np.random.default_rng([self.seed, group[0], spec.captions]),
+                    spec.captions,
+                    share,
+                )[0]
+                for group in groups
+            )
+            yield batch_of(scenes, captions, [f"{series}/{number}" for number in numbers])
 
     def held_out(self) -> Batch:
-        """Scenes of another series, a caption of two objects for each."""
-        scenes, captions, _ = held_out(self.spec.held_out)
-        return batch_of(scenes, captions)
+        """Scenes of another series, a caption of two objects and a phrase for each."""
+        scenes, captions, scene_C = held_out(self.spec.held_out)
+        keys = [f"{HELD_OUT}/{number}" for number in range(len(scenes))]
+        return batch_of(scenes, captions, keys, phrases_of(scenes, captions, scene_C))
 
     @staticmethod
     def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
@@ -72,17 +100,30 @@ class Shapes(TrainingData):
 
 def held_out(count: int, series: int = 0) -> tuple[Scenes, Captions, np.ndarray]:
     """Scenes that nothing is trained on, a caption of two objects for each, and its scene."""
-    scenes = scenes_of(HELD_OUT + series, 0, count)
+    scenes = scenes_of(HELD_OUT + series, range(count))
     captions, scene_C = captions_of(scenes, np.random.default_rng([HELD_OUT + series, count]))
     return scenes, captions, scene_C
 
 
-def batch_of(scenes: Scenes, captions: Captions) -> Batch:
+def phrases_of(scenes: Scenes, captions: Captions, scene_C: np.ndarray) -> Phrases:
+    """What each caption says of its first object, with the boxes of all objects that it fits."""
+    texts = [phrase(said[0]) for said in captions.phrases]
+    boxes = []
+    for said, scene in zip(captions.phrases, scene_C, strict=True):
+        own = scenes.take([scene])
+        boxes.append(own.boxes[own.matching(said[0])])
+    return Phrases(texts, scene_C.tolist(), boxes)
+
+
+def batch_of(
+    scenes: Scenes, captions: Captions, keys: list[str], phrases: Phrases | None = None
+) -> Batch:
     """Scenes and captions as training reads them."""
     there = scenes.attributes[..., 2] >= 0
     return Batch(
         captions.texts,
         [{"image": png(scenes.picture(row))} for row in range(len(scenes))],
+        keys,
         torch.from_numpy(
             np.concatenate([captions.phrases.reshape(-1, 6), captions.relations[:, None]], axis=1)
         ),
@@ -90,6 +131,7 @@ def batch_of(scenes: Scenes, captions: Captions) -> Batch:
             np.concatenate([scenes.attributes, scenes.centres.astype(np.int64)], axis=2)
         ).flatten(1),
         boxes=[boxes[own] for boxes, own in zip(scenes.boxes, there, strict=True)],
+        phrases=phrases,
     )
 
 

@@ -222,8 +222,8 @@ class QwenVL(SequenceEncoder):
 
     @classmethod
     def query_kinds(cls, spec: StatesSpec) -> tuple[str, ...]:
-        """Texts and pictures; `encode_composed` takes both at once."""
-        return ("text", "image")
+        """Texts, pictures, and both together."""
+        return ("text", "image", "composed")
 
     @classmethod
     def load(cls, spec: StatesSpec, device_map: str | None) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT
+from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT, QwenVL
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
@@ -380,6 +380,13 @@ def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
     save_file(lacking, tmp_path / "new" / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=r"has no weights .*layers.1.mlp"):
         build(model=str(tmp_path / "new"))
+
+
+def test_a_spread_model_answers_on_the_device_of_its_input(build):
+    spread = QwenVL(build().spec, device_map="auto")
+    assert spread.model._hf_hook.io_same_device
+    expected = build().encode_queries(TEXTS).tokens.vectors
+    close(spread.encode_queries(TEXTS).tokens.vectors, expected)
 
 
 def test_prompts_that_fit_other_models(build, reference):

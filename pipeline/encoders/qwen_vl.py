@@ -147,8 +147,8 @@ class QwenVL(SequenceEncoder):
     item without a picture and without a word has none.
 
     A video that does not fit is thinned: of its frames as many are read as `max_frames` and the
-    tokens allow, in even distances, the first and the last among them. A picture or a text that
-    does not fit is not readable.
+    tokens allow, in even distances, the first and the last among them; the item's metadata then
+    says how many (`frames_read`). A picture or a text that does not fit is not readable.
     """
 
     class Spec(StatesSpec):
@@ -600,6 +600,19 @@ class QwenVLReader(QwenReader):
         """
         shown, text = self.content_of(item)
         return [self._read(self.spec.document_prompt, text, shown)] if shown or text else []
+
+    def note(self, item: Mapping[str, Any], read: Sequence[ModelInput]) -> dict[str, Any]:
+        """How many frames of a video are read, where those are not all."""
+        frames = item.get("frames") or []
+        media = read[0].media if read else {}
+        if not frames or self.spec.documents == "text":
+            return {}
+        if self._as_images:
+            number = len(media["image_grid_thw"])
+        else:  # the last grid may repeat its frame
+            number = int(media["video_grid_thw"][0, 0]) * self.images.temporal_patch_size
+            number = min(number, len(frames), self.spec.max_frames)
+        return {"frames_read": number} if number < len(frames) else {}
 
     def _read(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -258,6 +259,30 @@ def test_long_videos_are_thinned(build):
     sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], 2.0)
     with pytest.raises(Unreadable, match="several sizes"):
         of_items(whole, sizes)
+
+
+def test_thinned_videos_say_so_in_their_metadata(build):
+    frames, seconds = [noise(24, 16, seed) for seed in range(9)], [float(i) for i in range(9)]
+    before = '{"frames": "ü"}'
+    for given, number in (
+        ({}, None),
+        ({"max_frames": 6}, 6),
+        ({"max_frames": 7}, 7),
+        ({"max_item_tokens": 6 * 3 + 3}, 6),
+        ({"max_frames": 2, "frames": "images"}, 2),
+        ({"frames": "images"}, None),
+        ({"max_frames": 2, "documents": "text"}, None),
+    ):
+        encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", **given)
+        items = clip(frames, seconds, 9.0, metadata=before)
+        texts = pa.table({"item_id": ["text"], "text": ["lift"], "metadata": ["{}"]})
+        both = pa.concat_tables([items, texts], promote_options="default")
+        prepared = encoder.preparer(encoder.spec)(both)
+        said, other = prepared["metadata"].to_pylist()
+        assert other == "{}" and (said == before) == (number is None)
+        assert json.loads(said) == {"frames": "ü"} | ({"frames_read": number} if number else {})
+        without = encoder.preparer(encoder.spec)(both.drop_columns(["metadata"]))
+        assert "metadata" not in without.column_names
 
 
 def test_what_is_kept(build):

@@ -8,6 +8,7 @@
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
     python -m jobs.search INDEX --image photo.jpg
+    python -m jobs.search INDEX "but in red" --image photo.jpg
     python -m jobs.search INDEX --query-vectors query.npy
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
 
@@ -36,12 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import SpecError, Stopped
-from pipeline.schema import Hit, Parts, Place
+from pipeline.schema import Composed, Hit, Parts, Place
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
 
-    from pipeline.search.searcher import Ranking, Searcher
+    from pipeline.search.searcher import AnyQuery, Ranking, Searcher
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--save-maps is for one query, without --run and --json")
     if args.json and args.run:
         parser.error("--json is of printed hits, without --run")
-    if sum(map(bool, (args.query, args.image, args.queries, args.query_vectors))) != 1:
-        several = "QUERY, --image, --queries and --query-vectors"
+    if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
+        several = "QUERY, --image or both, --queries and --query-vectors"
         parser.error(f"one of {several} is needed, and only one")
 
     from pipeline.atomic import check_writable
@@ -77,10 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.save_maps and len(queries) > 1:
             problem = f"holds {len(queries):,} queries"
             raise SpecError("query-vectors", args.query_vectors, "one with --save-maps", problem)
-    elif args.image:
-        queries = {"1": _read_image(args.image)}
     else:
-        queries = {"1": " ".join(args.query)}
+        queries = {"1": _query(args.query, args.image)}
     named = {field: getattr(args, field) for field in ("ids", "parents")}
     named = {field: path and read_ids(path, field) for field, path in named.items()}
     if args.run is not None:
@@ -89,6 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.save_maps, "save-maps")
     with _opened(args) as searcher:
         _search(searcher, queries, named, args)
+
+
+def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
+    """The query of a command line: a text, a picture, or both together."""
+    text = " ".join(words)
+    if image is None:
+        return text
+    picture = _read_image(image)
+    return Composed(text, picture) if words else picture
 
 
 def _read_image(uri: str) -> bytes:
@@ -188,7 +196,9 @@ def _parser() -> jobs.Parser:
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="the URI of an index")
     parser.add_argument("query", nargs="*", default=[], help="a text")
-    parser.add_argument("--image", metavar="FILE", help="a picture: PNG, JPEG or WebP")
+    parser.add_argument(
+        "--image", metavar="FILE", help="a picture: PNG, JPEG or WebP; with QUERY, both together"
+    )
     parser.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
     parser.add_argument("--representation", help="default: full if there is one, else the first")
@@ -275,7 +285,9 @@ class _Rank:
 
     def __init__(self, searcher: Searcher, queries: Mapping[str, Any], how: Mapping[str, Any]):
         self._searcher, self._queries, self._how = searcher, queries, how
-        self._are_encoded = all(isinstance(query, str | bytes) for query in queries.values())
+        self._are_encoded = all(
+            isinstance(query, str | bytes | Composed) for query in queries.values()
+        )
         self._encoding = self._scoring = 0.0  # seconds
         self._done = self.num_hits = 0
 
@@ -320,7 +332,7 @@ def _stop(*_: object) -> None:
 
 def write_maps(
     searcher: Searcher,
-    query: str | bytes | np.ndarray,
+    query: AnyQuery,
     hits: Sequence[Hit],
     representation: str,
     folder: str,

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-__all__ = ["open_index"]
+__all__ = ["Composed", "open_index"]
 
 
 def __getattr__(name: str):
@@ -11,4 +11,8 @@ def __getattr__(name: str):
         from pipeline.search.searcher import open_index
 
         return open_index
+    if name == "Composed":
+        from pipeline.schema import Composed
+
+        return Composed
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")

@@ -217,6 +217,18 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Composed:
+    """A query of a text and a picture together, such as a photo and "but in red".
+
+    Attributes:
+        picture: a file of PNG, JPEG or WebP.
+    """
+
+    text: str
+    picture: bytes
+
+
+@dataclass(frozen=True)
 class Hit:
     """One search result; `pipeline.search.searcher` says what its score is."""
 

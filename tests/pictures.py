@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
+
+from pipeline import config
+from pipeline.index import job
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -27,3 +31,23 @@ def pictures(*sizes: tuple[int, int]) -> tuple[list[Image.Image], pa.Table]:
     made = [noise(*size, seed=i) for i, size in enumerate(sizes)]
     names = [f"item-{i}" for i in range(len(made))]
     return made, pa.table({"item_id": names, "image": [png(picture) for picture in made]})
+
+
+def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> dict[str, bytes]:
+    """Indexes five photos in `folder/index`, in full and as eight vectors; gives them by id."""
+    (folder / "photos").mkdir()
+    photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
+    for name, photo in photos.items():
+        (folder / "photos" / name).write_bytes(photo)
+    given = {
+        "index": str(folder / "index"),
+        "source": {"name": "images", "path": str(folder / "photos")},
+        "encoder": {"name": encoder, "model": model, "dtype": "float32", **fields},
+        "representations": [
+            {"compressor": "none"},
+            {"compressor": {"name": "hpool", "num_vectors": 8}},
+        ],
+    }
+    spec = config.parse(job.IndexSpec, given)
+    job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    return photos

@@ -14,6 +14,9 @@ from pipeline.config import Spec, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
+#: What a query may be, and what each is called.
+QUERY_KINDS = {"text": "a text", "image": "a picture", "composed": "a text and a picture together"}
+
 
 class Attention(NamedTuple):
     """What attention statistics an encoder can give, see `pipeline.taps`.
@@ -59,6 +62,7 @@ class Encoder(ABC):
     has_spans: bool  # whether tokens carry character offsets
     has_extents: bool  # whether tokens carry boxes or times
     fingerprint: str  # hash of the weights and of every setting that changes a query vector
+    spec: Spec  # what it was built from
 
     @classmethod
     @abstractmethod
@@ -77,7 +81,7 @@ class Encoder(ABC):
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """What a query may be: "text", "image", or both."""
+        """What a query may be, of `QUERY_KINDS`; none: queries are vectors."""
         return ("text",)
 
     @classmethod
@@ -137,7 +141,31 @@ class Encoder(ABC):
         Raises:
             SpecError: one is no picture, or the encoder reads none.
         """
-        raise SpecError("query", "a picture", "a text", f"is not read by {type(self).__name__}")
+        raise self._not_read("image")
+
+    def encode_composed(self, texts: Sequence[str], pictures: Sequence[bytes]) -> EncodedQueries:
+        """Encodes queries of a text and a picture each, for `query_kinds` with "composed".
+
+        Args:
+            pictures: files of PNG, JPEG or WebP, one a text.
+
+        Raises:
+            SpecError: a part of a query is not legal, or the encoder reads no such queries.
+        """
+        raise self._not_read("composed")
+
+    def _not_read(self, kind: str) -> SpecError:
+        return not_read(kind, self.query_kinds(self.spec), type(self).__name__)
+
+
+def not_read(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
+    """The error of a query of a kind that an encoder does not read.
+
+    >>> str(not_read("composed", ["text", "image"], "X"))
+    "query: 'a text and a picture together' is not read by X; legal: a text, a picture"
+    """
+    legal = ", ".join(QUERY_KINDS[each] for each in kinds) or "query vectors"
+    return SpecError("query", QUERY_KINDS[kind], legal, f"is not read by {encoder}")
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:

@@ -43,7 +43,6 @@ from pipeline.encoders.sequences import (
     ModelInput,
     SequenceEncoder,
     layers_of,
-    pictures_of,
 )
 from pipeline.tokens import VISUAL
 
@@ -178,11 +177,10 @@ class JinaReader(QwenReader):
         Raises:
             Unreadable: a picture is too long and narrow, or has too many tokens, or the text has.
         """
-        shown = [] if self.spec.documents == "text" else pictures_of(item)
+        shown, text = self.content_of(item)
         if shown:
             return [self._picture(one) for one in shown]
-        text = item.get("text") or ""
-        return [self._text(self._passage, text)] if text.strip() else []
+        return [self._text(self._passage, text)] if text else []
 
     def _picture(self, shown: Shown) -> ModelInput:
         _, written = self.fitting(1, lambda _: self.write(PICTURE_PROMPT, images=[shown]))

@@ -20,7 +20,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5OmniThinkerForConditionalGeneration,
-    Qwen2_5OmniThinkerModel,
     WhisperFeatureExtractor,
 )
 
@@ -35,13 +34,14 @@ from pipeline.encoders.qwen_vl import (
     StatesSpec,
     load_backbone,
 )
-from pipeline.encoders.sequences import ModelInput, pictures_of, raster
+from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
 from pipeline.transcribe.sound import samples_of
 
-_THINKER = (Qwen2_5OmniThinkerModel, Qwen2_5OmniThinkerForConditionalGeneration)
-#: By type, of which the first also has a part that speaks, which is not loaded.
-MODELS = {"qwen2_5_omni": _THINKER, "qwen2_5_omni_thinker": _THINKER}
+#: The thinker by type, of which the first also has a part that speaks, which is not loaded.
+MODELS = dict.fromkeys(
+    ("qwen2_5_omni", "qwen2_5_omni_thinker"), Qwen2_5OmniThinkerForConditionalGeneration
+)
 
 #: Columns of the spectrogram that become one token: a convolution and a mean halve them each.
 COLUMNS = 4
@@ -288,13 +288,11 @@ class QwenOmniReader(QwenVLReader):
         Raises:
             Unreadable: a picture is too long and narrow, or the item has too many tokens.
         """
-        is_text = self.spec.documents == "text"
-        shown = [] if is_text else pictures_of(item)
-        sound = None if is_text else self.sound_of(item)
-        text = item.get("text") or ""
-        if (shown or sound) and self.spec.documents == "media":
+        shown, text = self.content_of(item)
+        sound = None if self.spec.documents == "text" else self.sound_of(item)
+        if sound and self.spec.documents == "media":
             text = ""
-        if not shown and not sound and not text.strip():
+        if not shown and not sound and not text:
             return []
         read = self._read(self.spec.document_prompt, text, shown, sound=sound)
         media = sound.media if sound else {}

@@ -7,7 +7,6 @@ the states of the tokens before it serve as multi-vectors is SMART's finding (se
 from __future__ import annotations
 
 import bisect
-import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +21,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLModel,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLModel,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
@@ -58,11 +54,11 @@ from pipeline.encoders.sequences import (
 from pipeline.taps import STATISTICS
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 
-#: By type: the model of states, and the one around it that names the next word.
+#: By type: the model that names the next word, within which is that of states.
 MODELS = {
-    "qwen2_vl": (Qwen2VLModel, Qwen2VLForConditionalGeneration),
-    "qwen2_5_vl": (Qwen2_5_VLModel, Qwen2_5_VLForConditionalGeneration),
-    "qwen3_vl": (Qwen3VLModel, Qwen3VLForConditionalGeneration),
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
 }
 
 #: Where in a prompt the pictures and the text go.
@@ -151,8 +147,8 @@ class QwenVL(SequenceEncoder):
     item without a picture and without a word has none.
 
     A video that does not fit is thinned: of its frames as many are read as `max_frames` and the
-    tokens allow, in even distances, the first and the last among them. A picture or a text that
-    does not fit is not readable.
+    tokens allow, in even distances, the first and the last among them; the item's metadata then
+    says how many (`frames_read`). A picture or a text that does not fit is not readable.
     """
 
     class Spec(StatesSpec):
@@ -222,8 +218,8 @@ class QwenVL(SequenceEncoder):
 
     @classmethod
     def query_kinds(cls, spec: StatesSpec) -> tuple[str, ...]:
-        """Texts and pictures; `encode_composed` takes both at once."""
-        return ("text", "image")
+        """Texts, pictures, and both together."""
+        return ("text", "image", "composed")
 
     @classmethod
     def load(cls, spec: StatesSpec, device_map: str | None) -> PreTrainedModel:
@@ -275,23 +271,26 @@ class QwenVL(SequenceEncoder):
 def load_backbone(
     spec: CheckpointSpec,
     device_map: str | None,
-    models: Mapping[str, tuple[type, type]] = MODELS,
+    models: Mapping[str, type[PreTrainedModel]] = MODELS,
 ) -> PreTrainedModel:
     """The model of states of a checkpoint, whichever of the two it was saved from.
 
     Raises:
         SpecError: the weights cannot be loaded, or some are missing.
     """
-    bare, whole = models[check_checkpoint(spec, *models).model_type]
-    if spec.adapter is None:  # adapters are trained around the whole, and have its names
-        with contextlib.suppress(SpecError):
-            return load_model(spec, bare, device_map)
-    # Names have changed over the versions; only the whole model knows all of its own.
-    return load_model(spec, whole, device_map).model
+    # Names have changed over the versions: only the whole model knows all of its own, and adapters
+    # are trained around it. The layer for the next word is not used.
+    whole = models[check_checkpoint(spec, *models).model_type]
+    model = load_model(spec, whole, device_map, may_lack=("lm_head.",)).model
+    if device_map:  # as the whole has it, the output comes to the device of the input
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+        add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+    return model
 
 
 def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """The output of one of `MODELS`, its positions counted from the first real token.
+    """The output of a model of states, its positions counted from the first real token.
 
     They are always given: left to itself the model counts a batch of texts from its padding.
     """
@@ -350,6 +349,13 @@ class QwenReader(Reader):
             legal = "a checkpoint with the tokenizer of a model of this family"
             raise SpecError("model", self.spec.model, legal, f"has no token {missing[0]}")
         return [self._marker_ids[name] for name in names]
+
+    def content_of(self, item: Mapping[str, Any]) -> tuple[list[Shown], str]:
+        """The pictures and the text of an item that are read, as `documents` of the spec says."""
+        documents = self.spec.documents
+        shown = [] if documents == "text" else pictures_of(item)
+        text = (item.get("text") or "") if documents in ("text", "both") or not shown else ""
+        return shown, text if text.strip() else ""
 
     def pieces(self, template: str) -> Iterable[int | str]:
         """The parts of a prompt: the numbers of its special tokens, and the text between them."""
@@ -592,13 +598,21 @@ class QwenVLReader(QwenReader):
         Raises:
             Unreadable: a picture is too long and narrow, or the item has too many tokens.
         """
-        shown = [] if self.spec.documents == "text" else pictures_of(item)
-        text = item.get("text") or ""
-        if shown and self.spec.documents == "pictures":
-            text = ""
-        if not shown and not text.strip():
-            return []
-        return [self._read(self.spec.document_prompt, text, shown)]
+        shown, text = self.content_of(item)
+        return [self._read(self.spec.document_prompt, text, shown)] if shown or text else []
+
+    def note(self, item: Mapping[str, Any], read: Sequence[ModelInput]) -> dict[str, Any]:
+        """How many frames of a video are read, where those are not all."""
+        frames = item.get("frames") or []
+        media = read[0].media if read else {}
+        if not frames or self.spec.documents == "text":
+            return {}
+        if self._as_images:
+            number = len(media["image_grid_thw"])
+        else:  # the last grid may repeat its frame
+            number = int(media["video_grid_thw"][0, 0]) * self.images.temporal_patch_size
+            number = min(number, len(frames), self.spec.max_frames)
+        return {"frames_read": number} if number < len(frames) else {}
 
     def _read(
         self,

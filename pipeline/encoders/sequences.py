@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -196,6 +197,10 @@ class Reader(ABC):
         """
         raise SpecError("query", "a picture", "a text", f"is not read by {self.spec.name}")
 
+    def note(self, item: Mapping[str, Any], read: Sequence[ModelInput]) -> dict[str, Any]:
+        """What of an item is not in its sequences, for its metadata; nothing: all of it is."""
+        return {}
+
     def _lean(self, read: ModelInput) -> ModelInput:
         """The same with pixels of the type that the model would bring them to: half the bytes."""
         dtype = getattr(torch, self.spec.dtype)
@@ -206,18 +211,32 @@ class Reader(ABC):
         return replace(read, media=media)
 
     def prepare(self, items: pa.Table) -> pa.Table:
-        """Adds the column `model_inputs`; drops what it was made of."""
+        """Adds the column `model_inputs`, and notes to the metadata; drops what it was made of."""
         there = [c.name for columns in PAYLOAD.values() for c in columns]
         payload = [name for name in there if name in items.column_names and name != "caption"]
         read = ["text", "span", *payload]
         names = [name for name in dict.fromkeys(read) if name in items.column_names]
         # Row by row: the pictures of one item may be large.
-        values = [
-            packed(map(self._lean, self.item({name: items[name][row].as_py() for name in names})))
-            for row in range(items.num_rows)
-        ]
-        items = items.drop_columns([name for name in payload if name != "item_id"])
+        values, notes = [], []
+        for row in range(items.num_rows):
+            item = {name: items[name][row].as_py() for name in names}
+            inputs = self.item(item)
+            values.append(packed(map(self._lean, inputs)))
+            notes.append(self.note(item, inputs))
+        items = noted(items, notes).drop_columns([name for name in payload if name != "item_id"])
         return items.append_column(READ, pa.array(values, pa.large_binary()))
+
+
+def noted(items: pa.Table, notes: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Items with notes added to the metadata of each, if they have that column."""
+    if "metadata" not in items.column_names or not any(notes):
+        return items
+    metadata = [
+        json.dumps({**json.loads(before or "{}"), **note}, ensure_ascii=False) if note else before
+        for before, note in zip(items["metadata"].to_pylist(), notes, strict=True)
+    ]
+    place = items.column_names.index("metadata")
+    return items.set_column(place, items.field(place), pa.array(metadata, pa.string()))
 
 
 class SequenceEncoder(Encoder):

@@ -212,7 +212,7 @@ class EncoderFacts:
 
 
 def query_kinds(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a representation's encoder reads as a query: "text", "image", both, or neither."""
+    """What a representation's encoder reads as a query, of `QUERY_KINDS`; none: only vectors."""
     default = [] if about["encoder"]["name"] == "precomputed" else ["text"]  # of older indexes
     return tuple(about.get("queries", default))
 

@@ -28,7 +28,7 @@ from pipeline.registry import SOURCES
 from pipeline.schema import Hit
 from pipeline.search.explain import NO_SPAN, outputs_of, place_of
 from pipeline.search.queries import Queries
-from pipeline.search.searcher import Searcher
+from pipeline.search.searcher import AnyQuery, Searcher
 from pipeline.sources import NO_PREVIEW, Source, content_in
 from pipeline.sources.files import existing_root
 
@@ -119,14 +119,15 @@ class SimilarityMap:
 
 def similarity_map(
     searcher: Searcher,
-    query: str | bytes | np.ndarray | Queries,
+    query: AnyQuery | Queries,
     item_id: str,
     representation: str | None = None,
 ) -> SimilarityMap:
     """Compares a query with the words of an item.
 
     Args:
-        query: a text or a picture, its token vectors, or what `Searcher.queries` gave for it alone.
+        query: a text, a picture or both, its token vectors, or what `Searcher.queries` gave for it
+            alone.
 
     Raises:
         SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the

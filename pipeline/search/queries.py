@@ -9,8 +9,12 @@ import numpy as np
 import torch
 
 from pipeline.config import SpecError
-from pipeline.encoders import EncodedQueries
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.schema import Composed
 from pipeline.tokens import unit_vectors
+
+#: A query that an encoder reads: a text, a picture's file, or both together.
+Unencoded = str | bytes | Composed
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,20 @@ class Queries:
             unit = array / np.where(norms > 0, norms, 1)
             tokens.append(torch.from_numpy(unit.astype(np.float32)))
         return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])
+
+
+def encoded_by(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
+    """Queries by an encoder, at least one, all of one kind.
+
+    Raises:
+        SpecError: one is not legal, or the encoder does not read this kind.
+    """
+    if isinstance(queries[0], str):
+        return encoder.encode_queries(list(queries))
+    if isinstance(queries[0], bytes):
+        return encoder.encode_pictures(list(queries))
+    texts, pictures = [q.text for q in queries], [q.picture for q in queries]
+    return encoder.encode_composed(texts, pictures)
 
 
 def bad_query(value: str, legal: str, place: int, num_queries: int) -> SpecError:

@@ -35,14 +35,15 @@ from pipeline.index.columns import fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Hit, Match, Parts, Place
+from pipeline.schema import Composed, Hit, Match, Parts, Place
 from pipeline.search.cache import packed_column
 from pipeline.search.explain import NO_SPAN, input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
 from pipeline.search.packed import PackedVectors
-from pipeline.search.queries import Queries, bad_query
+from pipeline.search.queries import Queries, Unencoded, bad_query, encoded_by
 
-AnyQueries = Sequence[str] | Sequence[bytes] | Sequence[np.ndarray] | EncodedQueries | Queries
+AnyQuery = Unencoded | np.ndarray
+AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
 Score = Literal["late", "single", "hybrid"]
 SCORES: tuple[str, ...] = get_args(Score)
 
@@ -139,7 +140,7 @@ class Searcher:
 
     def search(
         self,
-        query: str | bytes | np.ndarray | AnyQueries,
+        query: AnyQuery | AnyQueries,
         representation: str | None = None,
         *,
         k: int = 10,
@@ -154,9 +155,9 @@ class Searcher:
         """Finds the k best items for a query, exactly; equal scores in the order of the item ids.
 
         Args:
-            query: a text; or a picture, as the bytes of a PNG, JPEG or WebP file; or token vectors
-                (M, D); or a list of one of these, or encoded queries, or what `queries` gave for
-                this representation.
+            query: a text; or a picture, as the bytes of a PNG, JPEG or WebP file; or a `Composed`
+                of both; or token vectors (M, D); or a list of one of these, or encoded queries, or
+                what `queries` gave for this representation.
             representation: the column to search; default `full` if there is one, else the first.
             k: the most hits to return.
             score: "late", "single" or "hybrid"; see the module.
@@ -178,7 +179,7 @@ class Searcher:
         """
         name, about = self.representation(representation)
         rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
-        alone = isinstance(query, str | bytes | np.ndarray)
+        alone = isinstance(query, AnyQuery)
         queries = self.queries([query] if alone else query, name)
         rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
         hits = self.hits(rankings, queries, name, explain=explain)
@@ -260,7 +261,7 @@ class Searcher:
         """Query vectors for a representation, from texts, pictures, vectors or encoded queries.
 
         Raises:
-            SpecError: an empty text, a picture that its encoder does not read, or vectors of
+            SpecError: an empty text, a kind of query that its encoder does not read, or vectors of
                 another dimension, or without a direction.
         """
         if isinstance(queries, Queries):
@@ -268,13 +269,10 @@ class Searcher:
         name, _ = self.representation(representation)
         if isinstance(queries, EncodedQueries):
             ready = Queries.of_encoded(queries)
-        elif len(queries) and all(isinstance(query, str) for query in queries):
-            check_texts(queries)
-            encoder = self.encoder(representation)
-            ready = Queries.of_encoded(encoder.encode_queries(list(queries)))
-        elif len(queries) and all(isinstance(query, bytes) for query in queries):
-            encoder = self.encoder(representation)
-            ready = Queries.of_encoded(encoder.encode_pictures(list(queries)))
+        elif len(queries) and _are_of_one_kind(queries):
+            texts = [query.text if isinstance(query, Composed) else query for query in queries]
+            check_texts([text for text in texts if isinstance(text, str)])
+            ready = Queries.of_encoded(encoded_by(self.encoder(representation), queries))
         else:
             ready = Queries.of_vectors(queries)
         return self.transformed(ready, name)
@@ -509,6 +507,11 @@ class Searcher:
             return lambda token: []
         form = self.index.by_role("support")[about["support"]]["form"]
         return lambda token: input_tokens(token, support, form)
+
+
+def _are_of_one_kind(queries: Sequence[AnyQuery]) -> bool:
+    """Whether an encoder reads them together."""
+    return any(all(isinstance(query, kind) for query in queries) for kind in get_args(Unencoded))
 
 
 def check_texts(texts: Sequence[str]) -> None:

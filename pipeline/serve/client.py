@@ -28,10 +28,11 @@ from urllib.parse import quote
 import httpx2
 from pydantic import ValidationError
 
+from pipeline.schema import Composed
 from pipeline.serve import wire
 
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
-AnyQuery = str | bytes | Sequence[Sequence[float]] | wire.Query
+AnyQuery = str | bytes | Composed | Sequence[Sequence[float]] | wire.Query
 
 #: Where the key is looked for if none is given.
 VARIABLE = "MAXRAY_KEY"
@@ -128,11 +129,13 @@ def _file(name: str, path: str) -> _Call[wire.Answer]:
 
 
 def _query(query: AnyQuery) -> wire.Query:
-    """A text, a picture's file, or vectors of any kind of array."""
+    """A text, a picture's file, both together, or vectors of any kind of array."""
     if isinstance(query, str | wire.Vectors | wire.Image):
         return query
     if isinstance(query, bytes):
         return wire.Image(image=base64.b64encode(query).decode())
+    if isinstance(query, Composed):
+        return wire.Composed(text=query.text, image=base64.b64encode(query.picture).decode())
     rows = query.tolist() if hasattr(query, "tolist") else [list(row) for row in query]
     return wire.Vectors(vectors=rows)
 
@@ -241,7 +244,8 @@ class Client:
         """The best items for a query.
 
         Args:
-            query: a text, a picture as the bytes of its file, or token vectors (M, D).
+            query: a text, a picture as the bytes of its file, a `Composed` of both, or token
+                vectors (M, D).
             options: the fields of `wire.SearchOptions`, such as k, representation, rerank.
 
         Raises:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 from PIL import Image
@@ -23,10 +23,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from pipeline.config import SpecError
+from pipeline.encoders import not_read
 from pipeline.index.columns import query_kinds
 from pipeline.index.reader import Edition, Index
+from pipeline.schema import Composed
 from pipeline.schema import Hit as Found
 from pipeline.search.maps import SimilarityMap
+from pipeline.search.queries import Unencoded
 from pipeline.search.searcher import Ranking, Searcher, check_texts
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
@@ -281,7 +284,7 @@ class Engine:
         except SpecError as error:
             raise of_spec_error(error) from None
         ready = {place: each for place, each in enumerate(read) if isinstance(each, Encoded)}
-        for kind in (str, bytes):  # which an encoder reads apart
+        for kind in get_args(Unencoded):  # which an encoder reads apart
             places = [place for place, each in enumerate(read) if isinstance(each, kind)]
             if places:
                 found = await self._encode([read[place] for place in places], name, about)
@@ -289,17 +292,15 @@ class Engine:
         return [ready[place] for place in range(len(queries))]
 
     async def _encode(
-        self, queries: Sequence[str] | Sequence[bytes], name: str, about: Mapping[str, Any]
+        self, queries: Sequence[Unencoded], name: str, about: Mapping[str, Any]
     ) -> list[Encoded]:
         needed = {key: about[key] for key in ("encoder", "fingerprint")}
         seconds = self.settings.seconds.encode
         call = self._stages.encoder.encode.remote
         return await self.ask("encode", lambda: call(name, needed, queries, seconds), seconds)
 
-    def _read(
-        self, query: wire.Query, name: str, about: Mapping[str, Any]
-    ) -> Encoded | str | bytes:
-        """A query as vectors; or a text, or a picture's file, after a look at whether it is one.
+    def _read(self, query: wire.Query, name: str, about: Mapping[str, Any]) -> Encoded | Unencoded:
+        """A query as vectors; or what an encoder reads, after a look at whether it is that.
 
         Raises:
             SpecError: it is no query, or none for the encoder.
@@ -307,17 +308,19 @@ class Engine:
         limits = self.settings.limits
         if isinstance(query, wire.Vectors):
             return Encoded.of_vectors(query.vectors)
-        if isinstance(query, wire.Image):
-            data = _image_of(query, limits.image_pixels)
-            if "image" not in query_kinds(about):
-                problem = f"is not read by the encoder of {name}"
-                raise SpecError("query", "an image", "a text", problem)
-            return data
-        if len(query) > limits.query_chars:
-            legal = f"{limits.query_chars:,} at most"
-            raise SpecError("query", f"{len(query):,} characters", legal, "are too many")
-        check_texts([query])
-        return query
+        text = wire.text_of(query)
+        if text is not None:
+            if len(text) > limits.query_chars:
+                legal = f"{limits.query_chars:,} at most"
+                raise SpecError("query", f"{len(text):,} characters", legal, "are too many")
+            check_texts([text])
+        if not isinstance(query, wire.Image):
+            return text
+        picture = _image_of(query, limits.image_pixels)
+        kind = "image" if text is None else "composed"
+        if kind not in (kinds := query_kinds(about)):
+            raise not_read(kind, kinds, f"the encoder of {name}")
+        return picture if text is None else Composed(text, picture)
 
     async def check(self) -> None:
         """Asks every stage whether it is there.

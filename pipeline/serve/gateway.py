@@ -447,7 +447,7 @@ async def _found(
 
 def _check_many(gateway: Gateway, queries: Sequence[wire.Query]) -> None:
     limits = gateway.settings.limits
-    num_chars = sum(len(query) for query in queries if isinstance(query, str))
+    num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
     for number, most, what in (
         (len(queries), limits.batch, ""),
         (num_chars, limits.batch_chars, " characters"),

@@ -35,7 +35,7 @@ from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.reader import Edition, Index
 from pipeline.schema import ITEM, Hit
 from pipeline.search.maps import Previews, SimilarityMap, similarity_map
-from pipeline.search.queries import Queries
+from pipeline.search.queries import Queries, Unencoded, encoded_by
 from pipeline.search.searcher import Ranking, Searcher, check_fingerprint, query_encoder
 from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.settings import Scale, ServedIndex
@@ -144,12 +144,13 @@ class Asked:
     Attributes:
         name: of the representation that they are for.
         about: what that needs of an encoder.
+        queries: all of one kind.
         end: when nobody waits for the answer any more, on this process's clock.
     """
 
     name: str
     about: Mapping[str, Any]
-    queries: Sequence[str] | Sequence[bytes]
+    queries: Sequence[Unencoded]
     end: float
 
 
@@ -173,14 +174,14 @@ class QueryEncoder:
         self,
         name: str,
         about: Mapping[str, Any],
-        queries: Sequence[str] | Sequence[bytes],
+        queries: Sequence[Unencoded],
         seconds: float,
     ) -> list[Encoded]:
         """Queries' vectors for a representation.
 
         Args:
             about: the encoder and the fingerprint of the representation.
-            queries: texts, or files of pictures.
+            queries: texts, files of pictures, or both together.
             seconds: for which the answer is waited for; nothing is begun after them.
 
         Raises:
@@ -200,14 +201,13 @@ class QueryEncoder:
         encoder = self._encoder(asked[0].about)
         check_fingerprint(encoder, asked[0].name, asked[0].about)
         are_texts = isinstance(asked[0].queries[0], str)
-        encode = encoder.encode_queries if are_texts else encoder.encode_pictures
         done: list[list[Encoded]] = [[] for _ in asked]
         every = [(i, query) for i, one in enumerate(asked) for query in one.queries]
         for some in portions(every, lambda pair: len(pair[1]) if are_texts else PORTION_CHARS):
             # Whoever gave up is not to hold up those behind.
             wanted = [(i, query) for i, query in some if time.monotonic() < asked[i].end]
             if wanted:
-                encoded = _each(encode([query for _, query in wanted]))
+                encoded = _each(encoded_by(encoder, [query for _, query in wanted]))
                 for (i, _), each in zip(wanted, encoded, strict=True):
                     done[i].append(each)
         too_late = Failed(TimeoutError("the queries were not encoded in time"))

@@ -91,21 +91,34 @@ class Image(Request):
     )
 
 
+class Composed(Image):
+    """A query as a text and an image together, where the index's encoder reads these."""
+
+    text: Text
+
+
 def _kind_of(query: Any) -> str:
     """By which of its forms a query is read, so that what is wrong is said of that form."""
     if isinstance(query, Mapping):
-        return "image" if "image" in query else "vectors"
-    return {Vectors: "vectors", Image: "image"}.get(type(query), "text")
+        return "composed" if "text" in query else "image" if "image" in query else "vectors"
+    forms = {Vectors: "vectors", Image: "image", Composed: "composed"}
+    return forms.get(type(query), "text")
 
 
 Query = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Vectors, Tag("vectors")]
-    | Annotated[Image, Tag("image")],
+    | Annotated[Image, Tag("image")]
+    | Annotated[Composed, Tag("composed")],
     Discriminator(_kind_of),
 ]
 #: What stands in the places of errors for the form of a query.
-QUERY_FORMS = ("text", "vectors", "image")
+QUERY_FORMS = ("text", "vectors", "image", "composed")
+
+
+def text_of(query: Query) -> str | None:
+    """The text of a query, if it has one."""
+    return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
 class Rerank(Request):
@@ -343,7 +356,7 @@ class Representation(Answer):
     codec: str | None
     dim: int | None
     scores: list[str]
-    queries: list[Literal["text", "image", "vectors"]]
+    queries: list[Literal["text", "image", "composed", "vectors"]]
 
 
 class IndexInfo(Answer):

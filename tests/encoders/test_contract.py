@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import SpecError, parse
+from pipeline.encoders import QUERY_KINDS
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
@@ -157,6 +158,21 @@ def test_pictures_are_queries_where_the_encoder_says_so(encoder):
         return
     with pytest.raises(SpecError, match="is not read by"):
         encoder.encode_pictures([picture])
+
+
+def test_texts_and_pictures_together_are_queries_where_the_encoder_says_so(encoder):
+    kinds = encoder.query_kinds(encoder.spec)
+    assert set(kinds) <= QUERY_KINDS.keys()
+    picture, texts = png(noise(40, 40)), ["but in red", "x"]
+    if "composed" in kinds:
+        queries = encoder.encode_composed(texts, [picture, picture])
+        assert len(queries.tokens) == 2 and (queries.tokens.lengths > 0).all()
+        names = map(len, queries.token_texts)
+        assert list(names) == queries.tokens.lengths.tolist()
+        return
+    named = ", ".join(QUERY_KINDS[kind] for kind in kinds) or "query vectors"
+    with pytest.raises(SpecError, match=f"is not read by .*; legal: {named}$"):
+        encoder.encode_composed(texts, [picture, picture])
 
 
 def test_queries(encoder):

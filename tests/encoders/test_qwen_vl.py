@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT
+from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT, QwenVL
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
@@ -260,6 +261,30 @@ def test_long_videos_are_thinned(build):
         of_items(whole, sizes)
 
 
+def test_thinned_videos_say_so_in_their_metadata(build):
+    frames, seconds = [noise(24, 16, seed) for seed in range(9)], [float(i) for i in range(9)]
+    before = '{"frames": "ü"}'
+    for given, number in (
+        ({}, None),
+        ({"max_frames": 6}, 6),
+        ({"max_frames": 7}, 7),
+        ({"max_item_tokens": 6 * 3 + 3}, 6),
+        ({"max_frames": 2, "frames": "images"}, 2),
+        ({"frames": "images"}, None),
+        ({"max_frames": 2, "documents": "text"}, None),
+    ):
+        encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", **given)
+        items = clip(frames, seconds, 9.0, metadata=before)
+        texts = pa.table({"item_id": ["text"], "text": ["lift"], "metadata": ["{}"]})
+        both = pa.concat_tables([items, texts], promote_options="default")
+        prepared = encoder.preparer(encoder.spec)(both)
+        said, other = prepared["metadata"].to_pylist()
+        assert other == "{}" and (said == before) == (number is None)
+        assert json.loads(said) == {"frames": "ü"} | ({"frames_read": number} if number else {})
+        without = encoder.preparer(encoder.spec)(both.drop_columns(["metadata"]))
+        assert "metadata" not in without.column_names
+
+
 def test_what_is_kept(build):
     images, items = pictures((16, 16))
     prompt = "<|im_start|>a{content}b<|im_end|>"
@@ -380,6 +405,13 @@ def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
     save_file(lacking, tmp_path / "new" / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=r"has no weights .*layers.1.mlp"):
         build(model=str(tmp_path / "new"))
+
+
+def test_a_spread_model_answers_on_the_device_of_its_input(build):
+    spread = QwenVL(build().spec, device_map="auto")
+    assert spread.model._hf_hook.io_same_device
+    expected = build().encode_queries(TEXTS).tokens.vectors
+    close(spread.encode_queries(TEXTS).tokens.vectors, expected)
 
 
 def test_prompts_that_fit_other_models(build, reference):

@@ -14,6 +14,8 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
+from pipeline.search.maxsim import maxsim
+from pipeline.search.packed import PackedVectors
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
 from tests.encoders.batches import of_items
@@ -125,6 +127,33 @@ def test_queries(encoder, reference):
     for none in ([], [" "]):
         with pytest.raises(SpecError, match="query"):
             encoder.encode_queries(none)
+
+
+def test_scores_are_those_of_the_library(encoder):
+    """MaxSim as a sum over query tokens, as the processors' own `score_retrieval` has it.
+
+    That pads with zeros and has no mask, so that a zero can win against tokens that are all unlike
+    the query. One query and one picture at a time nothing is padded, and both must agree.
+    """
+    _, items = pictures(*SIZES)
+    found = of_items(encoder, items)
+    passages = [found[row].vectors[0][found[row].mask[0]] for row in range(len(SIZES))]
+    encoded = encoder.encode_queries(["heat transfer in a cone", "lift"]).tokens
+    queries = [vectors[mask] for vectors, mask in zip(encoded.vectors, encoded.mask, strict=True)]
+    lengths = torch.tensor([len(passage) for passage in passages])
+    own = maxsim(queries, PackedVectors.of_values(torch.cat(passages), lengths))
+    score = encoder._read_by.processor.score_retrieval
+    torch.testing.assert_close(own, score(queries, passages, batch_size=1), atol=1e-4, rtol=0)
+    # The difference that padding makes: one token, unlike the query, beside a longer passage.
+    query, unlike = queries[0][:1], -queries[0][:1]
+    (alone, _), (padded, _) = (
+        score([query], [unlike, passages[0]], batch_size=size)[0] for size in (1, 2)
+    )
+    packed = PackedVectors.of_values(
+        torch.cat([unlike, passages[0]]), torch.tensor([1, lengths[0]])
+    )
+    assert maxsim([query], packed)[0, 0] == pytest.approx(-1, abs=1e-5)
+    assert (alone, padded) == (pytest.approx(-1, abs=1e-5), 0)
 
 
 def test_only_visual_tokens(encoder, build):

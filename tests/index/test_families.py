@@ -3,6 +3,7 @@ encode, and the index searched by texts and pictures."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ FAMILIES = {
     "jina_v4": ("jina_v4", "jina_v4", ()),
     "qwen2_5_omni": ("qwen_omni", "qwen2_5_omni", ()),
 }
+#: Encoders that read a video as one, and not more of its frames than they are told.
+THINNING = ("qwen_vl", "qwen_omni")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,8 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
     encoder: dict[str, Any] = {"name": name, "model": checkpoint(family), "dtype": "float32"}
     if name in ("qwen_vl", "jina_v4", "qwen_omni"):  # their windows are short
         encoder["max_pixels"] = 2_000
+    if name in THINNING:
+        encoder["max_frames"] = 2
     if name != "dual":  # else matches may be with the prompt, which has no place
         encoder["keep"] = "media" if name == "qwen_omni" else "visual"
     uri = folder / f"index-{request.param}"
@@ -154,3 +159,15 @@ def test_a_frame_has_its_time(index):
     start, end = hit.span["start"], hit.span["end"]
     assert any(place.box for place in places) and all(place.times for place in places)
     assert all(start <= place.times[0] < place.times[1] <= end + 4 for place in places)
+
+
+def test_what_was_not_seen_of_a_video_stands_in_its_metadata(index):
+    family, uri = index
+    rows = Index(str(uri)).dataset.to_table(["metadata"], filter="source = 'clips'").to_pylist()
+    told = [json.loads(row["metadata"]) for row in rows]
+    assert any(len(metadata["frames"]) > 2 for metadata in told)
+    for metadata in told:
+        is_thinned = FAMILIES[family][0] in THINNING and len(metadata["frames"]) > 2
+        assert metadata.get("frames_read") == (2 if is_thinned else None)
+    found = open_index(str(uri)).num_items(where="metadata LIKE '%frames_read%'")
+    assert found == sum("frames_read" in metadata for metadata in told)

@@ -355,8 +355,8 @@ def test_one_way_to_ask(index_uri, asked, capsys):
         search.main([index_uri, *asked])
     assert exit.value.code == 2
     assert capsys.readouterr().err == (
-        "error: one of QUERY, --image, --queries and --query-vectors is needed, and only one;"
-        " see --help\n"
+        "error: one of QUERY, --image or both, --queries and --query-vectors is needed, and"
+        " only one; see --help\n"
     )
 
 

@@ -1,38 +1,26 @@
-"""Pictures as queries over HTTP equal those in process."""
+"""Pictures as queries, with a text or without, over HTTP equal those in process."""
 
 from __future__ import annotations
 
+import base64
+
+import httpx2
 import pytest
 
-from pipeline import config, open_index
-from pipeline.index import job
+from pipeline import Composed, open_index
 from pipeline.serve.client import Client, ServerError
-from tests.pictures import noise, png
+from tests.pictures import index_photos
 
 pytestmark = pytest.mark.heavy
 
 
 def test_pictures_as_queries(briefly, checkpoint, tmp_path):
-    (tmp_path / "photos").mkdir()
-    photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
-    for name, photo in photos.items():
-        (tmp_path / "photos" / name).write_bytes(photo)
-    given = {
-        "index": str(tmp_path / "index"),
-        "source": {"name": "images", "path": str(tmp_path / "photos")},
-        "encoder": {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"},
-        "representations": [
-            {"compressor": "none"},
-            {"compressor": {"name": "hpool", "num_vectors": 8}},
-        ],
-    }
-    spec = config.parse(job.IndexSpec, given)
-    job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
-    url = briefly({"indexes": {"i": {"uri": given["index"]}}}, "pictures")
-    photo = photos["3.png"]
+    photos = index_photos(tmp_path, "colqwen2", checkpoint("colqwen2"))
+    uri, photo = str(tmp_path / "index"), photos["3.png"]
+    url = briefly({"indexes": {"i": {"uri": uri}}}, "pictures")
     with Client(url, tries=20) as client:
         assert client.indexes()[0].representations[0].queries == ["text", "image", "vectors"]
-        searcher = open_index(given["index"])
+        searcher = open_index(uri)
         assert client.search(photo, k=1).hits[0].item_id == "3.png"
         for query in (photo, "a bird"):
             found = client.search(query, representation="hpool_8", k=5, explain="map")
@@ -48,3 +36,52 @@ def test_pictures_as_queries(briefly, checkpoint, tmp_path):
         assert len(client.encode([photo, "a bird"]).queries[0].vectors) > 4
         with pytest.raises(ServerError, match="cannot be read"):
             client.search(b"GIF89a")
+        said = "is not read by the encoder of full; legal: a text, a picture .422"
+        with pytest.raises(ServerError, match=said) as error:
+            client.search(Composed("but in red", photo))
+        assert error.value.problem.field == "query"
+
+
+def test_a_text_and_a_picture_together(briefly, checkpoint, tmp_path):
+    photos = index_photos(tmp_path, "qwen_vl", checkpoint("qwen2_vl"), keep="visual")
+    uri, photo = str(tmp_path / "index"), photos["3.png"]
+    url = briefly({"indexes": {"i": {"uri": uri, "shards": 2}}}, "composed")
+    query = Composed("but in red", photo)
+    with Client(url, tries=20) as client:
+        kinds = ["text", "image", "composed", "vectors"]
+        assert client.indexes()[0].representations[0].queries == kinds
+        searcher = open_index(uri)
+        for name in ("full", "hpool_8"):
+            for score in ("late", "hybrid"):
+                how = {"k": 5, "score": score}
+                found = client.search(query, representation=name, explain="map", **how).hits
+                expected = searcher.search(query, name, **how)
+                assert [hit.item_id for hit in found] == [hit.item_id for hit in expected]
+                scores = [hit.score for hit in expected]
+                assert [hit.score for hit in found] == pytest.approx(scores, rel=1e-4)
+                tokens = [match.query_token for match in found[0].matches]
+                assert "but in red" in "".join(tokens) and found[0].map.query_tokens == tokens
+        some = [query, "but in red", photo, Composed("x", photo), Composed("but in red", photo)]
+        found = client.search_batch(some, k=3).results
+        assert found[0] == found[4] == client.search(query, k=3).hits
+        assert [found[0]] * 3 != found[1:4] and found[0] not in found[1:4]
+        again = client.search(query, k=2, representation="hpool_8", rerank={"depth": 5})
+        assert [hit.score for hit in again.hits] == pytest.approx(
+            [hit.score for hit in searcher.search(query, "full", k=2)], rel=1e-4
+        )
+        with pytest.raises(ServerError, match="at least one word"):
+            client.search(Composed(" ", photo))
+        with pytest.raises(ServerError, match="cannot be read"):
+            client.search(Composed("but in red", b"GIF89a"))
+    image = base64.b64encode(photo).decode()
+    with httpx2.Client(base_url=url, timeout=30) as http:
+        body = {"query": {"text": "but in red", "image": image}, "k": 3}
+        hits = http.post("/v1/search", json=body).json()["hits"]
+        assert [hit["item_id"] for hit in hits] == [hit.item_id for hit in found[0]]
+        for query, field in (
+            ({"text": "but in red"}, "query.image"),
+            ({"text": "", "image": image}, "query.text"),
+            ({"text": "x", "image": image, "vectors": [[1.0]]}, "query.vectors"),
+        ):
+            response = http.post("/v1/search", json={"query": query})
+            assert response.status_code == 422 and response.json()["error"]["field"] == field

@@ -1,0 +1,101 @@
+"""A text and a picture together as a query: in process, and as the search job takes them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import jobs
+from jobs import search
+from pipeline import Composed, open_index
+from pipeline.config import SpecError
+from pipeline.search.maps import Previews, light, similarity_map
+from tests.pictures import index_photos
+
+pytestmark = pytest.mark.heavy
+
+TEXT = "but in red"
+
+
+@pytest.fixture(scope="module")
+def photos(cluster, checkpoint, tmp_path_factory):
+    """The folder of an index of a tiny Qwen2-VL, and its photos."""
+    folder = tmp_path_factory.mktemp("composed")
+    model = checkpoint("qwen2_vl")
+    return folder, index_photos(folder, "qwen_vl", model, keep="visual")
+
+
+def test_hits_are_those_of_the_encoded_query(photos):
+    folder, of = photos
+    searcher = open_index(str(folder / "index"))
+    assert searcher.representation("full")[1]["queries"] == ["text", "image", "composed"]
+    queries = [Composed(TEXT, of["3.png"]), Composed("x", of["1.png"])]
+    encoder = searcher.encoder()
+    encoded = encoder.encode_composed([q.text for q in queries], [q.picture for q in queries])
+    for name in ("full", "hpool_8"):
+        for score in ("late", "single", "hybrid"):
+            found = searcher.search(queries, name, score=score)
+            assert found == searcher.search(encoded, name, score=score)
+            alone = searcher.search(queries[0], name, score=score)
+            assert [hit.item_id for hit in alone] == [hit.item_id for hit in found[0]]
+    parts = searcher.search(TEXT, score="single"), searcher.search(of["3.png"], score="single")
+    together = searcher.search(queries[0], score="single")
+    for part in parts:  # it is neither of its parts
+        assert [hit.score for hit in together] != pytest.approx([hit.score for hit in part])
+
+
+def test_what_matches_is_named_and_lit(photos):
+    folder, of = photos
+    searcher = open_index(str(folder / "index"))
+    query = Composed(TEXT, of["3.png"])
+    for name in ("full", "hpool_8"):
+        hit = searcher.search(query, name, k=1)[0]
+        tokens = [match.query_token for match in hit.matches]
+        # Of the query the text's tokens count, and those of the prompt; the picture's are dropped.
+        assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
+        assert all(place.box for match in hit.matches for place in match.places)
+        drawn = similarity_map(searcher, query, hit.item_id, name)
+        assert drawn.query_tokens == tokens and np.isfinite(drawn.values()).all()
+        assert drawn.score == pytest.approx(hit.score, abs=1e-3)
+        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+
+
+def test_what_is_no_query(photos, index_uri):
+    folder, of = photos
+    searcher = open_index(str(folder / "index"))
+    for query, said in (
+        (Composed(" ", of["3.png"]), "at least one word"),
+        (Composed(TEXT, b"GIF89a"), "cannot be read"),
+    ):
+        with pytest.raises(SpecError, match=f"^query: .*{said}"):
+            searcher.search(query)
+    with pytest.raises(SpecError, match="is not read by MiniLM; legal: a text$"):
+        open_index(index_uri).search(Composed(TEXT, of["3.png"]))
+
+
+def test_as_a_job(photos, tmp_path, capsys):
+    folder, of = photos
+    uri, photo = str(folder / "index"), str(folder / "photos" / "3.png")
+    expected = open_index(uri).search(Composed(TEXT, of["3.png"]), k=3)
+    search.main([uri, *TEXT.split(), "--image", photo, "--k", "3", "--json"])
+    hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [hit["item_id"] for hit in hits] == [hit.item_id for hit in expected]
+    assert [hit["score"] for hit in hits] == pytest.approx([hit.score for hit in expected])
+    maps, run = tmp_path / "maps", tmp_path / "run.trec"
+    search.main([uri, TEXT, "--image", photo, "--k", "2", "--save-maps", str(maps)])
+    assert "brightest: box" in capsys.readouterr().out
+    assert (maps / "1.png").read_bytes().startswith(b"\x89PNG")
+    search.main([uri, TEXT, "--image", photo, "--k", "2", "--run", str(run)])
+    assert "encoded" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
+
+
+def test_as_a_job_where_the_encoder_reads_texts_alone(photos, index_uri, capsys):
+    folder, _ = photos
+    with pytest.raises(SystemExit) as exit:
+        jobs.run(search.main, [index_uri, TEXT, "--image", str(folder / "photos" / "3.png")])
+    assert exit.value.code == 2
+    said = "query: 'a text and a picture together' is not read by MiniLM; legal: a text"
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", f"error: {said}")  # behind a bar of the library's

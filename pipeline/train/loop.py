@@ -86,7 +86,7 @@ class TrainSpec(config.Spec):
     output: Uri
     learner: LearnerSpec
     data: TrainingDataSpec
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 31)
     batch_size: int = Field(64, ge=2)
     part_size: int | None = Field(None, ge=1)
     accumulate: int = Field(1, ge=1)

@@ -52,11 +52,10 @@ class _Best(torch.autograd.Function):
         num_docs, num_tokens, _ = docs_BND.shape
         best = flat_TD.new_full((len(flat_TD), num_docs), LOWEST)
         winner = torch.zeros(best.shape, dtype=torch.int64, device=best.device)
-        if num_tokens:
+        if num_docs and num_tokens:
             for rows in _blocks(flat_TD, num_docs * num_tokens):
-                sim_TBN = (flat_TD[rows] @ docs_BND.reshape(-1, docs_BND.shape[2]).T).reshape(
-                    -1, num_docs, num_tokens
-                )
+                sim_TBN = flat_TD[rows] @ docs_BND.reshape(-1, docs_BND.shape[2]).T
+                sim_TBN = sim_TBN.reshape(-1, num_docs, num_tokens)
                 sim_TBN.masked_fill_(~doc_mask_BN, LOWEST)
                 torch.max(sim_TBN, dim=2, out=(best[rows], winner[rows]))
         ctx.save_for_backward(queries_QMD, docs_BND, winner)

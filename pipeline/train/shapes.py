@@ -61,7 +61,7 @@ class Scenes:
         radii = np.array(list(SIZES.values()))[self.attributes[..., 0], None]
         return np.concatenate([self.centres - radii, self.centres + radii], axis=2) / SIDE
 
-    def take(self, rows: Sequence[int]) -> Scenes:
+    def take(self, rows: Sequence[int] | slice) -> Scenes:
         """Some of the scenes."""
         return Scenes(self.attributes[rows], self.centres[rows], self.greys[rows])
 
@@ -100,6 +100,10 @@ class Captions:
 
     def __len__(self) -> int:
         return len(self.relations)
+
+    def take(self, rows: slice) -> Captions:
+        """Some of the captions."""
+        return Captions(self.phrases[rows], self.relations[rows])
 
     @classmethod
     def of(cls, parts: Iterable[Captions]) -> Captions:

@@ -15,8 +15,9 @@ from pipeline import config
 from pipeline.train.data import Batch, Phrases, TrainingData, own_share
 from pipeline.train.shapes import Captions, Scenes, captions_of, phrase, scenes_of
 
-#: Series of scenes which are never trained on: the seeds of training runs are smaller.
-HELD_OUT = 1 << 32
+#: Series of scenes from here on are never trained on; those of runs are below. Both are one word of
+#: a generator's seed: of longer numbers the words could be those of a series and a scene's number.
+HELD_OUT = 1 << 31
 
 
 class Shapes(TrainingData):
@@ -68,22 +69,25 @@ class Shapes(TrainingData):
         else:
             np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
         own = own_share(self.batch_size, worker, num_workers)
-        for number in range(first, self.num_batches):
-            start = number * self.batch_size
-            numbers = scene_N[start : start + self.batch_size][own].tolist()
+        for batch in range(first, self.num_batches):
+            start = batch * self.batch_size
+            numbers = scene_N[start : start + self.batch_size].tolist()
             scenes = scenes_of(series, numbers)
-            # Of repeated scenes each has captions of its own, whichever batch it is in.
-            groups = [numbers] if spec.fresh else [[number] for number in numbers]
+            # Of repeated scenes each has captions of its own, whichever batch it is in. All workers
+            # make those of the whole batch, so that their number changes none.
+            rows = range(len(numbers))
+            groups = [list(rows)] if spec.fresh else [[row] for row in rows]
             captions = Captions.of(
                 captions_of(
-                    scenes_of(series, group),
-                    np.random.default_rng([self.seed, group[0], spec.captions]),
+                    scenes.take(group),
+                    np.random.default_rng([self.seed, numbers[group[0]], spec.captions]),
                     spec.captions,
                     share,
                 )[0]
                 for group in groups
-            )
-            yield batch_of(scenes, captions, [f"{series}/{number}" for number in numbers])
+            ).take(slice(own.start * spec.captions, own.stop * spec.captions))
+            keys = [f"{series}/{number}" for number in numbers[own]]
+            yield batch_of(scenes.take(own), captions, keys)
 
     def held_out(self) -> Batch:
         """Scenes of another series, a caption of two objects and a phrase for each."""

@@ -1,0 +1,132 @@
+"""Scores, objectives and their gradients against a literal reading in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.train import losses
+from pipeline.train.losses import info_nce, kl_divergence, late_scores, margin_mse
+
+
+def literal_late(queries, query_mask, docs, doc_mask):
+    """SMART, eq. 4, pair by pair."""
+    rows = []
+    for query, is_word in zip(queries, query_mask, strict=True):
+        row = []
+        for doc, is_token in zip(docs, doc_mask, strict=True):
+            words, tokens = query[is_word], doc[is_token]
+            if len(words) == 0 or len(tokens) == 0:
+                row.append(query.sum() * 0)
+                continue
+            row.append((words @ tokens.T).max(dim=1).values.mean())
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def some_tokens(seed: int, dim: int = 5):
+    random = torch.Generator().manual_seed(seed)
+    queries = torch.randn(4, 6, dim, generator=random, dtype=torch.float64)
+    docs = torch.randn(7, 9, dim, generator=random, dtype=torch.float64)
+    query_mask = torch.rand(4, 6, generator=random) < 0.7
+    doc_mask = torch.rand(7, 9, generator=random) < 0.7
+    doc_mask[3] = False  # a document without tokens
+    query_mask[2] = False  # a query without words
+    return queries, query_mask, docs, doc_mask
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("block", [1, 100, 1 << 22])
+def test_scores_and_gradients_are_those_of_the_equation(seed, block, monkeypatch):
+    monkeypatch.setitem(losses.BLOCK_NUMBERS, "cpu", block)
+    queries, query_mask, docs, doc_mask = some_tokens(seed)
+    weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (queries, docs)]
+    expected = literal_late(leaves[0], query_mask, leaves[1], doc_mask)
+    (expected * weights).sum().backward()
+    own = [t.float().requires_grad_() for t in (queries, docs)]
+    scores = late_scores(own[0], query_mask, own[1], doc_mask)
+    (scores * weights.float()).sum().backward()
+    torch.testing.assert_close(scores.double(), expected, atol=1e-5, rtol=0)
+    for one, other in zip(own, leaves, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-5, rtol=0)
+
+
+def test_padding_has_no_score_and_no_gradient():
+    queries, query_mask, docs, doc_mask = some_tokens(0)
+    docs = docs.masked_fill(~doc_mask.unsqueeze(2), 1e6).requires_grad_()
+    late_scores(queries, query_mask, docs, doc_mask).sum().backward()
+    assert (docs.grad[~doc_mask] == 0).all()
+    assert docs.grad[doc_mask].abs().sum() > 0
+
+
+def test_no_documents_have_no_scores():
+    queries, query_mask, docs, doc_mask = some_tokens(0)
+    assert late_scores(queries, query_mask, docs[:0], doc_mask[:0]).shape == (4, 0)
+    none = late_scores(queries, query_mask, docs[:, :0], doc_mask[:, :0])
+    assert (none == 0).all()
+
+
+def test_half_precision_regions_do_not_reach_into_it():
+    queries, query_mask, docs, doc_mask = some_tokens(1)
+    plain = late_scores(queries, query_mask, docs, doc_mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = late_scores(queries, query_mask, docs, doc_mask)
+    torch.testing.assert_close(within, plain, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_info_nce_is_eq_7(seed):
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.randn(5, 8, generator=random, dtype=torch.float64)
+    positive = torch.rand(5, 8, generator=random) < 0.3
+    positive[0] = False  # a query without a positive
+    total, count = 0.0, 0
+    for row in range(5):
+        if positive[row].any():
+            exp = [math.exp(s / 0.2) for s in scores[row].tolist()]
+            of_positives = sum(e for e, p in zip(exp, positive[row].tolist(), strict=True) if p)
+            total -= math.log(of_positives / sum(exp))
+            count += 1
+    loss = info_nce(scores, positive, 0.2)
+    assert loss.item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_query_without_a_positive_leaves_no_nan():
+    scores = torch.randn(3, 4, requires_grad=True)
+    positive = torch.zeros(3, 4, dtype=torch.bool)
+    info_nce(scores, positive, 0.1).backward()
+    assert (scores.grad == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_distillation_is_what_the_equations_say(seed):
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 6, generator=random, dtype=torch.float64)
+    teacher = torch.randn(4, 6, generator=random, dtype=torch.float64)
+    teacher[torch.rand(4, 6, generator=random) < 0.3] = torch.nan
+    teacher[1, 1:] = torch.nan  # nothing to be compared with
+    positive = torch.zeros(4, 6, dtype=torch.bool)
+    positive[:, 0] = positive[2, 3] = True
+    divergences, squares = [], []
+    for s, t, p in zip(scores.tolist(), teacher.tolist(), positive.tolist(), strict=True):
+        there = [i for i in range(6) if not math.isnan(t[i])]
+        if len(there) > 1:
+            total_t = sum(math.exp(t[i]) for i in there)
+            total_s = sum(math.exp(s[i] / 0.5) for i in there)
+            divergences.append(
+                sum(
+                    math.exp(t[i]) / total_t
+                    * (t[i] - math.log(total_t) - s[i] / 0.5 + math.log(total_s))
+                    for i in there
+                )
+            )  # fmt: skip
+        squares += [
+            ((s[i] - s[j]) - (t[i] - t[j])) ** 2 for i in there for j in there if p[i] and not p[j]
+        ]
+    expected = sum(divergences) / len(divergences)
+    assert kl_divergence(scores, teacher, 0.5).item() == pytest.approx(expected, abs=1e-5)
+    expected = sum(squares) / len(squares)
+    assert margin_mse(scores, teacher, positive).item() == pytest.approx(expected, rel=1e-5)

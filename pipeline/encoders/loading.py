@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator
+from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from pipeline import config
@@ -36,6 +37,7 @@ SETTINGS = [
 ]
 #: Of a LoRA adapter as peft writes it.
 ADAPTER_SETTINGS = ["adapter_config.json"]
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: One of each must be there: the library would else take an image processor, or a tokenizer without
 #: words, of no model at all.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -91,17 +93,24 @@ def adapter_of(spec: CheckpointSpec, files: Iterable[str]) -> Path | None:
     """The folder of the adapter, if there is one.
 
     Raises:
-        SpecError: for `adapter`: there is none at that place, or it is none of peft's.
+        SpecError: for `adapter`: there is none at that place, it is none of peft's, or its weights
+            are not safetensors.
     """
     if spec.adapter is None:
         return None
+    files = list(files)
     try:
-        folder = find_checkpoint(spec.adapter, None, list(files), LEGAL)
+        folder = find_checkpoint(spec.adapter, None, files, LEGAL)
     except SpecError as error:
         raise SpecError("adapter", error.value, error.legal, error.problem) from None
     if not (folder / "adapter_config.json").is_file():
         legal = "a LoRA adapter as peft writes it"
         raise SpecError("adapter", spec.adapter, legal, "has no adapter_config.json")
+    # Of an adapter on the hub they may not be there yet. peft would read a pickle instead.
+    are_there = Path(spec.adapter).is_dir() or set(WEIGHTS) <= set(files)
+    if are_there and not (folder / ADAPTER_WEIGHTS).is_file():
+        legal = "an adapter with safetensors (pickled weights are not loaded)"
+        raise SpecError("adapter", spec.adapter, legal, f"has no {ADAPTER_WEIGHTS}")
     return folder
 
 
@@ -137,7 +146,7 @@ def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
         raise SpecError("model", spec.model, legal, "has no config.json")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         legal = f"a model that transformers can load ({_said(error)})"
         raise SpecError("model", spec.model, legal, "cannot be loaded") from None
 
@@ -186,22 +195,29 @@ def load_model(
         model, found = model_class.from_pretrained(
             folder,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=spec.attention,
             dtype=getattr(torch, spec.dtype),
             **options,
         )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if "out of memory" in str(error).lower():
             raise
         legal = f"a checkpoint of a {model_class.__name__}"
         raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
+    # In the place of both the library makes random ones up.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith(may_lack))
-    if missing:  # the library makes random ones up
+    if missing:
         legal = f"a checkpoint of a {model_class.__name__}"
         problem = f"has no weights {', '.join(missing[:3])}"
         raise SpecError("model", spec.model, legal, problem)
+    if found["mismatched_keys"]:
+        name, there, wanted = min(found["mismatched_keys"])
+        there, wanted = (" x ".join(map(str, shape)) for shape in (there, wanted))
+        legal = f"a checkpoint whose weights are of the shapes that its config.json says ({wanted})"
+        raise SpecError("model", spec.model, legal, f"has {name} of {there}")
     adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)
@@ -217,15 +233,31 @@ def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTr
         SpecError: peft is not installed, or the adapter is one of another model.
     """
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError:
         legal = "the package peft installed, or no adapter"
         raise SpecError("adapter", spec.adapter, legal, "needs peft") from None
+    legal = f"a LoRA adapter of {spec.model}"
     try:
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    except (ValueError, KeyError, RuntimeError) as error:
-        legal = f"an adapter of {spec.model}"
-        raise SpecError("adapter", spec.adapter, legal, _said(error)) from None
+        settings = PeftConfig.from_pretrained(str(adapter))
+        if settings.peft_type != "LORA":
+            raise SpecError(
+                "adapter", spec.adapter, legal, f"is of peft's type {settings.peft_type}"
+            )
+        tuned = PeftModel(model, settings)
+        found = tuned.load_adapter(str(adapter), tuned.active_adapter)
+    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise SpecError(
+            "adapter", spec.adapter, legal, f"cannot be read ({_said(error)})"
+        ) from None
+    # Layers without a weight would stay as they are, and weights without a layer be left out.
+    for keys, problem in (
+        (found.missing_keys, "has no weights"),
+        (found.unexpected_keys, "has weights of no layer of the model:"),
+    ):
+        if keys:
+            raise SpecError("adapter", spec.adapter, legal, f"{problem} {min(keys)}")
+    return tuned.merge_and_unload()
 
 
 def fingerprint_of(
@@ -263,4 +295,7 @@ def sha256(path: Path) -> str:
 
 
 def _said(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """The first line of what an error says; of torch's, which only announces, the first two."""
+    first, second, *_ = [*str(error).splitlines(), "", ""]
+    said = f"{first} {second.strip()}" if first.endswith(":") else first
+    return said or type(error).__name__

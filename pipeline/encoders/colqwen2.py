@@ -25,6 +25,7 @@ class ColQwen2Reader(RetrievalReader):
     """A picture is scaled to sides that are multiples of its patches."""
 
     processor_class = ColQwen2Processor
+    query_ends = ("", "\n")
 
     def __init__(self, spec: ColQwen2.Spec):
         bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}

@@ -15,6 +15,7 @@ from PIL import Image
 from pydantic import Field
 from transformers import PreTrainedModel, ProcessorMixin
 
+from pipeline.config import SpecError
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     PROCESSOR_FILES,
@@ -30,6 +31,7 @@ from pipeline.encoders.sequences import (
     ModelInput,
     Reader,
     SequenceEncoder,
+    ids_between,
     layers_of,
     names_of,
     pictures_of,
@@ -116,11 +118,16 @@ class Retrieval(SequenceEncoder):
 class RetrievalReader(Reader):
     """Pictures and queries through the checkpoint's processor.
 
+    A query is put together as the processor does it, but for this: special tokens that are spelled
+    out in it are its own characters. The processor would take a picture's for a picture.
+
     Args:
         options: of the processor.
     """
 
     processor_class: ClassVar[type[ProcessorMixin]]
+    #: What stands before the prefix of a query, and behind its augmentation tokens.
+    query_ends: ClassVar[tuple[str, str]] = ("", "")
 
     def __init__(self, spec: RetrievalSpec, **options: Any):
         super().__init__(spec)
@@ -129,6 +136,9 @@ class RetrievalReader(Reader):
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
+        if processor.query_augmentation_token is None:
+            legal = "a checkpoint whose tokenizer has a pad_token"
+            raise SpecError("model", spec.model, legal, "has none")
 
     @abstractmethod
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
@@ -153,12 +163,12 @@ class RetrievalReader(Reader):
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
         """A query with its prefix, and augmentation tokens behind it."""
-        suffix = self.processor.query_augmentation_token * self.spec.num_augmentation
-        read = self.processor.process_queries([text], suffix=suffix, return_tensors="pt")
-        ids = read["input_ids"][0]
-        kinds = text_kinds(self.processor.tokenizer, ids)
-        query = ModelInput.of(self.query_inputs(ids), {}, kinds)
-        return query, names_of(self.processor.tokenizer, query)
+        processor, (first, last) = self.processor, self.query_ends
+        suffix = processor.query_augmentation_token * self.spec.num_augmentation
+        tokenizer = processor.tokenizer
+        ids = ids_between(tokenizer, first + processor.query_prefix, text, suffix + last)
+        query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
+        return query, names_of(tokenizer, query)
 
     def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model reads of a query, by name."""

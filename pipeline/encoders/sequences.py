@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -627,6 +628,27 @@ def text_kinds(tokenizer: Any, ids: torch.Tensor) -> torch.Tensor:
     """(L,) int8: special tokens as `SPECIAL`, all others as `TEXT`."""
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=ids.dtype)
     return torch.where(torch.isin(ids, special), SPECIAL, TEXT)
+
+
+def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Tensor:
+    """(L,) the ids of a text between two parts of a prompt, which may have special tokens.
+
+    None that is spelled out in the text is one.
+    """
+    names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    begin = max((found.end() for found in special.finditer(before)), default=0)
+    found = special.search(after)
+    end = found.start() if found else len(after)
+    # What is plain around the text is read with it: a token may be of both.
+    own = before[begin:] + text + after[:end]
+    ids = []
+    for part, is_own in ((before[:begin], False), (own, True), (after[end:], False)):
+        options = {"add_special_tokens": False, "split_special_tokens": is_own, "verbose": False}
+        ids += tokenizer(part, **options)["input_ids"]
+    whole, plain = (tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False))
+    start = whole.index(plain[0])
+    return torch.tensor(whole[:start] + ids + whole[start + len(plain) :])
 
 
 def make_bidirectional(language_model: torch.nn.Module) -> None:

@@ -5,6 +5,9 @@ ColPali, ColQwen2 and ColModernVBert: what they have in common; and of each what
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pyarrow as pa
 import pytest
 import torch
@@ -125,6 +128,31 @@ def test_queries(encoder, reference):
     for none in ([], [" "]):
         with pytest.raises(SpecError, match="query"):
             encoder.encode_queries(none)
+
+
+def test_special_tokens_spelled_out_in_a_query_are_its_own_characters(encoder):
+    processor = encoder.reader(encoder.spec).processor
+    tokenizer = processor.tokenizer
+    (plain,) = encoder.encode_queries(["drag"]).token_texts
+    every = {processor.image_token, *tokenizer.all_special_tokens}
+    for token in every:
+        queries = encoder.encode_queries([f"drag {token} lift"])
+        (names,) = queries.token_texts
+        assert names.count(token) == plain.count(token)
+        own = tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert len(own) > 1 and len(names) >= len(plain) + len(own)
+        assert queries.tokens.mask.all() and queries.tokens.vectors.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "token"), [("colpali", "bos"), ("colqwen2", "pad")])
+def test_a_tokenizer_that_lacks_a_token_of_queries(checkpoint, tmp_path, name, token):
+    shutil.copytree(checkpoint(name), tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {f"{token}_token": None}))
+    spec = ENCODERS.resolve({"name": name, "model": str(tmp_path / "model")})
+    with pytest.raises(SpecError, match=f"whose tokenizer has a {token}_token"):
+        ENCODERS.load(name).check(spec)
 
 
 def test_only_visual_tokens(encoder, build):

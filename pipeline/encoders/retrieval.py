@@ -19,13 +19,16 @@ from pipeline.config import SpecError
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     PROCESSOR_FILES,
+    SETTINGS,
     TOKENIZER_FILES,
     CheckpointSpec,
     check_checkpoint,
     fingerprint_of,
+    folder_of,
     load_model,
     load_processor,
     require_one_of,
+    settings_of,
 )
 from pipeline.encoders.sequences import (
     ModelInput,
@@ -133,6 +136,8 @@ class RetrievalReader(Reader):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
+        settings = settings_of(spec, folder_of(spec, SETTINGS)).vlm_config
+        self.most = settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
@@ -162,11 +167,18 @@ class RetrievalReader(Reader):
         return read, names_of(self.processor.tokenizer, read)
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
-        """A query with its prefix, and augmentation tokens behind it."""
+        """A query with its prefix, and augmentation tokens behind it.
+
+        Raises:
+            SpecError: the model has no place for that many tokens.
+        """
         processor, (first, last) = self.processor, self.query_ends
         suffix = processor.query_augmentation_token * self.spec.num_augmentation
         tokenizer = processor.tokenizer
         ids = ids_between(tokenizer, first + processor.query_prefix, text, suffix + last)
+        if len(ids) > self.most:
+            legal = f"a text of at most {self.most} tokens with what is put around it"
+            raise SpecError("query", text, legal, f"has {len(ids)}")
         query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
         return query, names_of(tokenizer, query)
 

@@ -144,6 +144,13 @@ def test_special_tokens_spelled_out_in_a_query_are_its_own_characters(encoder):
         assert queries.tokens.mask.all() and queries.tokens.vectors.isfinite().all()
 
 
+def test_a_query_that_is_too_long(encoder):
+    most = encoder.model.config.vlm_config.text_config.max_position_embeddings
+    with pytest.raises(SpecError, match=f"at most {most} tokens") as caught:
+        encoder.encode_queries(["drag " * most])
+    assert caught.value.field == "query"
+
+
 @pytest.mark.parametrize(("name", "token"), [("colpali", "bos"), ("colqwen2", "pad")])
 def test_a_tokenizer_that_lacks_a_token_of_queries(checkpoint, tmp_path, name, token):
     shutil.copytree(checkpoint(name), tmp_path / "model")

@@ -174,6 +174,29 @@ def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -
         raise SpecError("model", spec.model, legal, problem) from None
 
 
+def check_patches(spec: CheckpointSpec, images: Any, vision: PretrainedConfig) -> None:
+    """Checks an image processor of Qwen2-VL's kind against the tower that sees its patches.
+
+    Raises:
+        SpecError: it is one of another model, or `min_pixels` is more than `max_pixels`; of those
+            the spec may have one and the checkpoint the other.
+    """
+    for own, of_model in (
+        ("patch_size", "patch_size"),
+        ("merge_size", "spatial_merge_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+    ):
+        given, wanted = getattr(images, own), getattr(vision, of_model)
+        if given != wanted:
+            legal = f"a checkpoint whose image processor has {own} {wanted}, as its model has"
+            raise SpecError("model", spec.model, legal, f"has one of {given}")
+    least, most = images.size["shortest_edge"], images.size["longest_edge"]
+    if least > most:
+        if spec.max_pixels is None:
+            raise SpecError("min_pixels", least, f"at most {most} (the checkpoint's max_pixels)")
+        raise SpecError("max_pixels", most, f"at least {least} (min_pixels)")
+
+
 def load_model(
     spec: CheckpointSpec,
     model_class: Any,

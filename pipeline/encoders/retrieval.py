@@ -136,8 +136,8 @@ class RetrievalReader(Reader):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
-        settings = settings_of(spec, folder_of(spec, SETTINGS)).vlm_config
-        self.most = settings.text_config.max_position_embeddings
+        self.settings = settings_of(spec, folder_of(spec, SETTINGS)).vlm_config
+        self.most = self.settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix

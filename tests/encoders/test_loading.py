@@ -110,6 +110,41 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(data[: round(share * len(data))])
 
 
+# -- image processors ------------------------------------------------------------------------------
+
+QWEN = [("colqwen2", "colqwen2"), ("qwen_vl", "qwen3_vl"), ("qwen_omni", "qwen2_5_omni")]
+QWEN += [("jina_v4", "jina_v4")]
+
+
+@pytest.mark.parametrize(("name", "family"), QWEN)
+def test_patches_of_another_model(checkpoint, tmp_path, name, family):
+    shutil.copytree(checkpoint(family), tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*processor_config.json")
+    path.write_text(path.read_text().replace('"patch_size": ', '"patch_size": 1'))
+    error = refused(resolve(tmp_path / "model", name=name))
+    assert error.field == "model" and "whose image processor has patch_size" in str(error)
+
+
+@pytest.mark.parametrize(("name", "family"), QWEN)
+@pytest.mark.parametrize(
+    ("bounds", "field"),
+    [
+        ({"min_pixels": 1000, "max_pixels": 100}, "max_pixels"),
+        ({"min_pixels": 10**9}, "min_pixels"),
+        ({"max_pixels": 1}, "max_pixels"),
+    ],
+)
+def test_bounds_of_a_picture_that_exclude_each_other(checkpoint, name, family, bounds, field):
+    error = refused(resolve(checkpoint(family), name=name, **bounds))
+    assert error.field == field and "_pixels)" in str(error)
+
+
+@pytest.mark.parametrize("place", ["<|image_pad|>", "<|AUDIO|>"])
+def test_a_prompt_in_which_a_picture_is_written_out(checkpoint, place):
+    with pytest.raises(SpecError, match="document_prompt.* alone stands for pictures"):
+        resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=place + "{content}")
+
+
 # -- adapters --------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from PIL import Image
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
 from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
 from pipeline.encoders.attention import recording
 from pipeline.encoders.loading import CheckpointSpec
@@ -40,6 +41,8 @@ READ = "model_inputs"
 CONTENT = (VISUAL, AUDIO, TEXT)
 #: Pictures that a query may be.
 PICTURES = ("PNG", "JPEG", "WEBP")
+#: Pixels of a query picture as a model is given it, and of its file.
+MOST_PIXELS, MOST_INPUT_PIXELS = 4_000_000, 200_000_000
 
 
 @dataclass(frozen=True)
@@ -557,19 +560,24 @@ def join(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 def opened(data: bytes) -> Image.Image:
-    """A query picture, upright and in RGB.
+    """A query picture as the source of pictures gives items by default.
+
+    The same photo is the same picture then: upright, on white where it is transparent, of eight
+    bits, and made smaller where it is large.
 
     Raises:
         SpecError: it is none.
     """
-    from PIL import ImageOps
-
+    legal = f"a file of {', '.join(PICTURES)}"
     try:
-        with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        legal = f"a file of {', '.join(PICTURES)}"
+        Image.open(io.BytesIO(data), formats=PICTURES).close()
+        seen = decode(data, max_pixels=MOST_PIXELS, max_input_pixels=MOST_INPUT_PIXELS)
+    except Unreadable as error:
+        raise SpecError("query", "the picture", legal, f"cannot be read ({error})") from None
+    except (OSError, ValueError, SyntaxError):
         raise SpecError("query", "the picture", legal, "cannot be read") from None
+    with Image.open(io.BytesIO(seen["image"])) as picture:
+        return picture.convert("RGB")
 
 
 def pictures_of(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:

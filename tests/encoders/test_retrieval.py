@@ -5,18 +5,24 @@ ColPali, ColQwen2 and ColModernVBert: what they have in common; and of each what
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
+from pipeline.encoders.sequences import opened
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
+from pipeline.sources.images import Images
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
 from tests.encoders.batches import of_items
@@ -24,6 +30,8 @@ from tests.pictures import noise, pictures, png
 
 #: Transformers' class of each, without the ending that its model and its processor have.
 CLASSES = {"colpali": "ColPali", "colqwen2": "ColQwen2", "colmodernvbert": "ColModernVBert"}
+#: Settings of the source of pictures.
+LIMITS = ("max_pixels", "max_input_pixels")
 SIZES = [(50, 60), (100, 40), (33, 33), (64, 96)]
 
 
@@ -195,6 +203,29 @@ def test_a_picture_as_a_query_is_read_as_a_page(encoder):
     assert len(queries.token_texts[0]) == batch.lengths[0]
     with pytest.raises(SpecError, match="cannot be read"):
         encoder.encode_pictures([b"GIF89a"])
+
+
+def test_a_query_picture_is_seen_as_the_source_of_pictures_gives_it():
+    seen = noise(40, 30)
+    transparent = seen.convert("RGBA")
+    transparent.putalpha(Image.linear_gradient("L").resize(seen.size))
+    deep = Image.fromarray(np.asarray(seen.convert("L")).astype(np.uint16) * 257)
+    palette = seen.quantize(16)
+    palette.info["transparency"] = 3
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for picture, options in (
+        (transparent, {}),
+        (deep, {}),
+        (palette, {}),
+        (seen, {"exif": turned}),
+        (noise(2500, 2000), {}),
+    ):
+        file = io.BytesIO()
+        picture.save(file, "PNG", **options)
+        limits = {name: Images.Spec.model_fields[name].default for name in LIMITS}
+        expected = Image.open(io.BytesIO(decode(file.getvalue(), **limits)["image"]))
+        assert np.array_equal(np.asarray(opened(file.getvalue())), np.asarray(expected))
 
 
 def test_frames_are_read_one_by_one(encoder):

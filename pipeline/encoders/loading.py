@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
@@ -72,7 +73,7 @@ class CheckpointSpec(config.Spec):
     @classmethod
     def _make_folder_absolute(cls, model: str | None) -> str | None:
         # Actors run in other working directories.
-        is_folder = model is not None and Path(model).expanduser().is_dir()
+        is_folder = bool(model) and Path(model).expanduser().is_dir()
         return config.absolute(model) if is_folder else model
 
 
@@ -212,6 +213,10 @@ def load_model(
     Raises:
         SpecError: the weights cannot be loaded.
     """
+    # Where the weights go, which may be another machine than the one that checked the spec.
+    if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        problem = "needs the package flash-attn and a GPU"
+        raise SpecError("attention", spec.attention, "sdpa or eager", problem)
     folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import ColPaliForRetrieval
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
@@ -71,7 +72,14 @@ def test_code_of_a_checkpoint_is_never_run(folder):
         resolve(folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize("model", ["nobody/nothing", "no such folder", "../nowhere"])
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="there is flash attention")
+def test_flash_attention_that_is_not_there(checkpoint):
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.build(resolve(checkpoint("colpali"), attention="flash_attention_2"))
+    assert caught.value.field == "attention"
+
+
+@pytest.mark.parametrize("model", ["", "nobody/nothing", "no such folder", "../nowhere"])
 def test_what_is_not_there(model):
     error = refused(resolve(model))
     assert error.field == "model" and error.value == model

@@ -154,3 +154,21 @@ def test_a_frame_has_its_time(index):
     start, end = hit.span["start"], hit.span["end"]
     assert any(place.box for place in places) and all(place.times for place in places)
     assert all(start <= place.times[0] < place.times[1] <= end + 4 for place in places)
+
+
+def test_weights_that_cannot_be_loaded_are_the_encoders_model(
+    cluster, checkpoint, folder, tmp_path
+):
+    shutil.copytree(checkpoint("colpali"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    given = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "images", "path": str(folder / "photos")},
+        "encoder": {"name": "colpali", "model": str(tmp_path / "model")},
+        "representations": [{"compressor": "none"}],
+    }
+    spec, resources = config.parse(job.IndexSpec, given), job.IndexResources()
+    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+        job.run(spec, resources, job="1", report=lambda line: None)
+    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+        job.dry_run(spec, resources, None, lambda line: None)

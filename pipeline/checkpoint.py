@@ -23,7 +23,7 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], lega
     Raises:
         SpecError: for `model`: it is neither.
     """
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():  # an empty path is the working directory's
         return Path(model)
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
         raise SpecError("model", model, legal, "is not a folder")

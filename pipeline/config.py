@@ -19,6 +19,9 @@ import fsspec
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
+#: Characters of a value in a message.
+MOST_SHOWN = 400
+
 
 class SpecError(ValueError):
     """A user's input is not legal: names the field, the value and what is legal.
@@ -27,11 +30,20 @@ class SpecError(ValueError):
 
     >>> str(SpecError("num_vectors", 0, "an integer >= 1"))
     'num_vectors: 0 is not legal; legal: an integer >= 1'
+
+    Of a long value the message has the beginning and the end.
+
+    >>> len(str(SpecError("query", "a" * 1_000_000, "a text of at most 512 tokens"))) < 500
+    True
     """
 
     def __init__(self, field: str, value: Any, legal: str, problem: str = "is not legal"):
         self.field, self.value, self.legal, self.problem = field, value, legal, problem
-        super().__init__(f"{field}: {value!r} {problem}; legal: {legal}")
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN:  # a query may be a book
+            half = MOST_SHOWN // 2
+            shown = f"{shown[:half]} ... {shown[-half:]}"
+        super().__init__(f"{field}: {shown} {problem}; legal: {legal}")
 
     def __reduce__(self):  # crosses process boundaries in Ray
         return SpecError, (self.field, self.value, self.legal, self.problem)

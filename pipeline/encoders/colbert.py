@@ -264,7 +264,10 @@ class Usage:
 
 
 class ColBERTReader(Reader):
-    """Texts through the checkpoint's tokenizer, with marks around them."""
+    """Texts through the checkpoint's tokenizer, with marks around them.
+
+    Special tokens that are spelled out in a text are its own characters.
+    """
 
     def __init__(self, spec: ColBERT.Spec):
         super().__init__(spec)
@@ -340,7 +343,11 @@ class ColBERTReader(Reader):
     def _tokens_of(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids of a text's tokens, and the characters of each without the space before it."""
         read = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_offsets_mapping=True,
+            verbose=False,
         )
         spans = [
             (stop - (len(text[start:stop].lstrip()) or stop - start), stop)

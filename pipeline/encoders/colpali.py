@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import ColPaliForRetrieval, ColPaliProcessor
 
+from pipeline.config import SpecError
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
 from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import PROMPT, VISUAL
@@ -21,6 +22,13 @@ class ColPaliReader(RetrievalReader):
     """A picture is squeezed into a square, so that each patch is a cell of the whole of it."""
 
     processor_class = ColPaliProcessor
+
+    def __init__(self, spec: ColPali.Spec):
+        super().__init__(spec)
+        if self.processor.tokenizer.bos_token is None:
+            legal = "a checkpoint whose tokenizer has a bos_token"
+            raise SpecError("model", spec.model, legal, "has none")
+        self.query_ends = (self.processor.tokenizer.bos_token, "\n")
 
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
         """The patches row by row, and the prompt behind them."""

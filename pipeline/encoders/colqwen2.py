@@ -16,6 +16,7 @@ from pydantic import Field
 from transformers import ColQwen2ForRetrieval, ColQwen2Processor
 
 from pipeline.decoding import Unreadable
+from pipeline.encoders.loading import check_patches
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
 from pipeline.encoders.sequences import ModelInput, make_bidirectional, raster
 from pipeline.tokens import PROMPT, VISUAL
@@ -25,11 +26,13 @@ class ColQwen2Reader(RetrievalReader):
     """A picture is scaled to sides that are multiples of its patches."""
 
     processor_class = ColQwen2Processor
+    query_ends = ("", "\n")
 
     def __init__(self, spec: ColQwen2.Spec):
         bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
         given = {name: value for name, value in bounds.items() if value is not None}
         super().__init__(spec, **given)
+        check_patches(spec, self.processor.image_processor, self.settings.vision_config)
 
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
         """The merged patches row by row, between the parts of the prompt.

@@ -334,6 +334,7 @@ class DualReader(Reader):
             [text.lower() if self.spec.lowercase else text],
             max_length=most,
             truncation=False,
+            split_special_tokens=True,  # those spelled out in it are its own characters
             return_tensors="pt",
             return_attention_mask=True,
             verbose=False,

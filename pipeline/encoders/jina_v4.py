@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from pipeline.config import SpecError
@@ -208,13 +208,23 @@ class JinaReader(QwenReader):
         return self.named(read, text)
 
 
-def _tensors(folder: Path, wanted: re.Pattern) -> Iterator[tuple[re.Match, torch.Tensor]]:
-    """Those of a folder's files whose names match in full."""
+def _tensors(
+    folder: Path, wanted: re.Pattern, field: str, value: str
+) -> Iterator[tuple[re.Match, torch.Tensor]]:
+    """Those of a folder's files whose names match in full.
+
+    Raises:
+        SpecError: for `field`: a file is damaged.
+    """
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                if found := wanted.fullmatch(name):
-                    yield found, file.get_tensor(name)
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    if found := wanted.fullmatch(name):
+                        yield found, file.get_tensor(name)
+        except SafetensorError as error:
+            legal = "a folder with safetensors files"
+            raise SpecError(field, value, legal, f"cannot be read ({error})") from None
 
 
 def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
@@ -224,7 +234,7 @@ def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
         SpecError: it has none, as those have not that are made for other engines.
     """
     wanted = re.compile(rf"{PROJECTOR}\.(weight|bias)")
-    found = {name[1]: tensor for name, tensor in _tensors(folder, wanted)}
+    found = {name[1]: tensor for name, tensor in _tensors(folder, wanted, "model", spec.model)}
     if missing := {"weight", "bias"} - found.keys():
         legal = "a checkpoint of a jina-embeddings-v4"
         problem = f"has no weights {PROJECTOR}.{min(missing)}"
@@ -252,7 +262,12 @@ def _products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Tensor, 
     """
     legal = "a LoRA adapter of jina-embeddings-v4 as peft writes it"
     where = spec.adapter or str(folder)
-    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise SpecError("adapter", where, legal, "has no legal adapter_config.json")
     if unknown := [way for way in OTHER_WAYS if settings.get(way)]:
         raise SpecError("adapter", where, legal, f"has {unknown[0]}")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -261,7 +276,7 @@ def _products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Tensor, 
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     products: dict[str, dict[str, torch.Tensor]] = {}
     tasks = set()
-    for found, tensor in _tensors(folder, LORA):
+    for found, tensor in _tensors(folder, LORA, "adapter", where):
         name, which, task = found.groups()
         tasks.add(task)
         if task == spec.task:

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import safetensors
 import torch
 from pydantic import Field, field_validator
+from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
@@ -37,6 +39,7 @@ SETTINGS = [
 ]
 #: Of a LoRA adapter as peft writes it.
 ADAPTER_SETTINGS = ["adapter_config.json"]
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: One of each must be there: the library would else take an image processor, or a tokenizer without
 #: words, of no model at all.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -71,7 +74,7 @@ class CheckpointSpec(config.Spec):
     @classmethod
     def _make_folder_absolute(cls, model: str | None) -> str | None:
         # Actors run in other working directories.
-        is_folder = model is not None and Path(model).expanduser().is_dir()
+        is_folder = bool(model) and Path(model).expanduser().is_dir()
         return config.absolute(model) if is_folder else model
 
 
@@ -92,17 +95,24 @@ def adapter_of(spec: CheckpointSpec, files: Iterable[str]) -> Path | None:
     """The folder of the adapter, if there is one.
 
     Raises:
-        SpecError: for `adapter`: there is none at that place, or it is none of peft's.
+        SpecError: for `adapter`: there is none at that place, it is none of peft's, or its weights
+            are not safetensors.
     """
     if spec.adapter is None:
         return None
+    files = list(files)
     try:
-        folder = find_checkpoint(spec.adapter, None, list(files), LEGAL)
+        folder = find_checkpoint(spec.adapter, None, files, LEGAL)
     except SpecError as error:
         raise SpecError("adapter", error.value, error.legal, error.problem) from None
     if not (folder / "adapter_config.json").is_file():
         legal = "a LoRA adapter as peft writes it"
         raise SpecError("adapter", spec.adapter, legal, "has no adapter_config.json")
+    # Of an adapter on the hub they may not be there yet. peft would read a pickle instead.
+    are_there = Path(spec.adapter).is_dir() or set(WEIGHTS) <= set(files)
+    if are_there and not (folder / ADAPTER_WEIGHTS).is_file():
+        legal = "an adapter with safetensors (pickled weights are not loaded)"
+        raise SpecError("adapter", spec.adapter, legal, f"has no {ADAPTER_WEIGHTS}")
     return folder
 
 
@@ -138,7 +148,7 @@ def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
         raise SpecError("model", spec.model, legal, "has no config.json")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         legal = f"a model that transformers can load ({_said(error)})"
         raise SpecError("model", spec.model, legal, "cannot be loaded") from None
 
@@ -166,6 +176,29 @@ def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -
         raise SpecError("model", spec.model, legal, problem) from None
 
 
+def check_patches(spec: CheckpointSpec, images: Any, vision: PretrainedConfig) -> None:
+    """Checks an image processor of Qwen2-VL's kind against the tower that sees its patches.
+
+    Raises:
+        SpecError: it is one of another model, or `min_pixels` is more than `max_pixels`; of those
+            the spec may have one and the checkpoint the other.
+    """
+    for own, of_model in (
+        ("patch_size", "patch_size"),
+        ("merge_size", "spatial_merge_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+    ):
+        given, wanted = getattr(images, own), getattr(vision, of_model)
+        if given != wanted:
+            legal = f"a checkpoint whose image processor has {own} {wanted}, as its model has"
+            raise SpecError("model", spec.model, legal, f"has one of {given}")
+    least, most = images.size["shortest_edge"], images.size["longest_edge"]
+    if least > most:
+        if spec.max_pixels is None:
+            raise SpecError("min_pixels", least, f"at most {most} (the checkpoint's max_pixels)")
+        raise SpecError("max_pixels", most, f"at least {least} (min_pixels)")
+
+
 def load_model(
     spec: CheckpointSpec,
     model_class: Any,
@@ -181,28 +214,39 @@ def load_model(
     Raises:
         SpecError: the weights cannot be loaded.
     """
+    # Where the weights go, which may be another machine than the one that checked the spec.
+    if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        problem = "needs the package flash-attn and a GPU"
+        raise SpecError("attention", spec.attention, "sdpa or eager", problem)
     folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:
         model, found = model_class.from_pretrained(
             folder,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=spec.attention,
             dtype=getattr(torch, spec.dtype),
             **options,
         )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if "out of memory" in str(error).lower():
             raise
         legal = f"a checkpoint of a {model_class.__name__}"
         raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
+    # In the place of both the library makes random ones up.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith(may_lack))
-    if missing:  # the library makes random ones up
+    if missing:
         legal = f"a checkpoint of a {model_class.__name__}"
         problem = f"has no weights {', '.join(missing[:3])}"
         raise SpecError("model", spec.model, legal, problem)
+    if found["mismatched_keys"]:
+        name, there, wanted = min(found["mismatched_keys"])
+        there, wanted = (" x ".join(map(str, shape)) for shape in (there, wanted))
+        legal = f"a checkpoint whose weights are of the shapes that its config.json says ({wanted})"
+        raise SpecError("model", spec.model, legal, f"has {name} of {there}")
     adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)
@@ -218,15 +262,31 @@ def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTr
         SpecError: peft is not installed, or the adapter is one of another model.
     """
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError:
         legal = "the package peft installed, or no adapter"
         raise SpecError("adapter", spec.adapter, legal, "needs peft") from None
+    legal = f"a LoRA adapter of {spec.model}"
     try:
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    except (ValueError, KeyError, RuntimeError) as error:
-        legal = f"an adapter of {spec.model}"
-        raise SpecError("adapter", spec.adapter, legal, _said(error)) from None
+        settings = PeftConfig.from_pretrained(str(adapter))
+        if settings.peft_type != "LORA":
+            raise SpecError(
+                "adapter", spec.adapter, legal, f"is of peft's type {settings.peft_type}"
+            )
+        tuned = PeftModel(model, settings)
+        found = tuned.load_adapter(str(adapter), tuned.active_adapter)
+    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise SpecError(
+            "adapter", spec.adapter, legal, f"cannot be read ({_said(error)})"
+        ) from None
+    # Layers without a weight would stay as they are, and weights without a layer be left out.
+    for keys, problem in (
+        (found.missing_keys, "has no weights"),
+        (found.unexpected_keys, "has weights of no layer of the model:"),
+    ):
+        if keys:
+            raise SpecError("adapter", spec.adapter, legal, f"{problem} {min(keys)}")
+    return tuned.merge_and_unload()
 
 
 def linear_in(
@@ -298,4 +358,7 @@ def sha256(path: Path) -> str:
 
 
 def _said(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """The first line of what an error says; of torch's, which only announces, the first two."""
+    first, second, *_ = [*str(error).splitlines(), "", ""]
+    said = f"{first} {second.strip()}" if first.endswith(":") else first
+    return said or type(error).__name__

@@ -36,6 +36,7 @@ from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     CheckpointSpec,
     check_checkpoint,
+    check_patches,
     fingerprint_of,
     load_model,
     load_processor,
@@ -78,6 +79,8 @@ BOUNDARIES = (
     *("<|vision_start|>", "<|vision_end|>"),
     *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),  # of Qwen2.5-Omni
 )
+#: Stand where pictures and sound go, for each of their tokens: of Qwen-VL, and of Qwen2.5-Omni.
+PLACES = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>")
 #: Codes of `mm_token_type_ids`.
 OF_TEXT, OF_IMAGES, OF_VIDEOS = range(3)
 
@@ -88,6 +91,10 @@ Shown = tuple[Image.Image, float, float]
 def _check_prompt(prompt: str) -> str:
     if prompt.count(CONTENT) != 1:
         raise SpecError("", prompt, f"a text with {CONTENT} in it once")
+    for place in PLACES:
+        if place in prompt:
+            legal = f"a text in which {CONTENT} alone stands for pictures and sound"
+            raise SpecError("", prompt, legal, f"has {place}")
     return prompt
 
 
@@ -320,6 +327,7 @@ class QwenReader(Reader):
         bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
         given = {name: value for name, value in bounds.items() if value is not None}
         self.images = load_processor(spec, Qwen2VLImageProcessorPil, **given)
+        check_patches(spec, self.images, settings.vision_config)
         self.tokenizer = load_processor(spec, AutoTokenizer)
         self.settings = settings
         self.limit = min(spec.max_item_tokens, settings.get_text_config().max_position_embeddings)

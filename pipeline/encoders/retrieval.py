@@ -17,25 +17,30 @@ from pydantic import Field, field_validator
 from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline import config
+from pipeline.config import SpecError
 from pipeline.encoders import Attention
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     PROCESSOR_FILES,
+    SETTINGS,
     TOKENIZER_FILES,
     WEIGHTS,
     CheckpointSpec,
     check_checkpoint,
     fingerprint_of,
+    folder_of,
     hashed,
     linear_in,
     load_model,
     load_processor,
     require_one_of,
+    settings_of,
 )
 from pipeline.encoders.sequences import (
     ModelInput,
     Reader,
     SequenceEncoder,
+    ids_between,
     layers_of,
     names_of,
     pictures_of,
@@ -146,19 +151,29 @@ class Retrieval(SequenceEncoder):
 class RetrievalReader(Reader):
     """Pictures and queries through the checkpoint's processor.
 
+    A query is put together as the processor does it, but for this: special tokens that are spelled
+    out in it are its own characters. The processor would take a picture's for a picture.
+
     Args:
         options: of the processor.
     """
 
     processor_class: ClassVar[type[ProcessorMixin]]
+    #: What stands before the prefix of a query, and behind its augmentation tokens.
+    query_ends: ClassVar[tuple[str, str]] = ("", "")
 
     def __init__(self, spec: RetrievalSpec, **options: Any):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
+        self.settings = settings_of(spec, folder_of(spec, SETTINGS)).vlm_config
+        self.most = self.settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
+        if processor.query_augmentation_token is None:
+            legal = "a checkpoint whose tokenizer has a pad_token"
+            raise SpecError("model", spec.model, legal, "has none")
 
     @abstractmethod
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
@@ -182,13 +197,20 @@ class RetrievalReader(Reader):
         return read, names_of(self.processor.tokenizer, read)
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
-        """A query with its prefix, and augmentation tokens behind it."""
-        suffix = self.processor.query_augmentation_token * self.spec.num_augmentation
-        read = self.processor.process_queries([text], suffix=suffix, return_tensors="pt")
-        ids = read["input_ids"][0]
-        kinds = text_kinds(self.processor.tokenizer, ids)
-        query = ModelInput.of(self.query_inputs(ids), {}, kinds)
-        return query, names_of(self.processor.tokenizer, query)
+        """A query with its prefix, and augmentation tokens behind it.
+
+        Raises:
+            SpecError: the model has no place for that many tokens.
+        """
+        processor, (first, last) = self.processor, self.query_ends
+        suffix = processor.query_augmentation_token * self.spec.num_augmentation
+        tokenizer = processor.tokenizer
+        ids = ids_between(tokenizer, first + processor.query_prefix, text, suffix + last)
+        if len(ids) > self.most:
+            legal = f"a text of at most {self.most} tokens with what is put around it"
+            raise SpecError("query", text, legal, f"has {len(ids)}")
+        query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
+        return query, names_of(tokenizer, query)
 
     def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model reads of a query, by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from PIL import Image
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
 from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
 from pipeline.encoders.attention import recording
 from pipeline.encoders.loading import CheckpointSpec
@@ -40,6 +42,8 @@ READ = "model_inputs"
 CONTENT = (VISUAL, AUDIO, TEXT)
 #: Pictures that a query may be.
 PICTURES = ("PNG", "JPEG", "WEBP")
+#: Pixels of a query picture as a model is given it, and of its file.
+MOST_PIXELS, MOST_INPUT_PIXELS = 4_000_000, 200_000_000
 
 
 @dataclass(frozen=True)
@@ -614,19 +618,24 @@ def join(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 def opened(data: bytes) -> Image.Image:
-    """A query picture, upright and in RGB.
+    """A query picture as the source of pictures gives items by default.
+
+    The same photo is the same picture then: upright, on white where it is transparent, of eight
+    bits, and made smaller where it is large.
 
     Raises:
         SpecError: it is none.
     """
-    from PIL import ImageOps
-
+    legal = f"a file of {', '.join(PICTURES)}"
     try:
-        with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        legal = f"a file of {', '.join(PICTURES)}"
+        Image.open(io.BytesIO(data), formats=PICTURES).close()
+        seen = decode(data, max_pixels=MOST_PIXELS, max_input_pixels=MOST_INPUT_PIXELS)
+    except Unreadable as error:
+        raise SpecError("query", "the picture", legal, f"cannot be read ({error})") from None
+    except (OSError, ValueError, SyntaxError):
         raise SpecError("query", "the picture", legal, "cannot be read") from None
+    with Image.open(io.BytesIO(seen["image"])) as picture:
+        return picture.convert("RGB")
 
 
 def pictures_of(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:
@@ -685,6 +694,27 @@ def text_kinds(tokenizer: Any, ids: torch.Tensor) -> torch.Tensor:
     """(L,) int8: special tokens as `SPECIAL`, all others as `TEXT`."""
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=ids.dtype)
     return torch.where(torch.isin(ids, special), SPECIAL, TEXT)
+
+
+def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Tensor:
+    """(L,) the ids of a text between two parts of a prompt, which may have special tokens.
+
+    None that is spelled out in the text is one.
+    """
+    names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    begin = max((found.end() for found in special.finditer(before)), default=0)
+    found = special.search(after)
+    end = found.start() if found else len(after)
+    # What is plain around the text is read with it: a token may be of both.
+    own = before[begin:] + text + after[:end]
+    ids = []
+    for part, is_own in ((before[:begin], False), (own, True), (after[end:], False)):
+        options = {"add_special_tokens": False, "split_special_tokens": is_own, "verbose": False}
+        ids += tokenizer(part, **options)["input_ids"]
+    whole, plain = (tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False))
+    start = whole.index(plain[0])
+    return torch.tensor(whole[:start] + ids + whole[start + len(plain) :])
 
 
 def make_bidirectional(language_model: torch.nn.Module) -> None:

@@ -673,7 +673,8 @@ _gone = ray.remote(listing.gone_rows)
 
 @ray.remote
 def _facts(spec: Spec) -> EncoderFacts:
-    return EncoderFacts.of(ENCODERS.build(spec), spec)
+    with within("encoder"):
+        return EncoderFacts.of(ENCODERS.build(spec), spec)
 
 
 @ray.remote
@@ -701,7 +702,8 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     Nothing is fitted: compressors that learn are left out, and of codecs that learn the bytes are
     known without.
     """
-    facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+    with within("encoder"):
+        facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
     plain = CODECS.resolve("float16")
     every = every_representation(spec)
     codecs = {r.id: codec for r in every if (codec := CODECS.build(r.codec)).needs_fit}

@@ -149,6 +149,17 @@ def test_what_a_query_is_made_of(build):
         names(" ")
 
 
+@pytest.mark.parametrize("token", ["[CLS]", "[SEP]", "[MASK]", "[PAD]"])
+def test_special_tokens_spelled_out_in_a_text_are_its_own_characters(encoder, token):
+    reader = encoder.reader(encoder.spec)
+    number = reader.tokenizer.convert_tokens_to_ids(token)
+    query, _ = reader.text(f"drag {token}")
+    (document,) = reader.item({"text": f"drag {token}"})
+    for read in (query, document):
+        spelled = read.sequence["input_ids"][read.spans[:, 0] >= len("drag ")]
+        assert len(spelled) > 1 and number not in spelled
+
+
 def test_whether_a_query_sees_what_fills_it_up(build):
     plain, seeing = (
         build("colbert_bert", attend_to_augmentation=on).encode_queries(["lift"]).tokens.vectors

@@ -218,6 +218,14 @@ def test_case_does_not_matter_unless_it_is_asked_for(build):
     assert not torch.allclose(pooled("HEAT", lowercase=False), pooled("heat"), atol=1e-3)
 
 
+def test_special_tokens_spelled_out_in_a_text_are_its_own_characters(encoder):
+    reader = encoder.reader(encoder.spec)
+    token = reader.processor.tokenizer.eos_token
+    spelled, blank = (reader.text(text)[0].sequence["input_ids"] for text in (token, "a"))
+    number = reader.processor.tokenizer.eos_token_id
+    assert spelled.tolist().count(number) == blank.tolist().count(number)
+
+
 def test_a_picture_as_a_query_is_read_as_an_item(encoder):
     (image,), items = pictures((40, 24))
     (batch,) = of_items(encoder, items)

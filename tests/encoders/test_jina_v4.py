@@ -274,3 +274,22 @@ def test_fingerprints(build, encoder, checkpoint, tmp_path):
     described = folder / "adapters" / "adapter_config.json"
     described.write_text(described.read_text().replace('"lora_alpha": 4', '"lora_alpha": 5'))
     assert build(model=str(folder)).fingerprint != encoder.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "field"),
+    [
+        ("model.safetensors", None, "model"),
+        ("adapters/adapter_model.safetensors", None, "adapter"),
+        ("adapters/adapter_config.json", b'{"r": 2', "adapter"),
+        ("adapters/adapter_config.json", b"[]", "adapter"),
+    ],
+)
+def test_damaged_files(checkpoint, tmp_path, file, content, field):
+    shutil.copytree(checkpoint("jina_v4"), tmp_path / "model")
+    path = tmp_path / "model" / file
+    path.write_bytes(path.read_bytes()[:100] if content is None else content)
+    spec = ENCODERS.resolve({"name": "jina_v4", "model": str(tmp_path / "model")})
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.load("jina_v4").check(spec)
+    assert caught.value.field == field

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import ColPaliForRetrieval
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
@@ -62,6 +63,8 @@ def test_a_class_that_is_not_known(folder):
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "model_type": "mystery"}))
     assert "cannot be loaded" in str(refused(resolve(folder)))
+    (folder / "config.json").write_text("null")
+    assert "cannot be loaded" in str(refused(resolve(folder)))
 
 
 def test_code_of_a_checkpoint_is_never_run(folder):
@@ -69,7 +72,14 @@ def test_code_of_a_checkpoint_is_never_run(folder):
         resolve(folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize("model", ["nobody/nothing", "no such folder", "../nowhere"])
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="there is flash attention")
+def test_flash_attention_that_is_not_there(checkpoint):
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.build(resolve(checkpoint("colpali"), attention="flash_attention_2"))
+    assert caught.value.field == "attention"
+
+
+@pytest.mark.parametrize("model", ["", "nobody/nothing", "no such folder", "../nowhere"])
 def test_what_is_not_there(model):
     error = refused(resolve(model))
     assert error.field == "model" and error.value == model
@@ -83,6 +93,64 @@ def test_weights_that_are_missing(folder):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match="has no weights embedding_proj_layer"):
         ENCODERS.build(resolve(folder))
+
+
+def test_weights_of_another_shape(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["embedding_proj_layer.weight"] = torch.zeros(3, 5)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SpecError, match=r"has embedding_proj_layer.weight of 3 x 5; .*\(16 x 32\)"):
+        ENCODERS.build(resolve(folder))
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_weights_that_are_cut_off(folder, share):
+    cut(folder / "model.safetensors", share)
+    with pytest.raises(SpecError, match="cannot be loaded") as caught:
+        ENCODERS.build(resolve(folder))
+    assert caught.value.field == "model"
+
+
+def cut(path: Path, share: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: round(share * len(data))])
+
+
+# -- image processors ------------------------------------------------------------------------------
+
+QWEN = [("colqwen2", "colqwen2"), ("qwen_vl", "qwen3_vl"), ("qwen_omni", "qwen2_5_omni")]
+QWEN += [("jina_v4", "jina_v4")]
+
+
+@pytest.mark.parametrize(("name", "family"), QWEN)
+def test_patches_of_another_model(checkpoint, tmp_path, name, family):
+    shutil.copytree(checkpoint(family), tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*processor_config.json")
+    path.write_text(path.read_text().replace('"patch_size": ', '"patch_size": 1'))
+    error = refused(resolve(tmp_path / "model", name=name))
+    assert error.field == "model" and "whose image processor has patch_size" in str(error)
+
+
+@pytest.mark.parametrize(("name", "family"), QWEN)
+@pytest.mark.parametrize(
+    ("bounds", "field"),
+    [
+        ({"min_pixels": 1000, "max_pixels": 100}, "max_pixels"),
+        ({"min_pixels": 10**9}, "min_pixels"),
+        ({"max_pixels": 1}, "max_pixels"),
+    ],
+)
+def test_bounds_of_a_picture_that_exclude_each_other(checkpoint, name, family, bounds, field):
+    error = refused(resolve(checkpoint(family), name=name, **bounds))
+    assert error.field == field and "_pixels)" in str(error)
+
+
+@pytest.mark.parametrize("place", ["<|image_pad|>", "<|AUDIO|>"])
+def test_a_prompt_in_which_a_picture_is_written_out(checkpoint, place):
+    with pytest.raises(SpecError, match="document_prompt.* alone stands for pictures"):
+        resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=place + "{content}")
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -141,3 +209,49 @@ def test_an_adapter_of_another_model(checkpoint, adapter):
     with pytest.raises(SpecError) as caught:
         ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
     assert caught.value.field == "adapter"
+
+
+def spoil(adapter: Path, change) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file(change(weights), adapter / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: {name: w[name] for name in sorted(w)[::2]}, "has no weights .*lora_B"),
+        (lambda w: {n.replace("vlm.", ""): w[n] for n in w}, "has no weights .*q_proj.lora_A"),
+        (lambda w: w | {"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)}, "nowhere"),
+        (lambda w: w | {min(w): torch.zeros(3, 3)}, r"size mismatch .*\[3, 3\]"),
+    ],
+    ids=["half of it", "other names", "a layer too many", "another shape"],
+)
+def test_an_adapter_that_does_not_fit_is_not_merged_in_part(checkpoint, adapter, change, says):
+    spoil(adapter, change)
+    with pytest.raises(SpecError, match=says) as caught:
+        ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    assert caught.value.field == "adapter" and "\n" not in str(caught.value)
+
+
+def test_a_pickled_adapter_is_not_loaded(checkpoint, adapter):
+    from safetensors.torch import load_file
+
+    path = adapter / "adapter_model.safetensors"
+    torch.save(load_file(path), adapter / "adapter_model.bin")
+    path.unlink()
+    error = refused(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    assert error.field == "adapter" and "pickled weights are not loaded" in str(error)
+
+
+def test_a_damaged_adapter(checkpoint, adapter):
+    spec = resolve(checkpoint("colpali"), adapter=str(adapter))
+    cut(adapter / "adapter_model.safetensors", 0.5)
+    with pytest.raises(SpecError, match="cannot be read"):
+        ENCODERS.build(spec)
+    for settings in ("", "[]", "{}", "null", '{"peft_type": "IA3"}'):
+        (adapter / "adapter_config.json").write_text(settings)
+        with pytest.raises(SpecError) as caught:
+            ENCODERS.build(spec)
+        assert caught.value.field == "adapter"

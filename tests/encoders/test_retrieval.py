@@ -5,17 +5,26 @@ ColPali, ColQwen2 and ColModernVBert: what they have in common; and of each what
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
+
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
+from pipeline.encoders.sequences import opened
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.maxsim import maxsim
 from pipeline.search.packed import PackedVectors
+from pipeline.sources.images import Images
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
 from tests.encoders.batches import of_items
@@ -23,6 +32,8 @@ from tests.pictures import noise, pictures, png
 
 #: Transformers' class of each, without the ending that its model and its processor have.
 CLASSES = {"colpali": "ColPali", "colqwen2": "ColQwen2", "colmodernvbert": "ColModernVBert"}
+#: Settings of the source of pictures.
+LIMITS = ("max_pixels", "max_input_pixels")
 SIZES = [(50, 60), (100, 40), (33, 33), (64, 96)]
 
 
@@ -156,6 +167,38 @@ def test_scores_are_those_of_the_library(encoder):
     assert (alone, padded) == (pytest.approx(-1, abs=1e-5), 0)
 
 
+def test_special_tokens_spelled_out_in_a_query_are_its_own_characters(encoder):
+    processor = encoder.reader(encoder.spec).processor
+    tokenizer = processor.tokenizer
+    (plain,) = encoder.encode_queries(["drag"]).token_texts
+    every = {processor.image_token, *tokenizer.all_special_tokens}
+    for token in every:
+        queries = encoder.encode_queries([f"drag {token} lift"])
+        (names,) = queries.token_texts
+        assert names.count(token) == plain.count(token)
+        own = tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert len(own) > 1 and len(names) >= len(plain) + len(own)
+        assert queries.tokens.mask.all() and queries.tokens.vectors.isfinite().all()
+
+
+def test_a_query_that_is_too_long(encoder):
+    most = encoder.model.config.vlm_config.text_config.max_position_embeddings
+    with pytest.raises(SpecError, match=f"at most {most} tokens") as caught:
+        encoder.encode_queries(["drag " * most])
+    assert caught.value.field == "query"
+
+
+@pytest.mark.parametrize(("name", "token"), [("colpali", "bos"), ("colqwen2", "pad")])
+def test_a_tokenizer_that_lacks_a_token_of_queries(checkpoint, tmp_path, name, token):
+    shutil.copytree(checkpoint(name), tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {f"{token}_token": None}))
+    spec = ENCODERS.resolve({"name": name, "model": str(tmp_path / "model")})
+    with pytest.raises(SpecError, match=f"whose tokenizer has a {token}_token"):
+        ENCODERS.load(name).check(spec)
+
+
 def test_only_visual_tokens(encoder, build):
     _, items = pictures(*SIZES)
     visual = build(encoder.spec.name, keep="visual")
@@ -189,6 +232,29 @@ def test_a_picture_as_a_query_is_read_as_a_page(encoder):
     assert len(queries.token_texts[0]) == batch.lengths[0]
     with pytest.raises(SpecError, match="cannot be read"):
         encoder.encode_pictures([b"GIF89a"])
+
+
+def test_a_query_picture_is_seen_as_the_source_of_pictures_gives_it():
+    seen = noise(40, 30)
+    transparent = seen.convert("RGBA")
+    transparent.putalpha(Image.linear_gradient("L").resize(seen.size))
+    deep = Image.fromarray(np.asarray(seen.convert("L")).astype(np.uint16) * 257)
+    palette = seen.quantize(16)
+    palette.info["transparency"] = 3
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for picture, options in (
+        (transparent, {}),
+        (deep, {}),
+        (palette, {}),
+        (seen, {"exif": turned}),
+        (noise(2500, 2000), {}),
+    ):
+        file = io.BytesIO()
+        picture.save(file, "PNG", **options)
+        limits = {name: Images.Spec.model_fields[name].default for name in LIMITS}
+        expected = Image.open(io.BytesIO(decode(file.getvalue(), **limits)["image"]))
+        assert np.array_equal(np.asarray(opened(file.getvalue())), np.asarray(expected))
 
 
 def test_frames_are_read_one_by_one(encoder):

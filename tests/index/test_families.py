@@ -171,3 +171,21 @@ def test_what_was_not_seen_of_a_video_stands_in_its_metadata(index):
         assert metadata.get("frames_read") == (2 if is_thinned else None)
     found = open_index(str(uri)).num_items(where="metadata LIKE '%frames_read%'")
     assert found == sum("frames_read" in metadata for metadata in told)
+
+
+def test_weights_that_cannot_be_loaded_are_the_encoders_model(
+    cluster, checkpoint, folder, tmp_path
+):
+    shutil.copytree(checkpoint("colpali"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    given = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "images", "path": str(folder / "photos")},
+        "encoder": {"name": "colpali", "model": str(tmp_path / "model")},
+        "representations": [{"compressor": "none"}],
+    }
+    spec, resources = config.parse(job.IndexSpec, given), job.IndexResources()
+    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+        job.run(spec, resources, job="1", report=lambda line: None)
+    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+        job.dry_run(spec, resources, None, lambda line: None)

@@ -22,10 +22,10 @@ from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import distributed
-from pipeline.train.data import Batch, TrainingData
+from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
 from pipeline.train.learner import Embedded, Learner, joined
-from pipeline.train.losses import info_nce, late_scores
+from pipeline.train.losses import LOWEST, info_nce, late_scores
 from pipeline.train.quality import grounding, ranking
 
 if TYPE_CHECKING:
@@ -259,7 +259,9 @@ class Contrastive(Learner):
         every_fact = {name: gathered(tensor) for name, tensor in facts.items()}
         temperature = (-self.log_scale).exp()
         positive_QB = data.relevant(facts["query"], every_fact["document"])
-        scores_QB = self.scores(embedded, every)
+        # What only fills up a batch is nothing that a query could choose.
+        is_filler_B = (every_fact["document"] == NOTHING).all(dim=1)
+        scores_QB = self.scores(embedded, every).masked_fill(is_filler_B, LOWEST)
         loss = info_nce(scores_QB, positive_QB, temperature)
         if self.spec.symmetric:
             alone = num_workers() == 1
@@ -329,7 +331,7 @@ class Contrastive(Learner):
 
 def _everything(data: TrainingData) -> Iterator[Batch]:
     """One worker's share of all that is trained on, and what quality is measured on."""
-    yield from data.batches(0, 0, distributed.rank(), num_workers())
+    yield from data.everything(distributed.rank(), num_workers())
     held_out = data.held_out()
     if held_out is not None and distributed.rank() == 0:
         yield held_out

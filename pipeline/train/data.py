@@ -90,6 +90,13 @@ class TrainingData(ABC):
         All workers have equally many batches; `batch_size` counts over all of them.
         """
 
+    def everything(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """One worker's share of all queries and documents that epochs have, if they repeat.
+
+        Here those of the first epoch: data that leave out others in each have more.
+        """
+        return self.batches(0, 0, worker, num_workers)
+
     def held_out(self) -> Batch | None:
         """What quality is measured on while training, as one batch; None: there is nothing."""
         return None

@@ -66,7 +66,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
             yield {"manifest": manifest, "problem": _told(error)}
     else:
         try:
-            rows = _rows_of_value(fs.cat_file(f"{folder}/{manifest}"), manifest)
+            rows = _read_value(fs.cat_file(f"{folder}/{manifest}"), manifest)
         except (Unreadable, OSError) as error:
             yield {"manifest": manifest, "problem": _told(error)}
             return
@@ -123,20 +123,29 @@ def _told(error: Unreadable | OSError) -> list[str]:
 # -- one JSON value ----------------------------------------------------------------------------
 
 
-def _rows_of_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
     """(where, fields) of each image of a JSON file in one of its forms."""
     try:
-        value = parse_line(data)
+        rows = rows_of_value(parse_line(data))
     except (ValueError, RecursionError) as error:  # a UnicodeError is a ValueError
         raise Unreadable("damaged manifest", str(error)) from None
+    return [(f"{manifest}#{number}", image) for number, image in enumerate(rows)]
+
+
+def rows_of_value(value: Any) -> list[dict[str, Any]]:
+    """The images of a JSON value in one of its forms, each with its `captions`.
+
+    Raises:
+        Unreadable: it has another form.
+    """
     images = value.get("images") if isinstance(value, dict) else value
     if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
         forms = "neither a list of objects nor COCO's {images: [...], annotations: [...]}"
         raise Unreadable("damaged manifest", forms)
-    if isinstance(value, dict):
-        is_karpathy = any("sentences" in image for image in images)
-        images = _karpathy(images) if is_karpathy else _coco(images, value.get("annotations"))
-    return [(f"{manifest}#{number}", image) for number, image in enumerate(images)]
+    if not isinstance(value, dict):
+        return images
+    is_karpathy = any("sentences" in image for image in images)
+    return _karpathy(images) if is_karpathy else _coco(images, value.get("annotations"))
 
 
 def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,188 @@
+"""Boxes of what is in a picture: COCO's, those of Flickr30K Entities, and what is legal of all."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from pipeline.config import SpecError
+from pipeline.train.rows import NO_BOXES
+
+#: Smaller ones, as shares of the picture, are left out (SaMer's public code).
+LEAST_AREA = 0.005
+#: Pixels that a box may stand out of its picture: annotations are rounded.
+TOLERANCE = 1.0
+
+_PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+) ([^\]]*)\]")
+
+#: A phrase, and its boxes (M, 4).
+Phrase = tuple[str, np.ndarray]
+
+
+def checked(boxes: Any, field: str, where: str) -> np.ndarray:
+    """(M, 4) float32 boxes x0 y0 x1 y1 that are given as shares of the picture.
+
+    Raises:
+        SpecError: for `field`: they are in pixels, outside the picture, or no boxes.
+    """
+    legal = "boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    try:
+        found = np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
+    except (TypeError, ValueError):
+        raise SpecError(field, boxes, legal, f"in {where} are no boxes") from None
+    is_pixels = bool((found > 2).any())
+    is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # also of what is no number
+    found = found.clip(0, 1)
+    if is_pixels or is_outside:
+        problem = "are in pixels" if is_pixels else "stand out of the picture"
+        raise SpecError(field, boxes, legal, f"in {where} {problem}")
+    if (found[:, :2] >= found[:, 2:]).any():
+        raise SpecError(field, boxes, legal, f"in {where} have no area")
+    return large(found)
+
+
+def shares(box: Sequence[float], width: float, height: float, field: str, where: str) -> np.ndarray:
+    """(4,) a box x0 y0 x1 y1 in pixels as shares of its picture.
+
+    >>> shares([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
+    [0.5, 0.0, 1.0, 1.0]
+
+    Raises:
+        SpecError: for `field`: it stands out of the picture.
+    """
+    found = np.asarray(box, dtype=np.float64)
+    size = np.array([width, height, width, height], dtype=np.float64)
+    if not ((found >= -TOLERANCE) & (found <= size + TOLERANCE)).all():
+        legal = f"boxes within the picture, {width:g} x {height:g} pixels"
+        value = [float(side) for side in box]
+        raise SpecError(field, value, legal, f"in {where} stands out of the picture")
+    return (found / size).clip(0, 1)
+
+
+def large(boxes: np.ndarray) -> np.ndarray:
+    """Those that are not too small, as (M, 4) float32."""
+    boxes = np.asarray(boxes, dtype=np.float32).reshape(-1, 4)
+    return boxes[area(boxes) >= LEAST_AREA]
+
+
+def area(boxes: np.ndarray) -> np.ndarray:
+    """(M,) of (M, 4)."""
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
+    """The boxes of each picture, by its id, in COCO's form of instances; crowds are left out.
+
+    Raises:
+        SpecError: for `instances`, naming the annotation.
+    """
+    legal = "COCO's instances: {images: [{id, width, height}], annotations: [{image_id, bbox}]}"
+    sizes: dict[str, tuple[float, float]] = {}
+    boxes: dict[str, list[np.ndarray]] = {}
+    largest = 0.0
+    try:
+        for image in value["images"]:
+            sizes[str(image["id"])] = float(image["width"]), float(image["height"])
+        for number, annotation in enumerate(value["annotations"]):
+            if annotation.get("iscrowd"):
+                continue
+            where = f"annotation {annotation.get('id', number)} of {file}"
+            own = str(annotation["image_id"])
+            x, y, width, height = map(float, annotation["bbox"])
+            largest = max(largest, x + width, y + height)
+            if own not in sizes:
+                raise SpecError("instances", own, "ids of its images", f"in {where} is none")
+            box = shares([x, y, x + width, y + height], *sizes[own], "instances", where)
+            boxes.setdefault(own, []).append(box)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, SpecError):
+            raise
+        problem = f"has another form ({type(error).__name__}: {error})"
+        raise SpecError("instances", file, legal, problem) from None
+    if boxes and largest <= 1:
+        legal = "bbox: [x, y, width, height] in pixels"
+        raise SpecError("instances", file, legal, "has boxes as shares")
+    return {own: large(np.stack(every)) for own, every in boxes.items()}
+
+
+class Entities:
+    """Flickr30K Entities: which words of a caption are a phrase, and where that is seen.
+
+    Args:
+        folder: with `Sentences` and `Annotations`.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._last: tuple[str, list[tuple[str, list[Phrase]]]] | None = None
+
+    def read(self, image_id: str) -> list[tuple[str, list[Phrase]]]:
+        """The captions of a picture with their phrases, the largest first.
+
+        Phrases whose boxes are all too small, or that have none, are left out; one that a caption
+        has twice is one.
+
+        Raises:
+            SpecError: for `entities`, naming the file.
+        """
+        if self._last is not None and self._last[0] == image_id:
+            return self._last[1]
+        boxes = self._boxes(image_id)
+        file = posixpath.join(self._folder, "Sentences", f"{image_id}.txt")
+        lines = [line for line in _read(file).decode("utf-8-sig").splitlines() if line.strip()]
+        captions = []
+        for number, line in enumerate(lines, start=1):
+            text = _PHRASE.sub(r"\3", line)
+            if "/EN#" in text or not text.strip():
+                legal = "phrases [/EN#<number>/<type> words]"
+                raise SpecError("entities", line[:80], legal, f"stands in line {number} of {file}")
+            found: dict[str, Phrase] = {}
+            for chain, _, words in _PHRASE.findall(line):
+                if len(boxes.get(chain, NO_BOXES)):
+                    found.setdefault(chain, (words, boxes[chain]))
+            phrases = sorted(found.values(), key=lambda phrase: -float(area(phrase[1]).max()))
+            captions.append((text, phrases))
+        self._last = image_id, captions
+        return captions
+
+    def _boxes(self, image_id: str) -> dict[str, np.ndarray]:
+        """The boxes of each chain of phrases that mean the same.
+
+        Pixels are numbered from 1, and a box has the last one that it names.
+        """
+        file = posixpath.join(self._folder, "Annotations", f"{image_id}.xml")
+        try:
+            root = ElementTree.fromstring(_read(file))
+            width, height = (float(root.findtext(f"size/{side}")) for side in ("width", "height"))
+            boxes: dict[str, list[np.ndarray]] = {}
+            for thing in root.findall("object"):
+                corners = thing.find("bndbox")
+                if corners is None:
+                    continue
+                names = ("xmin", "ymin", "xmax", "ymax")
+                x0, y0, x1, y1 = (float(corners.findtext(name)) for name in names)
+                box = shares([x0 - 1, y0 - 1, x1, y1], width, height, "entities", file)
+                for chain in thing.findall("name"):
+                    boxes.setdefault(chain.text or "", []).append(box)
+        except (ElementTree.ParseError, TypeError, ValueError) as error:
+            if isinstance(error, SpecError):
+                raise
+            legal = "annotations with size and objects of name and bndbox"
+            raise SpecError("entities", file, legal, f"cannot be read ({error})") from None
+        return {chain: large(np.stack(own)) for chain, own in boxes.items()}
+
+
+def _read(file: str) -> bytes:
+    try:
+        with fsspec.open(file, "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        legal = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each picture"
+        problem = f"cannot be read ({type(error).__name__})"
+        raise SpecError("entities", file, legal, problem) from None

@@ -1,0 +1,263 @@
+"""Pairs of a query and its document, in JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from pipeline import config
+from pipeline.config import SpecError, Uri
+from pipeline.train.boxes import checked
+from pipeline.train.row_data import HeldOut, RowData, RowSpec
+from pipeline.train.rows import NO_BOXES, Document, Listing, Row, hash_of, logger
+from pipeline.train.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
+
+#: What a column of hard negatives may name.
+Named = Literal["documents", "texts", "images"]
+
+
+class Columns(config.Spec):
+    """What the columns of the files are called."""
+
+    query: str = "query"
+    text: str = "text"
+    image: str = "image"
+    document_id: str = "document_id"
+    negatives: str = "negatives"
+    scores: str = "scores"
+    boxes: str = "boxes"
+
+
+class Pairs(RowData):
+    """Rows of a query and a document that is relevant to it, and perhaps some that are not.
+
+    A row has `query`; and `text` or `image` or both, or the `document_id` of one that another row
+    or the file `documents` has. `image` is a path, or in Parquet the bytes, or a struct of bytes
+    and path. Rows with the same query share their documents: all are relevant. Rows with the same
+    document (the same `document_id`; without one the same path of a picture, or else the same text)
+    are about one document; a picture in a table without an id and a path is one of its own.
+
+    `negatives` lists ids of documents; or texts, or paths of pictures, if `negatives_are` says so.
+    `scores` lists a teacher's scores, of the document and then of each negative. `boxes` lists
+    boxes of what the query speaks of, [x0, y0, x1, y1] as shares of the picture.
+    """
+
+    class Spec(RowSpec):
+        """Which files, and what their columns are called.
+
+        Attributes:
+            path: a file, a folder or a glob of .jsonl, .jsonl.gz or .parquet.
+            root: the folder that paths of pictures start from; null: that of the file.
+            columns: names of the columns.
+            documents: files of documents that rows and negatives name: `document_id` with `text`,
+                `image` or both.
+            negatives_are: what the column `negatives` lists.
+        """
+
+        name: Literal["pairs"] = "pairs"
+        root: Uri | None = None
+        columns: Columns = Columns()
+        documents: Uri | None = None
+        negatives_are: Named = "documents"
+
+    spec: Spec
+    #: What the names of files in a folder end in.
+    suffixes = (*LINES, *TABLE)
+    #: Whether a row without a query is left out, and not an error.
+    leaves_out = False
+
+    def listing(self) -> Listing:
+        """All rows of `path`."""
+        return self._list(self.spec.path)
+
+    def held_out_listing(self) -> Listing:
+        """The rows of `held_out.path`."""
+        assert isinstance(self.spec.held_out, HeldOut)
+        return self._list(self.spec.held_out.path)
+
+    def _list(self, uri: str) -> Listing:
+        names, listing = self.spec.columns, Listing()
+        if self.spec.documents is not None:
+            with config.within("documents"):
+                for row in self._read_files(self.spec.documents, "document_id", files_of):
+                    listing.add(self._document(row, self._id_of(row)))
+        named: list[tuple[Row, TableRow]] = []
+        num_left_out = 0
+        for row in self._read_files(uri, "query", self.files):
+            query = row.fields.get(names.query)
+            if query is None and self.leaves_out:
+                num_left_out += 1
+                continue
+            if not isinstance(query, str) or not query.strip():
+                legal = "a text with at least one word in each row"
+                raise SpecError(f"columns.query ({names.query})", query, legal, f"in {row.where}")
+            number = self._number(listing, row)
+            boxes = self._row_boxes(row)
+            named.append((Row(query, number, boxes=boxes), row))
+        if num_left_out:
+            logger.warning("%d rows of %s are left out: they have no query", num_left_out, uri)
+        if not named:
+            raise SpecError("path", uri, "files with at least one row", "has no row")
+        listing.rows = [self._with_negatives(listing, own, row) for own, row in named]
+        return listing
+
+    def files(self, uri: str, suffixes: tuple[str, ...]) -> list[str]:
+        """The files of a path."""
+        return files_of(uri, suffixes)
+
+    def _read_files(
+        self, uri: str, needed: str, files: Callable[[str, tuple[str, ...]], list[str]]
+    ) -> Iterator[TableRow]:
+        """The rows of files, each of which has the needed column and one that tells a document."""
+        names = self.spec.columns
+        optional = names.model_fields_set - {"query"}
+        if needed != "query" or self.spec.documents is not None:
+            optional -= set(names.model_fields)  # either kind of file has some of them
+        for file in files(uri, self.suffixes):
+            there = columns_of(file)
+            if there is not None:
+                for field in (needed, *sorted(optional)):
+                    if getattr(names, field) not in there:
+                        raise _no_column(f"columns.{field}", getattr(names, field), file, there)
+                if not {names.text, names.image, names.document_id} & set(there):
+                    several = f"{names.text}, {names.image} or {names.document_id}"
+                    raise _no_column("columns", several, file, there)
+            yield from read_rows(file, tuple(names.model_dump().values()), names.image)
+
+    # -- documents ---------------------------------------------------------------------------------
+
+    def _number(self, listing: Listing, row: TableRow) -> int:
+        """The number of a row's document."""
+        names = self.spec.columns
+        own = self._id_of(row)
+        has_content = row.cell is not None or any(
+            row.fields.get(name) is not None for name in (names.text, names.image)
+        )
+        if has_content:
+            return listing.add(self._document(row, own))
+        if own in listing.numbers:
+            return listing.numbers[own]
+        legal = f"a document in each row: {names.text}, {names.image}"
+        if own is None:
+            raise SpecError("path", None, legal, f"in {row.where} has no positive")
+        legal = f"{legal}, or the {names.document_id} of one that stands before or in `documents`"
+        raise SpecError("path", own, legal, f"in {row.where} is unknown")
+
+    def _id_of(self, row: TableRow) -> str | None:
+        name = self.spec.columns.document_id
+        own = row.fields.get(name)
+        if own is None:
+            return None
+        if not isinstance(own, str | int) or isinstance(own, bool) or not str(own).strip():
+            legal = "a text or a whole number"
+            raise SpecError(f"columns.document_id ({name})", own, legal, f"in {row.where}")
+        return str(own)
+
+    def _document(self, row: TableRow, own_id: str | None) -> Document:
+        names = self.spec.columns
+        text, image = row.fields.get(names.text), row.fields.get(names.image)
+        path = image.get("path") if isinstance(image, dict) else image
+        if text is not None and (not isinstance(text, str) or not text.strip()):
+            legal = "a text with at least one word, or null"
+            raise SpecError(f"columns.text ({names.text})", text, legal, f"in {row.where}")
+        is_path = isinstance(path, str) and path.strip()
+        if image is not None and row.cell is None and not is_path:
+            legal = "the path of a picture, or in Parquet its bytes"
+            raise SpecError(f"columns.image ({names.image})", image, legal, f"in {row.where}")
+        if text is None and row.cell is None and not is_path:
+            legal = f"{names.text}, {names.image} or both"
+            raise SpecError("path", own_id, legal, f"in {row.where} is no document")
+        if own_id is None:
+            own_id = _id(text, path if is_path else row.where if row.cell else None)
+        picture = row.cell or (self._place(path, row.folder) if is_path else None)
+        return Document(own_id, text, picture, row.where)
+
+    def _place(self, path: str, folder: str) -> str:
+        """The URI of a picture that a row names."""
+        return path if "://" in path else posixpath.join(self.spec.root or folder, path)
+
+    # -- negatives and boxes -----------------------------------------------------------------------
+
+    def _with_negatives(self, listing: Listing, own: Row, row: TableRow) -> Row:
+        """A row with its negatives, once all documents are known."""
+        names = self.spec.columns
+        values, scores = row.fields.get(names.negatives), row.fields.get(names.scores)
+        if values is None and scores is None:
+            return own
+        values = [] if values is None else values
+        field = f"columns.negatives ({names.negatives})"
+        if not isinstance(values, list) or any(not isinstance(v, str | int) for v in values):
+            legal = f"a list of {self.spec.negatives_are}"
+            raise SpecError(field, values, legal, f"in {row.where}")
+        if scores is not None:
+            is_list = isinstance(scores, list) and all(
+                isinstance(s, int | float) and math.isfinite(s) for s in scores
+            )
+            if not is_list or len(scores) != 1 + len(values):
+                legal = f"{1 + len(values)} numbers: of the document and of each negative"
+                named = f"columns.scores ({names.scores})"
+                raise SpecError(named, scores, legal, f"in {row.where}")
+        negatives = []
+        for value in map(str, values):
+            if self.spec.negatives_are == "texts":
+                document = Document(_id(value, None), value, None, row.where)
+                negatives.append(listing.add(document))
+            elif self.spec.negatives_are == "images":
+                place = self._place(value, row.folder)
+                negatives.append(listing.add(Document(_id(None, value), None, place, row.where)))
+            elif value in listing.numbers:
+                negatives.append(listing.numbers[value])
+            else:
+                legal = "ids of documents that rows or `documents` have"
+                raise SpecError(field, value, legal, f"in {row.where} is none")
+        given = None if scores is None else tuple(map(float, scores))
+        return replace(own, negatives=tuple(negatives), scores=given)
+
+    def _row_boxes(self, row: TableRow) -> np.ndarray:
+        name = self.spec.columns.boxes
+        boxes = row.fields.get(name)
+        return NO_BOXES if boxes is None else checked(boxes, f"columns.boxes ({name})", row.where)
+
+
+class PageColumns(Columns):
+    """What the columns of ColPali's training set are called."""
+
+    document_id: str = "image_filename"
+
+
+class ColPaliTrain(Pairs):
+    """The form of `vidore/colpali_train_set`: Parquet with the columns `image` and `query`.
+
+    A page is one document, whatever the number of its questions, by its `image_filename`. Of a
+    folder the files of the part `train` are read; a row without a query is left out.
+    """
+
+    class Spec(Pairs.Spec):
+        """Which files."""
+
+        name: Literal["colpali_train"] = "colpali_train"
+        columns: PageColumns = PageColumns()
+
+    suffixes = TABLE
+    leaves_out = True
+
+    def files(self, uri: str, suffixes: tuple[str, ...]) -> list[str]:
+        """Of a folder those that are called train-*, or all."""
+        every = files_of(uri, suffixes)
+        return [file for file in every if posixpath.basename(file).startswith("train-")] or every
+
+
+def _id(text: str | None, path: str | None) -> str:
+    """The id of a document that has none."""
+    if path is not None:
+        return path
+    return f"text {hash_of(text or ''):x}"
+
+
+def _no_column(field: str, value: str, file: str, there: list[str]) -> SpecError:
+    return SpecError(field, value, ", ".join(there), f"is no column of {file}")

@@ -1,0 +1,386 @@
+"""Training data of rows: how batches are made of them, whatever form they have on disk."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import fsspec
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+
+from pipeline import config
+from pipeline.config import JobError, SpecError, Uri
+from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
+from pipeline.encoders.sequences import ahead
+from pipeline.train.data import NOTHING, Batch, Phrases, TrainingData, own_share
+from pipeline.train.rows import (
+    NO_BOXES,
+    Document,
+    Listing,
+    Row,
+    groups_of,
+    hash_of,
+    with_negatives,
+    with_pictures,
+    with_some_negatives,
+    without_positives,
+)
+from pipeline.train.tables import Cells
+
+logger = logging.getLogger(__name__)
+
+#: The key of a document that only fills up a batch, and of one whose picture cannot be read.
+NO_DOCUMENT = "nothing"
+#: A picture that claims more is not decoded.
+MAX_INPUT_PIXELS = 200_000_000
+#: Pictures that are decoded at the same time.
+DECODERS = 4
+
+
+class HeldOut(config.Spec):
+    """What quality is measured on: files of the same form."""
+
+    path: Uri
+
+
+class RowSpec(config.Spec):
+    """What all training data of rows have.
+
+    Attributes:
+        path: the files.
+        hard_negatives: JSON lines {"query": ..., "negatives": [ids of documents]}, as
+            `python -m jobs.mine` writes them.
+        num_negatives: at most so many of a query's hard negatives are in its batch, others in each
+            epoch; null: all.
+        held_out: what quality is measured on: a share of the documents with their queries, or
+            {path: ...}; null: nothing. They are one batch: in memory at once.
+        mixed_groups: where tables hold the pictures, rows are shuffled among so many row groups
+            at a time, which stay in memory.
+        max_pixels: a larger picture is made smaller.
+    """
+
+    path: Uri
+    hard_negatives: Uri | None = None
+    num_negatives: int | None = Field(None, ge=0)
+    held_out: float | HeldOut | None = None
+    mixed_groups: int = Field(16, ge=1)
+    max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
+
+    @field_validator("held_out", mode="before")
+    @classmethod
+    def _refuse_no_share(cls, value: Any) -> Any:
+        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
+        if not (is_share or value is None or isinstance(value, Mapping | HeldOut)):
+            raise SpecError("", value, "a share between 0 and 1, {path: ...} or null")
+        return value
+
+
+class RowData(TrainingData):
+    """Batches of rows, with the hard negatives of their queries.
+
+    **Batches.** A batch is `batch_size` rows, in an order of the epoch; rows that fill none are
+    left out. Its documents are those of its rows, once each, and then the hard negatives. A
+    document is with the first worker that has a row of it, so that all workers together have what
+    one would have; who has fewer documents than another is filled up with some that have no tokens
+    and are relevant to nothing: no candidates in the loss.
+
+    **Pictures.** They are read when their batch is. One that is not there when the rows are listed
+    is left out with its rows. One that cannot be read later becomes a document without tokens, so
+    that batches stay what they are for all workers: its queries have no positive, and no loss.
+    """
+
+    spec: RowSpec
+
+    def __init__(self, spec: RowSpec, *, batch_size: int, seed: int):
+        super().__init__(spec, batch_size=batch_size, seed=seed)
+        self._cells = Cells(spec.mixed_groups)
+        self._num_unreadable = 0
+        self._lock = threading.Lock()
+        with config.within("data"):
+            listing = self.listing()
+            if spec.hard_negatives is not None:
+                listing = with_negatives(listing, spec.hard_negatives)
+            self.rows, self._held_out = self._split(with_pictures(without_positives(listing)))
+            if len(self.rows.rows) < batch_size:
+                problem = f"has {len(self.rows.rows)} rows to train on"
+                raise SpecError("path", spec.path, f"at least {batch_size}, a batch", problem)
+        self._positives = self.rows.positives()
+        self._group_R = groups_of(self.rows)
+
+    @abstractmethod
+    def listing(self) -> Listing:
+        """All rows of `path`.
+
+        Raises:
+            SpecError: a file, or a line or row of it, is not legal.
+        """
+
+    @abstractmethod
+    def held_out_listing(self) -> Listing:
+        """The rows of `held_out.path`."""
+
+    # -- which rows --------------------------------------------------------------------------------
+
+    def _split(self, listing: Listing) -> tuple[Listing, Listing | None]:
+        """The rows that are trained on, and those that are held out.
+
+        A share is of documents, by hashes of their ids: the same whatever the seed.
+        """
+        share = self.spec.held_out
+        if share is None:
+            return listing, None
+        if not isinstance(share, float):
+            with config.within("held_out"):
+                return listing, with_pictures(self.held_out_listing())
+        own = {row.document for row in listing.rows}
+        order = sorted(own, key=lambda number: hash_of(f"held out: {listing.documents[number].id}"))
+        held = set(order[: max(1, round(share * len(own)))])
+        rows = []
+        for row in listing.rows:
+            if row.document not in held:
+                kept = [place for place, number in enumerate(row.negatives) if number not in held]
+                rows.append(with_some_negatives(row, kept))
+        trained = {row.query for row in rows}
+        asked = [r for r in listing.rows if r.document in held and r.query not in trained]
+        if not asked:
+            legal = "another share, or {path: ...}"
+            raise SpecError("held_out", share, legal, "leaves no query that is not trained on")
+        return listing.with_rows(rows), listing.with_rows(asked)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch; rows that fill none are left out."""
+        return len(self.rows.rows) // self.batch_size
+
+    def order(self, epoch: int) -> np.ndarray:
+        """(R,) the rows in the order of an epoch."""
+        random = np.random.default_rng([self.seed, epoch])
+        num_rows = len(self._group_R)
+        window_R = np.zeros(num_rows, dtype=np.int64)
+        if (self._group_R >= 0).any():
+            num_groups = int(self._group_R.max()) + 1
+            # Rows whose pictures lie in files of their own go anywhere.
+            anywhere_R = random.integers(num_groups, size=num_rows)
+            group_R = np.where(self._group_R < 0, anywhere_R, self._group_R)
+            window_R = random.permutation(num_groups)[group_R] // self.spec.mixed_groups
+        return np.lexsort((random.random(num_rows), window_R))
+
+    def _drawn(self, number: int, epoch: int) -> Row:
+        """A row with the negatives that it has in an epoch."""
+        row, most = self.rows.rows[number], self.spec.num_negatives
+        if most is None or len(row.negatives) <= most:
+            return row
+        random = np.random.default_rng([self.seed, epoch, number])
+        places = np.sort(random.choice(len(row.negatives), most, replace=False))
+        return with_some_negatives(row, places.tolist())
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
+        """One worker's share; the next batch is read while one is in use."""
+        order_R = self.order(epoch)
+
+        def read(number: int) -> Batch:
+            start = number * self.batch_size
+            numbers = order_R[start : start + self.batch_size].tolist()
+            rows = [self._drawn(own, epoch) for own in numbers]
+            return self._batch(rows, worker, num_workers)
+
+        for _, batch in ahead(range(first, self.num_batches), read):
+            yield batch
+
+    def everything(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """All queries, documents and hard negatives, also those that fill no batch."""
+        rows = self.rows.rows
+        used = {number: None for row in rows for number in (row.document, *row.negatives)}
+        numbers = [NOTHING, *used][worker::num_workers]
+        queries = list(self._positives)[worker::num_workers]
+        for start in range(0, max(len(numbers), len(queries)), self.batch_size):
+            own = slice(start, start + self.batch_size)
+            yield self._read(self.rows, [(query, ()) for query in queries[own]], numbers[own])
+
+    def _batch(self, rows: Sequence[Row], worker: int, num_workers: int) -> Batch:
+        """One worker's share of the rows of a batch."""
+        shares = [rows[own_share(len(rows), w, num_workers)] for w in range(num_workers)]
+        owner: dict[int, int] = {}
+        for other, share in enumerate(shares):
+            for row in share:
+                owner.setdefault(row.document, other)
+        for other, share in enumerate(shares):
+            for row in share:
+                for number in row.negatives:
+                    owner.setdefault(number, other)
+        counts = np.bincount(list(owner.values()), minlength=num_workers)
+        numbers = [number for number, other in owner.items() if other == worker]
+        numbers += [NOTHING] * int(counts.max() - len(numbers))
+
+        relevant = [
+            [number for number in self._positives[row.query] if number in owner] for row in rows
+        ]
+        own = own_share(len(rows), worker, num_workers)
+        return self._read(
+            self.rows,
+            list(zip([row.query for row in rows[own]], relevant[own], strict=True)),
+            numbers,
+            num_facts=max(map(len, relevant)),
+            boxes=self._boxes(rows, numbers) if self._has_boxes else None,
+            teacher=teacher_of(rows[own], numbers) if self._has_teacher else None,
+        )
+
+    def held_out(self) -> Batch | None:
+        """The held-out queries with their documents, and their phrases if they have any."""
+        if self._held_out is None:
+            return None
+        positives = self._held_out.positives()
+        numbers = list(dict.fromkeys(number for own in positives.values() for number in own))
+        batch = self._read(self._held_out, list(positives.items()), numbers)
+        place = {number: row for row, number in enumerate(numbers)}
+        said = [
+            (text, place[row.document], boxes)
+            for row in self._held_out.rows
+            for text, boxes in row.phrases
+            if batch.document_keys[place[row.document]] != NO_DOCUMENT
+        ]
+        return replace(batch, phrases=Phrases(*zip(*said, strict=True))) if said else batch
+
+    def _read(
+        self,
+        listing: Listing,
+        queries: Sequence[tuple[str, Sequence[int]]],
+        numbers: Sequence[int],
+        *,
+        num_facts: int | None = None,
+        boxes: list[np.ndarray] | None = None,
+        teacher: torch.Tensor | None = None,
+    ) -> Batch:
+        """Queries with their relevant documents, and documents, `NOTHING` for one without tokens.
+
+        Raises:
+            JobError: of several pictures none can be read.
+        """
+        wanted = [None if n == NOTHING else listing.documents[n] for n in numbers]
+        with ThreadPoolExecutor(DECODERS) as pool:
+            items = list(pool.map(self._item, wanted))
+        is_there = [item is not None for item in items]
+        shown = [place for place, own in enumerate(wanted) if own and own.picture is not None]
+        if len(shown) > 1 and not any(is_there[place] for place in shown):
+            first = wanted[shown[0]]
+            raise JobError(f"none of {len(shown)} pictures of a batch can be read: {first.where}")
+
+        if num_facts is None:
+            num_facts = max((len(own) for _, own in queries), default=1)
+        query_facts = torch.full((len(queries), max(1, num_facts)), NOTHING)
+        for row, (_, own) in enumerate(queries):
+            facts = [listing.documents[number].fact for number in own]
+            query_facts[row, : len(facts)] = torch.tensor(facts, dtype=torch.int64)
+        document_facts = torch.full((len(numbers), 1), NOTHING)
+        for row, document in enumerate(wanted):
+            if is_there[row]:
+                document_facts[row] = document.fact
+        if boxes is not None:
+            boxes = [own if there else NO_BOXES for own, there in zip(boxes, is_there, strict=True)]
+        if teacher is not None:
+            teacher[:, ~torch.tensor(is_there)] = torch.nan
+        return Batch(
+            [query for query, _ in queries],
+            [item or {"text": None} for item in items],
+            [d.key if there else NO_DOCUMENT for d, there in zip(wanted, is_there, strict=True)],
+            query_facts,
+            document_facts,
+            boxes=boxes,
+            teacher=teacher,
+        )
+
+    # -- what a batch has of a document ------------------------------------------------------------
+
+    def _item(self, document: Document | None) -> dict[str, Any] | None:
+        """A document as encoders read it; None: nothing, or its picture cannot be read."""
+        if document is None:
+            return None
+        item: dict[str, Any] = {"text": document.text}
+        place = document.picture
+        if place is None:
+            return item
+        try:
+            if isinstance(place, str):
+                with fsspec.open(place, "rb") as file:
+                    data = file.read()
+            else:
+                data = self._cells.read(place)
+            return {**item, "image": decode(data, self.spec.max_pixels, MAX_INPUT_PIXELS)["image"]}
+        except (Unreadable, OSError) as error:
+            self._say_unreadable(document, error)
+            return None
+
+    def _say_unreadable(self, document: Document, error: Exception) -> None:
+        """Says the first, the tenth, the hundredth ...: there may be one in every batch."""
+        with self._lock:
+            self._num_unreadable += 1
+            count = self._num_unreadable
+        if str(count).strip("0") == "1":
+            logger.warning(
+                "the picture of %s (%s) cannot be read: %s; its queries have no positive (%d so)",
+                document.id,
+                document.where,
+                error,
+                count,
+            )
+
+    @functools.cached_property
+    def _has_teacher(self) -> bool:
+        return any(row.scores is not None for row in self.rows.rows)
+
+    @functools.cached_property
+    def _has_boxes(self) -> bool:
+        listing = self.rows
+        return any(len(own.boxes) for own in (*listing.rows, *listing.documents))
+
+    @functools.cached_property
+    def _rows_of(self) -> dict[int, list[Row]]:
+        """By document, its rows."""
+        rows_of: dict[int, list[Row]] = {}
+        for row in self.rows.rows:
+            rows_of.setdefault(row.document, []).append(row)
+        return rows_of
+
+    def _boxes(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[np.ndarray]:
+        """Of each document the boxes of what a batch's queries say of it, or all of a negative's.
+
+        A box that two captions speak of is one object.
+        """
+        said: dict[int, list[Row]] = {}
+        for row in rows:
+            said.setdefault(row.document, []).append(row)
+        found = []
+        for number in numbers:
+            if number == NOTHING:
+                found.append(NO_BOXES)
+                continue
+            own = said.get(number) or self._rows_of.get(number, [])
+            every = [self.rows.documents[number].boxes, *(row.boxes for row in own)]
+            found.append(np.unique(np.concatenate(every), axis=0))
+        return found
+
+
+def teacher_of(rows: Sequence[Row], numbers: Sequence[int]) -> torch.Tensor:
+    """(Q, B) the scores that a teacher gave the documents of a batch; NaN where it gave none.
+
+    >>> teacher_of([Row("q", 3, (5,), (0.75, 0.25))], [5, 4, 3])
+    tensor([[0.2500,    nan, 0.7500]])
+    """
+    place = {number: column for column, number in enumerate(numbers)}
+    scores_QB = torch.full((len(rows), len(numbers)), torch.nan)
+    for query, row in enumerate(rows):
+        for number, score in zip((row.document, *row.negatives), row.scores or (), strict=False):
+            if number in place:
+                scores_QB[query, place[number]] = score
+    return scores_QB

@@ -1,0 +1,80 @@
+"""Small training data on disk: the photographs that come with the project, in every form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import config
+from pipeline.registry import TRAINING_DATA
+from pipeline.train.data import Batch, TrainingData
+from tests.conftest import ROOT
+
+PHOTOS = ROOT / "jobs/data/photos"
+IMAGES = PHOTOS / "images"
+NAMES = sorted(path.name for path in IMAGES.glob("*.jpg"))
+PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def built(batch_size: int = 4, seed: int = 0, **spec: Any) -> TrainingData:
+    """Training data, as a run builds them."""
+    resolved = TRAINING_DATA.resolve({key: plain(value) for key, value in spec.items()})
+    assert resolved == TRAINING_DATA.resolve(config.dump(resolved))
+    return TRAINING_DATA.build(resolved, batch_size=batch_size, seed=seed)
+
+
+def plain(value: Any) -> Any:
+    """Paths as texts."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def lines(path: Path, rows: Sequence[Any]) -> Path:
+    """A file of JSON lines; texts are lines as they are."""
+    text = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(text) + "\n", "utf-8")
+    return path
+
+
+def said(batch: Batch) -> dict[str, Any]:
+    """All of a batch as values that can be compared."""
+    return {
+        "queries": list(batch.queries),
+        "documents": [dict(document) for document in batch.documents],
+        "keys": list(batch.document_keys),
+        "query_facts": batch.query_facts.tolist(),
+        "document_facts": batch.document_facts.tolist(),
+        "boxes": batch.boxes and [boxes.tolist() for boxes in batch.boxes],
+        "teacher": None if batch.teacher is None else str(batch.teacher.tolist()),
+    }
+
+
+def every(data: TrainingData, epoch: int = 0, first: int = 0, worker: int = 0, of: int = 1) -> list:
+    """The batches of an epoch as values."""
+    return [said(batch) for batch in data.batches(epoch, first, worker, of)]
+
+
+def pages(folder: Path, *, rows: int = 12, group: int = 3) -> Path:
+    """Parquet in the form of ColPali's training set: two questions about each photograph."""
+    folder.mkdir()
+    names = [NAMES[row // 2] for row in range(rows)]
+    table = pa.table(
+        {
+            "image": pa.array(
+                [{"bytes": (IMAGES / name).read_bytes(), "path": name} for name in names], PICTURE
+            ),
+            "image_filename": [f"images/{name}" for name in names],
+            "query": [f"What is in photo {row}?" for row in range(rows)],
+            "answer": ["it"] * rows,
+            "source": ["photos"] * rows,
+        }
+    )
+    half = rows // 2
+    pq.write_table(table.slice(0, half), folder / "train-00000-of-00002.parquet", group)
+    pq.write_table(table.slice(half), folder / "train-00001-of-00002.parquet", group)
+    pq.write_table(table.slice(0, 2), folder / "test-00000-of-00001.parquet")
+    return folder

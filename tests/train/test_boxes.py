@@ -1,0 +1,121 @@
+"""Boxes: pixels become shares of the picture, and what stands out of it is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.train.boxes import Entities, checked, of_coco
+
+SENTENCE = "[/EN#1/people Two men] with [/EN#2/clothing/other red shirts] in [/EN#0/notvisual it] ."
+THINGS = """<object><name>1</name><bndbox><xmin>{}</xmin><ymin>51</ymin><xmax>100</xmax>
+<ymax>100</ymax></bndbox></object>
+<object><name>1</name><name>2</name><bndbox><xmin>101</xmin><ymin>1</ymin><xmax>200</xmax>
+<ymax>100</ymax></bndbox></object>
+<object><name>2</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>5</xmax><ymax>5</ymax></bndbox>
+</object><object><name>3</name><scene>1</scene><nobndbox>1</nobndbox></object>"""
+
+
+def entities(folder, sentences: str = SENTENCE, xmin: str = "1", objects: str = THINGS):
+    """The entities of picture 11, of 200 x 100 pixels."""
+    for name in ("Sentences", "Annotations"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "Sentences/11.txt").write_text(sentences)
+    size = "<size><width>200</width><height>100</height><depth>3</depth></size>"
+    xml = f"<annotation>{size}{objects.format(xmin)}</annotation>"
+    (folder / "Annotations/11.xml").write_text(xml)
+    return folder
+
+
+def test_entities(tmp_path):
+    ((text, phrases),) = Entities(str(entities(tmp_path))).read("11")
+    assert text == "Two men with red shirts in it ."
+    assert [(words, boxes.tolist()) for words, boxes in phrases] == [
+        ("Two men", [[0, 0.5, 0.5, 1], [0.5, 0, 1, 1]]),
+        ("red shirts", [[0.5, 0, 1, 1]]),  # the other is too small
+    ]
+
+
+def test_bad_entities(tmp_path):
+    def message(image_id: str = "11") -> str:
+        with pytest.raises(SpecError) as error:
+            Entities(str(tmp_path)).read(image_id)
+        return str(error.value)
+
+    assert message("12") == (
+        f"entities: '{tmp_path}/Annotations/12.xml' cannot be read (FileNotFoundError); legal:"
+        " a folder with Sentences/<id>.txt and Annotations/<id>.xml for each picture"
+    )
+    entities(tmp_path, xmin="-30")
+    assert message() == (
+        f"entities: [-31.0, 50.0, 100.0, 100.0] in {tmp_path}/Annotations/11.xml stands out of the"
+        " picture; legal: boxes within the picture, 200 x 100 pixels"
+    )
+    entities(tmp_path, xmin="many")
+    assert message().startswith(f"entities: '{tmp_path}/Annotations/11.xml' cannot be read (could")
+    entities(tmp_path, objects="<object>")
+    assert message().startswith(f"entities: '{tmp_path}/Annotations/11.xml' cannot be read (mism")
+    entities(tmp_path, f"{SENTENCE}\n[/EN#1/people Two men")
+    assert message() == (
+        f"entities: '[/EN#1/people Two men' stands in line 2 of {tmp_path}/Sentences/11.txt;"
+        " legal: phrases [/EN#<number>/<type> words]"
+    )
+
+
+def coco(*boxes, **more):
+    annotations = [
+        {"image_id": 7, "bbox": box, "id": 70 + n, **more} for n, box in enumerate(boxes)
+    ]
+    return {"images": [{"id": 7, "width": 200, "height": 100}], "annotations": annotations}
+
+
+def test_instances():
+    boxes = of_coco(coco([0, 0, 100, 50], [100, 50, 100.5, 50], [0, 0, 5, 5]), "file")
+    assert boxes["7"].tolist() == [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]
+    assert of_coco(coco([0, 0, 100, 50], iscrowd=1), "file") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            coco([150, 0, 100, 50]),
+            "[150.0, 0.0, 250.0, 50.0] in annotation 70 of file stands out of the picture;"
+            " legal: boxes within the picture, 200 x 100 pixels",
+        ),
+        (
+            coco([0, 0, 0.5, 0.5]),
+            "'file' has boxes as shares; legal: bbox: [x, y, width, height] in pixels",
+        ),
+        (
+            {"images": [], "annotations": [{"id": 1, "image_id": 5, "bbox": [0, 0, 9, 9]}]},
+            "'5' in annotation 1 of file is none; legal: ids of its images",
+        ),
+        (
+            [],
+            "'file' has another form (TypeError: list indices must be integers or slices, not str);"
+            " legal: COCO's instances: {images: [{id, width, height}],"
+            " annotations: [{image_id, bbox}]}",
+        ),
+    ],
+)
+def test_bad_instances(value, message):
+    with pytest.raises(SpecError) as error:
+        of_coco(value, "file")
+    assert str(error.value) == f"instances: {message}"
+
+
+def test_shares_are_checked():
+    assert checked([[0, 0, 1.0005, 1]], "boxes", "line 1").tolist() == [[0, 0, 1, 1]]
+    assert checked([], "boxes", "line 1").shape == (0, 4)
+    for boxes in (
+        [[0, 0, np.nan, 1]],
+        [[-0.5, 0, 1, 1]],
+        [[0, 0, 640, 1]],
+        ["x"],
+        5,
+        [[1, 0, 0, 1]],
+    ):
+        with pytest.raises(SpecError, match="^boxes: .* in line 1 .*; legal: boxes "):
+            checked(boxes, "boxes", "line 1")

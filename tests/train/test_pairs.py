@@ -1,0 +1,273 @@
+"""Pairs on disk: JSON lines and Parquet, and what is wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import SpecError
+from tests.train.files import IMAGES, NAMES, PICTURE, built, every, lines, pages
+
+
+def content(data) -> dict[str, tuple[str | None, bool]]:
+    """By query, the text of its document and whether that has a picture."""
+    found = {}
+    for batch in data.batches(0, 0, 0, 1):
+        relevant = data.relevant(batch.query_facts, batch.document_facts)
+        for query, row in zip(batch.queries, relevant, strict=True):
+            (place,) = row.nonzero().flatten().tolist()
+            document = batch.documents[place]
+            found[query] = document["text"], document.get("image", b"")[:2] == b"\xff\xd8"
+    return found
+
+
+EXPECTED = {"q0": ("t0", False), "q1": (None, True), "q2": ("t2", True)}
+ROWS = [
+    {"query": "q0", "text": "t0"},
+    {"query": "q1", "image": NAMES[0]},
+    {"query": "q2", "text": "t2", "image": NAMES[1], "more": [1]},
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "names", "bytes", "structs", "mixed"])
+def test_every_form_on_disk(form, tmp_path):
+    if form.startswith("jsonl"):
+        path = lines(tmp_path / "pairs.jsonl", ROWS)
+        if form == "jsonl.gz":
+            data = path.read_bytes()
+            path.unlink()
+            path = tmp_path / "pairs.jsonl.gz"
+            path.write_bytes(gzip.compress(data))
+    else:
+        names = [row.get("image") for row in ROWS]
+        data = [name and (IMAGES / name).read_bytes() for name in names]
+        images = {
+            "names": pa.array(names, pa.string()),
+            "bytes": pa.array(data, pa.binary()),
+            "structs": pa.array([d and {"bytes": d, "path": None} for d in data], PICTURE),
+            # As a data set that has its pictures in files is stored, in the last row.
+            "mixed": pa.array(
+                [None, {"bytes": data[1], "path": "x"}, {"bytes": None, "path": names[2]}], PICTURE
+            ),
+        }[form]
+        texts = pa.array([row.get("text") for row in ROWS])
+        table = pa.table({"query": ["q0", "q1", "q2"], "text": texts, "image": images})
+        path = tmp_path / "pairs.parquet"
+        pq.write_table(table, path, 2)
+    data = built(3, name="pairs", path=path, root=IMAGES)
+    assert content(data) == EXPECTED
+
+
+def test_columns_by_other_names_and_many_files(tmp_path):
+    for part in range(3):
+        row = {"q": f"q{part}", "passage": f"t{part}", "neg": [f"t{part} not"]}
+        lines(tmp_path / f"part-{part}.jsonl", [row])
+    columns = {"query": "q", "text": "passage", "negatives": "neg"}
+    for path in (tmp_path, tmp_path / "part-*.jsonl"):
+        data = built(3, name="pairs", path=path, columns=columns, negatives_are="texts")
+        assert content(data) == {f"q{part}": (f"t{part}", False) for part in range(3)}
+        (batch,) = every(data)
+        assert {d["text"] for d in batch["documents"][3:]} == {f"t{part} not" for part in range(3)}
+
+
+def test_documents_of_a_file_of_their_own_and_negatives_by_path(tmp_path):
+    documents = [{"document_id": n, "text": f"text {n}"} for n in range(4)]
+    lines(tmp_path / "documents.jsonl", documents)
+    rows = [{"query": f"q{n}", "document_id": n, "negatives": [3]} for n in range(3)]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    data = built(3, name="pairs", path=path, documents=tmp_path / "documents.jsonl")
+    (batch,) = every(data)
+    assert [document["text"] for document in batch["documents"][3:]] == ["text 3"]
+    rows = [{"query": f"q{n}", "image": NAMES[n], "negatives": [NAMES[5]]} for n in range(3)]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    data = built(3, name="pairs", path=path, root=IMAGES, negatives_are="images")
+    (batch,) = every(data)
+    assert batch["documents"][3]["image"] == (IMAGES / NAMES[5]).read_bytes()
+
+
+def test_boxes_are_those_of_the_queries_in_the_batch(tmp_path):
+    boxes = [[0, 0, 0.5, 0.5]], [[0.5, 0.5, 1, 1], [0, 0, 0.01, 0.01]], [[0, 0, 0.5, 0.5]], []
+    rows = [{"query": f"q{n}", "image": NAMES[n // 3], "boxes": own} for n, own in enumerate(boxes)]
+    data = built(4, name="pairs", path=lines(tmp_path / "p.jsonl", rows), root=IMAGES)
+    (batch,) = every(data)
+    own = dict(zip(batch["keys"], batch["boxes"], strict=True))
+    assert sorted(own.values()) == [[], [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]]
+
+
+def test_the_form_of_colpalis_training_set(tmp_path, caplog):
+    data = built(4, name="colpali_train", path=pages(tmp_path / "pages"))
+    assert len(data.rows.rows) == 12 and len(data.rows.documents) == 6
+    found = content(data)
+    assert found == {f"What is in photo {row}?": (None, True) for row in range(12)}
+    for batch in data.batches(0, 0, 0, 1):
+        relevant = data.relevant(batch.query_facts, batch.document_facts)
+        for query, row in zip(batch.queries, relevant, strict=True):
+            (place,) = row.nonzero().flatten().tolist()
+            name = NAMES[int(query.split()[-1][:-1]) // 2]
+            assert batch.documents[place]["image"] == (IMAGES / name).read_bytes()
+    held_out = {"path": str(tmp_path / "pages/test-*.parquet")}
+    data = built(4, name="colpali_train", path=tmp_path / "pages", held_out=held_out)
+    assert len(data.held_out().documents) == 1 and len(data.held_out().queries) == 2
+    table = pq.read_table(tmp_path / "pages/train-00000-of-00002.parquet")
+    queries = pa.array([None, *table["query"].to_pylist()[1:]])
+    file = tmp_path / "other.parquet"
+    pq.write_table(table.set_column(2, "query", queries), file)
+    assert len(built(4, name="colpali_train", path=file).rows.rows) == 5
+    assert caplog.messages == [f"1 rows of {file} are left out: they have no query"]
+
+
+GOOD = {"query": "q", "text": "t"}
+BAD_LINES = {
+    '{"query": "q", "te': (
+        """path: '{"query": "q", "te' in line 2 of {} is cut off: the file ends in the middle of"""
+        " it; legal: a JSON object a line"
+    ),
+    "[1]": "path: [1] in line 2 of {} is none; legal: a JSON object a line",
+    '{"text": "t"}': (
+        "columns.query (query): None in line 2 of {}; legal: a text with at least one word in each"
+        " row"
+    ),
+    '{"query": " ", "text": "t"}': (
+        "columns.query (query): ' ' in line 2 of {}; legal: a text with at least one word in each"
+        " row"
+    ),
+    '{"query": "q"}': (
+        "path: None in line 2 of {} has no positive; legal: a document in each row: text, image"
+    ),
+    '{"query": "q", "document_id": "x"}': (
+        "path: 'x' in line 2 of {} is unknown; legal: a document in each row: text, image, or the"
+        " document_id of one that stands before or in `documents`"
+    ),
+    '{"query": "q", "text": ""}': (
+        "columns.text (text): '' in line 2 of {}; legal: a text with at least one word, or null"
+    ),
+    '{"query": "q", "image": 7}': (
+        "columns.image (image): 7 in line 2 of {};"
+        " legal: the path of a picture, or in Parquet its bytes"
+    ),
+    '{"query": "q", "text": "t", "document_id": []}': (
+        "columns.document_id (document_id): [] in line 2 of {}; legal: a text or a whole number"
+    ),
+    '{"query": "q", "text": "other", "document_id": "d"}': (
+        "path: 'd' in line 2 of {} is another document than in line 1 of {};"
+        " legal: one document for an id"
+    ),
+    '{"query": "q", "text": "t", "negatives": ["x"]}': (
+        "columns.negatives (negatives): 'x' in line 2 of {} is none;"
+        " legal: ids of documents that rows or `documents` have"
+    ),
+    '{"query": "q", "text": "t", "negatives": "x"}': (
+        "columns.negatives (negatives): 'x' in line 2 of {}; legal: a list of documents"
+    ),
+    '{"query": "q", "text": "t", "negatives": ["d"], "scores": [1]}': (
+        "columns.scores (scores): [1] in line 2 of {};"
+        " legal: 2 numbers: of the document and of each negative"
+    ),
+    '{"query": "q", "text": "t", "boxes": [[10, 20, 50, 60]]}': (
+        "columns.boxes (boxes): [[10, 20, 50, 60]] in line 2 of {} are in pixels;"
+        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    ),
+    '{"query": "q", "text": "t", "boxes": [[0.5, 0.5, 1.2, 1]]}': (
+        "columns.boxes (boxes): [[0.5, 0.5, 1.2, 1]] in line 2 of {} stand out of the picture;"
+        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    ),
+    '{"query": "q", "text": "t", "boxes": [[0.5, 0.5, 0.5, 1]]}': (
+        "columns.boxes (boxes): [[0.5, 0.5, 0.5, 1]] in line 2 of {} have no area;"
+        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    ),
+    '{"query": "q", "text": "t", "boxes": [0.5]}': (
+        "columns.boxes (boxes): [0.5] in line 2 of {} are no boxes;"
+        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(line, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({**GOOD, "document_id": "d"}) + "\n" + line, "utf-8")
+    with pytest.raises(SpecError) as error:
+        built(1, name="pairs", path=path)
+    assert str(error.value) == "data." + BAD_LINES[line].replace("{}", str(path))
+
+
+def test_a_line_in_the_middle_is_no_json(tmp_path):
+    path = lines(tmp_path / "pairs.jsonl", [GOOD, '{"query": "q",', GOOD])
+    with pytest.raises(SpecError, match=r"^data.path: '.*' in line 2 of .* is no JSON \("):
+        built(1, name="pairs", path=path)
+
+
+def test_a_file_that_ends_without_a_newline_is_whole(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(GOOD), "utf-8")
+    assert len(built(1, name="pairs", path=path).rows.rows) == 1
+
+
+def test_bad_files(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"question": ["q"], "text": ["t"]}), table)
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(table.read_bytes()[:-20])
+    gz = tmp_path / "cut.jsonl.gz"
+    gz.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 99)[:-20])
+    some = "a file, a folder or a glob of files .jsonl, .jsonl.gz, .parquet"
+    cases = [
+        ({"path": empty}, f"data.path: '{empty}' has no row; legal: files with at least one row"),
+        (
+            {"path": tmp_path / "none.jsonl"},
+            f"data.path: '{tmp_path}/none.jsonl' does not exist; legal: an existing file or folder",
+        ),
+        (
+            {"path": tmp_path / "*.json"},
+            f"data.path: '{tmp_path}/*.json' names no such file; legal: {some}",
+        ),
+        (
+            {"path": table},
+            f"data.columns.query: 'query' is no column of {table}; legal: question, text",
+        ),
+        (
+            {"path": table, "columns": {"query": "question", "text": "passage"}},
+            f"data.columns.text: 'passage' is no column of {table}; legal: question, text",
+        ),
+        (
+            {"path": table, "columns": {"queri": "question"}},
+            "columns.queri: 'question' stands under an unknown key; legal: query, text, image,"
+            " document_id, negatives, scores, boxes",
+        ),
+    ]
+    for given, message in cases:
+        with pytest.raises(SpecError) as error:
+            built(1, name="pairs", **given)
+        assert str(error.value) == message
+    with pytest.raises(SpecError, match=f"^data.path: '{cut}' cannot be read .*a whole Parquet"):
+        built(1, name="pairs", path=cut)
+    with pytest.raises(SpecError, match=f"^data.path: '{gz}' cannot be read behind line"):
+        built(1, name="pairs", path=gz)
+    nothing = tmp_path / "nothing.parquet"
+    pq.write_table(pa.table({"query": ["q"], "answer": ["t"]}), nothing)
+    with pytest.raises(SpecError) as error:
+        built(1, name="pairs", path=nothing)
+    assert str(error.value) == (
+        f"data.columns: 'text, image or document_id' is no column of {nothing};"
+        " legal: query, answer"
+    )
+
+
+def test_files_of_another_file_system(tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/train/images/a.jpg", (IMAGES / NAMES[0]).read_bytes())
+    row = json.dumps({"query": "q1", "image": "images/a.jpg"}).encode()
+    fs.pipe_file("/train/pairs-0.jsonl", row)
+    for path in ("memory://train/pairs-*.jsonl", "memory://train", "memory://train/pairs-0.jsonl"):
+        assert content(built(1, name="pairs", path=path)) == {"q1": (None, True)}
+    pages(tmp_path / "pages")
+    fs.put(str(tmp_path / "pages"), "/pages", recursive=True)
+    data = built(4, name="colpali_train", path="memory://pages")
+    assert len(content(data)) == 12

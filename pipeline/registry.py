@@ -137,7 +137,15 @@ CODECS = Registry(
 )
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 LEARNERS = Registry("learners", {"contrastive": "pipeline.train.contrastive:Contrastive"})
-TRAINING_DATA = Registry("training data", {"shapes": "pipeline.train.shapes_data:Shapes"})
+TRAINING_DATA = Registry(
+    "training data",
+    {
+        "captions": "pipeline.train.captions:Captions",
+        "colpali_train": "pipeline.train.pairs:ColPaliTrain",
+        "pairs": "pipeline.train.pairs:Pairs",
+        "shapes": "pipeline.train.shapes_data:Shapes",
+    },
+)
 
 
 def _resolve_source(value: Any) -> Spec:

@@ -1,4 +1,4 @@
 """Training: learners, objectives, data, and one loop for all, under Ray Train or by itself.
 
-Everything here but `ray`, `corpus` and `states` runs without Ray and Lance.
+Everything here but `ray`, `mining`, `corpus` and `states` runs without Ray and Lance.
 """

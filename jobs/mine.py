@@ -1,0 +1,72 @@
+"""Mines hard negatives from an index, for training.
+
+    python -m jobs.mine out/cranfield/index pairs.jsonl negatives.jsonl --representation full
+    python -m jobs.mine INDEX QUERIES OUTPUT.jsonl --representation hpool_32 --ranks 10 50
+    python -m jobs.mine INDEX run.yaml OUTPUT.jsonl --score hybrid
+
+QUERIES is a file of pairs (see docs/training.md), or the spec of a training run, whose data are
+then meant. Each query is searched for; what is relevant to it is left out, and of the rest the
+ranks from the first to the last are its negatives. Documents are called in the index as they are in
+the data. The output is what a training run's `data.hard_negatives` names: lines
+{"query": "...", "negatives": ["id", ...]}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+from pipeline.config import SpecError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and mines."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("index", help="the URI of an index")
+    parser.add_argument("queries", help="pairs (.jsonl, .parquet), or a training spec (.yaml)")
+    parser.add_argument("output", help="the path or URI of a .jsonl file")
+    parser.add_argument("--representation", help="default: full if there is one, else the first")
+    parser.add_argument(
+        "--ranks",
+        nargs=2,
+        type=jobs.positive,
+        default=(10, 50),
+        metavar=("FIRST", "LAST"),
+        help="which are negatives, default: 10 50",
+    )
+    parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
+    parser.add_argument("--version", type=int, help="an older version of the index")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    args = parser.parse(arguments)
+
+    from pipeline import config
+    from pipeline.atomic import check_writable
+    from pipeline.registry import TRAINING_DATA
+    from pipeline.search.searcher import open_index
+    from pipeline.train.loop import TrainSpec
+    from pipeline.train.mining import mine
+    from pipeline.train.row_data import RowData
+
+    check_writable(args.output, "output", as_file=True)
+    if args.queries.endswith((".yaml", ".yml")):
+        spec = config.load(TrainSpec, args.queries, what="queries").data
+    else:
+        spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
+    if not issubclass(TRAINING_DATA.load(spec.name), RowData):
+        raise SpecError("queries", spec.name, "data of files", "has no documents with ids")
+    spec = spec.model_copy(update={"hard_negatives": None})  # they may be what is to be written
+    data = TRAINING_DATA.build(spec, batch_size=1, seed=0)
+    mined = mine(
+        open_index(args.index, args.version, device=args.device),
+        data.rows,
+        args.output,
+        representation=args.representation,
+        ranks=tuple(args.ranks),
+        score=args.score,
+        say=jobs.say,
+    )
+    print(f"{args.output}: {mined.negatives:,} negatives of {mined.queries:,} queries")
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,81 @@
+"""Hard negatives from an index: documents that rank high for a query and are not relevant to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipeline.atomic import writing_atomic
+from pipeline.config import SpecError
+from pipeline.search.searcher import Score, Searcher
+from pipeline.train.rows import Listing
+
+#: Queries that are encoded and searched for together.
+QUERIES_AT_ONCE = 256
+
+
+class Mined(NamedTuple):
+    """How many queries got negatives, and how many negatives there are."""
+
+    queries: int
+    negatives: int
+
+
+def mine(
+    searcher: Searcher,
+    data: Listing,
+    output: str,
+    *,
+    representation: str | None = None,
+    ranks: tuple[int, int] = (10, 50),
+    score: Score = "late",
+    say: Callable[[str], None] = print,
+) -> Mined:
+    """Searches an index for each query, and writes which documents to train it against.
+
+    The index's ids are those of the data. What is relevant to a query is left out before ranks are
+    counted; items that the data do not have are left out afterwards.
+
+    Args:
+        output: gets lines {"query": ..., "negatives": [ids, best first]}, all at once at the end.
+        ranks: the first and the last that are taken, from 1. The best few are often relevant,
+            only not known to be.
+
+    Raises:
+        SpecError: the ranks are not legal, the index has none of the documents, or cannot be
+            searched so.
+    """
+    first, last = ranks
+    if not 1 <= first <= last:
+        raise SpecError("ranks", ranks, "two whole numbers, 1 <= first <= last")
+    positives = {
+        query: {data.documents[number].id for number in numbers}
+        for query, numbers in data.positives().items()
+    }
+    relevant = set().union(*positives.values())
+    num_known = searcher.num_known(sorted(relevant))
+    if not num_known:
+        legal = "one that has documents of the data, under the same ids"
+        raise SpecError("index", searcher.index.uri, legal, "has none of them")
+    say(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
+    queries = list(positives)
+    num_queries = num_negatives = num_strange = 0
+    with writing_atomic(output) as file:
+        for start in range(0, len(queries), QUERIES_AT_ONCE):
+            texts = queries[start : start + QUERIES_AT_ONCE]
+            k = last + max(len(positives[text]) for text in texts)
+            found = searcher.rank(texts, representation, k=k, score=score)
+            for text, ranking in zip(texts, found, strict=True):
+                others = [own for own in ranking.item_ids if own not in positives[text]]
+                taken = others[first - 1 : last]
+                known = [own for own in taken if own in data.numbers]
+                num_strange += len(taken) - len(known)
+                num_queries += bool(known)
+                num_negatives += len(known)
+                line = {"query": text, "negatives": known}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            say(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
+    if num_strange:
+        say(f"{num_strange:,} items of the index are none of the data's documents: left out")
+    return Mined(num_queries, num_negatives)

@@ -1,0 +1,91 @@
+"""Mining hard negatives: as a user does it, and that training reads them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jobs import mine
+from pipeline import open_index
+from pipeline.config import SpecError
+from tests.train.files import built, lines
+
+
+@pytest.fixture
+def pairs(index_uri, tmp_path):
+    """Three queries about the items of an index, of which one has two relevant ones."""
+    hits = open_index(index_uri).search("slipstream", k=3)
+    rows = [{"query": "slipstream", "document_id": h.item_id, "text": h.text} for h in hits[:2]]
+    rows += [
+        {"query": f"heat {n}", "document_id": h.item_id, "text": h.text}
+        for n, h in enumerate(open_index(index_uri).search("heat", k=2))
+    ]
+    rest = [h for h in open_index(index_uri).search("wing", k=60)]
+    lines(tmp_path / "all.jsonl", [{"document_id": h.item_id, "text": h.text} for h in rest])
+    return lines(tmp_path / "pairs.jsonl", rows)
+
+
+def test_ranks_without_what_is_relevant(index_uri, pairs, tmp_path, capsys):
+    output = tmp_path / "negatives.jsonl"
+    run = (index_uri, str(pairs), str(output), "--representation", "full", "--ranks", "1", "4")
+    mine.main(run)
+    printed = capsys.readouterr().out
+    assert "relevant documents are in the index" in printed
+    assert "items of the index are none of the data's documents: left out" in printed
+    data = built(2, name="pairs", path=pairs)
+    relevant = {
+        query: {data.rows.documents[number].id for number in numbers}
+        for query, numbers in data.rows.positives().items()
+    }
+    rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    assert [row["query"] for row in rows] == list(relevant)
+    for row in rows:
+        own = relevant[row["query"]]
+        found = [hit.item_id for hit in open_index(index_uri).search(row["query"], "full", k=20)]
+        others = [item for item in found if item not in own][:4]
+        assert row["negatives"] == [item for item in others if item in data.rows.numbers]
+    trained = built(2, name="pairs", path=pairs, hard_negatives=output)
+    assert sum(len(row.negatives) for row in trained.rows.rows) >= sum(
+        len(row["negatives"]) for row in rows
+    )
+
+
+def test_the_data_of_a_training_run(index_uri, pairs, tmp_path, checkpoint):
+    spec = {
+        "name": "run",
+        "output": str(tmp_path / "run"),
+        "learner": {
+            "name": "contrastive",
+            "encoder": {"name": "colpali", "model": checkpoint("colpali")},
+        },
+        "data": {
+            "name": "pairs",
+            "path": str(pairs),
+            "documents": str(tmp_path / "all.jsonl"),
+            "hard_negatives": str(tmp_path / "negatives.jsonl"),
+        },
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(spec))
+    output = tmp_path / "negatives.jsonl"
+    mine.main((index_uri, str(tmp_path / "run.yaml"), str(output), "--ranks", "2", "10"))
+    rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    assert any(row["negatives"] for row in rows)
+    assert all(len(row["negatives"]) <= 9 for row in rows)
+
+
+def test_what_cannot_be_mined(index_uri, pairs, tmp_path):
+    output = str(tmp_path / "negatives.jsonl")
+    with pytest.raises(SpecError) as error:
+        mine.main((index_uri, str(pairs), output, "--ranks", "5", "4"))
+    assert str(error.value) == (
+        "ranks: (5, 4) is not legal; legal: two whole numbers, 1 <= first <= last"
+    )
+    other = lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
+    with pytest.raises(SpecError) as error:
+        mine.main((index_uri, str(other), output))
+    assert str(error.value) == (
+        f"index: '{index_uri}' has none of them;"
+        " legal: one that has documents of the data, under the same ids"
+    )
+    assert not (tmp_path / "negatives.jsonl").exists()

@@ -24,6 +24,7 @@ class Learner(torch.nn.Module, ABC):
     """
 
     Spec: ClassVar[type[Spec]]
+    model: torch.nn.Module  # with all parameters that `forward` uses; the loss may have its own
 
     @classmethod
     @abstractmethod

@@ -21,7 +21,7 @@ from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingData
 from pipeline.train import distributed
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data import Batch
-from pipeline.train.learner import Embedded, joined
+from pipeline.train.learner import Embedded, Learner, joined
 
 
 class Optimiser(config.Spec):
@@ -139,7 +139,9 @@ class Loop:
         self.step = self.checkpoints.restore(self.learner, self.optimiser)
         self.parallel: torch.nn.Module = self.learner
         if distributed.num_workers() > 1:
-            self.parallel = DistributedDataParallel(self.learner, find_unused_parameters=True)
+            self.parallel = DistributedDataParallel(
+                _Forward(self.learner), find_unused_parameters=True
+            )
 
     def run(self) -> None:
         """Trains to the end; then the artefact stands in `model/` of the output folder."""
@@ -199,6 +201,10 @@ class Loop:
             for name, value in figures.items():
                 total[name] = total.get(name, 0.0) + value / len(batches)
         trained = [p for p in self.learner.parameters() if p.requires_grad]
+        of_model = {id(p) for p in self.learner.model.parameters()}
+        for parameter in trained:
+            if id(parameter) not in of_model:  # the loss's own, of which DDP knows nothing
+                parameter.grad = distributed.mean(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(trained, spec.optimiser.clip or math.inf)
         names = sorted(total)
         both = torch.tensor([*(total[name] for name in names), float(norm)], dtype=torch.float64)
@@ -299,6 +305,19 @@ class Loop:
         if distributed.rank() == 0:
             self.checkpoints.publish(self.folder / "model", self.learner)
         distributed.wait_for_all()
+
+
+class _Forward(torch.nn.Module):
+    """A learner's forward pass with the parameters that it uses, to be wrapped for many workers."""
+
+    def __init__(self, learner: Learner):
+        super().__init__()
+        self.model = learner.model
+        self._embed = [learner]  # in a list, so that its other parameters are not this module's
+
+    def forward(self, part: Any) -> Embedded:
+        """Embeds a part of a batch."""
+        return self._embed[0](part)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

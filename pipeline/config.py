@@ -165,6 +165,15 @@ def load(
     Raises:
         SpecError: the file is missing or not a YAML mapping, or a field is not legal.
     """
+    return parse(spec_class, override(read(path, what), overrides))
+
+
+def read(path: str, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        SpecError: for `what`: the file is missing or not a YAML mapping.
+    """
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
             data = yaml.load(file, _NoKeyTwice)
@@ -174,7 +183,7 @@ def load(
         raise SpecError(what, path, f"a readable YAML file ({_one_line(error)})") from None
     if not isinstance(data, dict):
         raise SpecError(what, path, "a YAML mapping of fields to values", "holds no mapping")
-    return parse(spec_class, override(data, overrides))
+    return data
 
 
 def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

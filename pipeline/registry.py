@@ -137,7 +137,13 @@ CODECS = Registry(
 )
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 LEARNERS = Registry("learners", {"contrastive": "pipeline.train.contrastive:Contrastive"})
-TRAINING_DATA = Registry("training data", {"shapes": "pipeline.train.shapes_data:Shapes"})
+TRAINING_DATA = Registry(
+    "training data",
+    {
+        "binding": "pipeline.train.binding_data:Binding",
+        "shapes": "pipeline.train.shapes_data:Shapes",
+    },
+)
 
 
 def _resolve_source(value: Any) -> Spec:

@@ -34,6 +34,17 @@ def ranking(scores_QB: torch.Tensor, positive_QB: torch.Tensor) -> dict[str, flo
     return quality
 
 
+def pairwise_accuracy(positive_Q: torch.Tensor, negative_Q: torch.Tensor) -> float:
+    """The share of queries whose positive scores higher than its hard negative (SMART, app. A).
+
+    Equal scores count as wrong: neither is the higher one.
+
+    >>> pairwise_accuracy(torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0.2, 0.5, 0.3])) * 3
+    1.0
+    """
+    return (positive_Q > negative_Q).double().mean().item()
+
+
 def grounding(
     phrases: TokenBatch, documents: TokenBatch, places: TokenBatch, boxes: Sequence[np.ndarray]
 ) -> list[tuple[float, float, float]]:

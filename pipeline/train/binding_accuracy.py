@@ -22,7 +22,7 @@ from pipeline.tokens import TokenBatch, unit_vectors
 from pipeline.train.binding import PANELS, SIDE, Pair
 from pipeline.train.binding_data import Form, payload
 from pipeline.train.losses import late_scores
-from pipeline.train.quality import pairwise_accuracy
+from pipeline.train.quality import pairwise
 
 SCORES = ("single", "late", "hybrid")
 #: By form, the kinds of `schema.PAYLOAD` that it can be read as.
@@ -77,10 +77,10 @@ def accuracy_of(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
     """
     positive_PQ, negative_PQ = scores_PQ2.unbind(dim=2)
     # The queries of a pair hang together: whole pairs are what is drawn.
-    of_pairs = [pairwise_accuracy(*own) for own in zip(positive_PQ, negative_PQ, strict=True)]
+    of_pairs = [pairwise(*own).mean() for own in zip(positive_PQ, negative_PQ, strict=True)]
     low, high = bootstrap_interval(np.array(of_pairs))
     ties = (positive_PQ == negative_PQ).double().mean().item()
-    mean = pairwise_accuracy(positive_PQ, negative_PQ)
+    mean = float(pairwise(positive_PQ, negative_PQ).mean())
     num_pairs, num_queries = positive_PQ.shape
     return Accuracy(form, score, mean, low, high, ties, num_pairs, num_pairs * num_queries)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.train.binding import PANELS, SIDE, SMALLEST_SIDE, Pair, Report, pair_of
 from pipeline.train.data import Batch, TrainingData, own_share
-from pipeline.train.quality import pairwise_accuracy
+from pipeline.train.quality import Quality, pairwise
 from pipeline.train.shapes_data import HELD_OUT, png
 
 Form = Literal["text", "rendered"]
@@ -88,7 +88,7 @@ class Binding(TrainingData):
         pairs = evaluation_pairs(self.spec.held_out)
         return batch_of(pairs, [np.arange(PANELS)] * len(pairs), self.spec.form, self.spec.side)
 
-    def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> dict[str, float]:
+    def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> Quality:
         """Pairwise accuracy: each query ranks its report and the hard negative alone."""
         facts_B = held_out.document_facts[:, 0]
         column = {fact: place for place, fact in enumerate(facts_B.tolist())}
@@ -97,7 +97,7 @@ class Binding(TrainingData):
         positive_Q, negative_Q = (
             scores_QB[rows, [column[fact + behind] for fact in facts_Q]] for behind in (0, 1)
         )
-        return {"pairwise_accuracy": pairwise_accuracy(positive_Q, negative_Q)}
+        return {"pairwise_accuracy": pairwise(positive_Q, negative_Q)}
 
 
 def evaluation_pairs(count: int = NUM_PAIRS, seed: int = 0) -> list[Pair]:

@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import config
-from pipeline.config import JobError, Uri
+from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
 from pipeline.train import distributed
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data import Batch
 from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.quality import means
+
+#: The folder of a run that has each measure of each held-out query, a file a measured step.
+HELD_OUT = "held_out"
 
 
 class Optimiser(config.Spec):
@@ -100,6 +105,18 @@ class TrainSpec(config.Spec):
     log_every: int = Field(20, ge=1)
 
 
+def check(spec: TrainSpec) -> None:
+    """Raises `SpecError` if a run cannot be done; no weights are loaded."""
+    with config.within("learner"):
+        LEARNERS.load(spec.learner.name).check(spec.learner)
+    data = TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+    if data.num_batches < spec.accumulate:
+        legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
+        if data.num_batches == 0:
+            raise SpecError("batch_size", spec.batch_size, "what the data give at least once")
+        raise SpecError("accumulate", spec.accumulate, legal)
+
+
 class Loop:
     """One worker's part of a run, from its last checkpoint on.
 
@@ -147,6 +164,8 @@ class Loop:
         """Trains to the end; then the artefact stands in `model/` of the output folder."""
         self.learner.prepare(self.data)
         spec, started, first = self.spec, time.monotonic(), self.step
+        if spec.evaluate_every and first == 0:
+            self._evaluate()
         num_documents = 0
         for read in self._batches():
             figures = self._step(read)
@@ -292,8 +311,12 @@ class Loop:
         held_out = self.data.held_out()
         if distributed.rank() == 0 and held_out is not None:
             with self._autocast():
-                quality = self.learner.evaluate(held_out, self.data)
+                each = self.learner.evaluate(held_out, self.data)
+            quality = means(each)
             append(self.folder / "metrics.jsonl", {"step": self.step, **quality})
+            measured = self.folder / HELD_OUT
+            measured.mkdir(exist_ok=True)
+            np.savez_compressed(measured / f"step-{self.step:08d}.npz", **each)
             self._say(
                 f"step {self.step}: "
                 + ", ".join(f"{name} {value:.4f}" for name, value in quality.items())

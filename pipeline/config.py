@@ -165,6 +165,15 @@ def load(
     Raises:
         SpecError: the file is missing or not a YAML mapping, or a field is not legal.
     """
+    return parse(spec_class, override(read(path, what), overrides))
+
+
+def read(path: str, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        SpecError: for `what`: the file is missing or not a YAML mapping.
+    """
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
             data = yaml.load(file, _NoKeyTwice)
@@ -174,7 +183,7 @@ def load(
         raise SpecError(what, path, f"a readable YAML file ({_one_line(error)})") from None
     if not isinstance(data, dict):
         raise SpecError(what, path, "a YAML mapping of fields to values", "holds no mapping")
-    return parse(spec_class, override(data, overrides))
+    return data
 
 
 def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -232,13 +241,27 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> expand_sweep({"compressor": {"name": "hpool", "num_vectors": [32, 16]}})[0]
     {'compressor': {'name': 'hpool', 'num_vectors': 32}}
     """
+    return [override({}, assignments(values)) for values in combinations(sweep)]
+
+
+def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The product of a sweep's lists, by dotted field; the first key varies slowest.
+
+    >>> combinations({"compressor": {"name": "samer", "num_vectors": [8, 4]}})[1]
+    {'compressor.name': 'samer', 'compressor.num_vectors': 4}
+    """
     axes = []
     for field, values in _flat(sweep):
         values = values if isinstance(values, list) else [values]
         if not values:
             raise SpecError(f"sweep.{field}", values, "a value or a list of at least one value")
-        axes.append([f"{field}={json.dumps(value)}" for value in values])
-    return [override({}, assignments) for assignments in itertools.product(*axes)]
+        axes.append([(field, value) for value in values])
+    return [dict(chosen) for chosen in itertools.product(*axes)]
+
+
+def assignments(values: Mapping[str, Any]) -> list[str]:
+    """Values by dotted field, as `override` reads them."""
+    return [f"{field}={json.dumps(value)}" for field, value in values.items()]
 
 
 def _flat(sweep: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

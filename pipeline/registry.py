@@ -140,6 +140,7 @@ LEARNERS = Registry("learners", {"contrastive": "pipeline.train.contrastive:Cont
 TRAINING_DATA = Registry(
     "training data",
     {
+        "binding": "pipeline.train.binding_data:Binding",
         "captions": "pipeline.train.captions:Captions",
         "colpali_train": "pipeline.train.pairs:ColPaliTrain",
         "pairs": "pipeline.train.pairs:Pairs",

@@ -26,6 +26,7 @@ ORDER = [
     ("search",),
     ("eval",),
     ("serve",),
+    ("train",),
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
@@ -64,6 +65,7 @@ for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH):
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens
+import pipeline.train.loop, pipeline.train.contrastive, pipeline.train.shapes_data
 there = {"ray", "lance", "sentence_transformers"} & set(sys.modules)
 assert not there, there
 """

@@ -1,4 +1,4 @@
-"""Whether a difference between two systems is more than the choice of queries: randomisation."""
+"""What is more than the choice of queries: randomisation for differences, bootstrap for means."""
 
 from __future__ import annotations
 
@@ -55,3 +55,26 @@ def holm(p_values: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(p_values) - done) * p_values[place]))
         corrected[place] = float(worst)
     return corrected
+
+
+def bootstrap_interval(
+    values_N: np.ndarray, share: float = 0.95, num_samples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile interval of a mean: what it would be with other values of the same kind.
+
+    Args:
+        values_N: (N,) of what is drawn together; queries that hang together are one value.
+        share: of the samples' means that lie within.
+        num_samples: how often N values are drawn, each as often as it comes.
+
+    >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
+    (0.5, 0.5)
+    >>> low, high = bootstrap_interval(np.array([0.0, 1.0] * 50))
+    >>> round(low, 1), round(high, 1)
+    (0.4, 0.6)
+    """
+    values_N = np.asarray(values_N, np.float64)
+    drawn_SN = np.random.default_rng(seed).integers(0, len(values_N), (num_samples, len(values_N)))
+    tail = (1 - share) / 2
+    low, high = np.quantile(values_N[drawn_SN].mean(axis=1), [tail, 1 - tail])
+    return float(low), float(high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,9 @@ class Checkpoints:
         if last is None:
             return 0
         about = json.loads((last / "about.json").read_text("utf-8"))
-        for field, value in self._lasting().items():
-            if about["spec"].get(field) != value:
-                legal = f"{about['spec'].get(field)!r}, that of the checkpoint {last}"
-                raise SpecError(field, value, f"{legal}, or another output folder")
+        for field, own, there in differences(self._lasting(), about["spec"]):
+            legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
+            raise SpecError(field, own, legal)
         weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         own = dict(learner.named_parameters())
         with torch.no_grad():
@@ -120,6 +119,19 @@ class Checkpoints:
         """What of the spec has to be the same for a run to go on, as JSON has it."""
         fields = {k: v for k, v in config.dump(self.spec).items() if k not in MAY_CHANGE}
         return json.loads(json.dumps(fields))
+
+
+def differences(one: Any, other: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two specs differ: the dotted field and both values.
+
+    >>> list(differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}))
+    [('a.c', 2, 3)]
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        for field in one | other:
+            yield from differences(one.get(field), other.get(field), f"{above}{field}.")
+    elif one != other:
+        yield above.removesuffix("."), one, other
 
 
 def trained_weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.losses import LOWEST, info_nce, late_scores
-from pipeline.train.quality import grounding, ranking
+from pipeline.train.quality import Quality, grounding
 
 if TYPE_CHECKING:
     from pipeline.train.states import States
@@ -278,13 +278,11 @@ class Contrastive(Learner):
     # -- quality -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, held_out: Batch, data: TrainingData) -> dict[str, float]:
-        """R@1, R@5, R@10 and nDCG@10 of held-out queries; and grounding, if there are phrases."""
+    def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
+        """What the data measure; and how phrases are grounded, if there are any."""
         read = dataclasses.replace(self.read(held_out), boxes=None)  # at inference there are none
         embedded = self.embedded(read)
-        device = self.encoder.device
-        facts = held_out.query_facts.to(device), held_out.document_facts.to(device)
-        quality = ranking(self.scores(embedded, embedded), data.relevant(*facts))
+        quality = data.quality(self.scores(embedded, embedded), held_out)
         if held_out.phrases is not None:
             quality |= self._grounding(held_out, read)
         return quality
@@ -297,14 +295,14 @@ class Contrastive(Learner):
                 every.setdefault(name, []).append(tensor)
         return {name: joined(parts) for name, parts in every.items()}
 
-    def _grounding(self, held_out: Batch, read: Read, size: int = 64) -> dict[str, float]:
-        """The means over the phrases, each compared with its document."""
+    def _grounding(self, held_out: Batch, read: Read, size: int = 64) -> Quality:
+        """Each phrase compared with its document."""
         phrases = held_out.phrases
         words = dataclasses.replace(
             held_out, queries=phrases.texts, documents=[], document_keys=[], boxes=None
         )
         inputs = self.read(words).queries
-        found = []
+        found: list[Quality] = []
         for start in range(0, len(phrases.texts), size):
             own = slice(start, start + size)
             rows = phrases.documents[own]
@@ -312,9 +310,8 @@ class Contrastive(Learner):
             if tokens.extents is None:
                 return {}
             queries = self.tokens(taken(inputs, own))
-            found += grounding(queries, self.compressed(tokens), tokens, phrases.boxes[own])
-        names = ("BoxMass", "RegionHit", "CoverageIoU")
-        return dict(zip(names, np.mean(found, axis=0).tolist(), strict=True))
+            found.append(grounding(queries, self.compressed(tokens), tokens, phrases.boxes[own]))
+        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
         """The model with its processor, or the projection, as the encoder's spec reads them."""

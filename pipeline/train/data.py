@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Spec
+from pipeline.train.quality import Quality, ranking
 
 #: Facts of nothing: documents and queries that only fill up a batch.
 NOTHING = -1
@@ -114,6 +115,15 @@ class TrainingData(ABC):
         """
         same_QBF = query_facts.unsqueeze(1) == document_facts.unsqueeze(0)
         return (same_QBF & (document_facts != NOTHING)).any(dim=2)
+
+    def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> Quality:
+        """How good scores of what is held out are; the first measure chooses the best model.
+
+        By default R@1, R@5, R@10 and nDCG@10 among all of its documents.
+        """
+        device = scores_QB.device
+        facts = held_out.query_facts.to(device), held_out.document_facts.to(device)
+        return ranking(scores_QB, self.relevant(*facts))
 
 
 def own_share(count: int, worker: int, num_workers: int) -> slice:

@@ -11,6 +11,7 @@ import torch
 
 from pipeline.config import Spec
 from pipeline.train.data import Batch, TrainingData
+from pipeline.train.quality import Quality
 
 #: What a part of a batch becomes, by name; rows are queries or documents.
 Embedded = dict[str, torch.Tensor]
@@ -24,6 +25,7 @@ class Learner(torch.nn.Module, ABC):
     """
 
     Spec: ClassVar[type[Spec]]
+    model: torch.nn.Module  # with all parameters that `forward` uses; the loss may have its own
 
     @classmethod
     @abstractmethod
@@ -56,7 +58,7 @@ class Learner(torch.nn.Module, ABC):
         """
 
     @abstractmethod
-    def evaluate(self, held_out: Batch, data: TrainingData) -> dict[str, float]:
+    def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
         """Quality on what is not trained on, more is better; the first figure chooses the best."""
 
     @abstractmethod

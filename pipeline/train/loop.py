@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import config
-from pipeline.config import JobError, Uri
+from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
 from pipeline.train import distributed
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data import Batch
-from pipeline.train.learner import Embedded, joined
+from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.quality import means
+
+#: The folder of a run that has each measure of each held-out query, a file a measured step.
+HELD_OUT = "held_out"
 
 
 class Optimiser(config.Spec):
@@ -100,6 +105,18 @@ class TrainSpec(config.Spec):
     log_every: int = Field(20, ge=1)
 
 
+def check(spec: TrainSpec) -> None:
+    """Raises `SpecError` if a run cannot be done; no weights are loaded."""
+    with config.within("learner"):
+        LEARNERS.load(spec.learner.name).check(spec.learner)
+    data = TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+    if data.num_batches < spec.accumulate:
+        legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
+        if data.num_batches == 0:
+            raise SpecError("batch_size", spec.batch_size, "what the data give at least once")
+        raise SpecError("accumulate", spec.accumulate, legal)
+
+
 class Loop:
     """One worker's part of a run, from its last checkpoint on.
 
@@ -139,12 +156,16 @@ class Loop:
         self.step = self.checkpoints.restore(self.learner, self.optimiser)
         self.parallel: torch.nn.Module = self.learner
         if distributed.num_workers() > 1:
-            self.parallel = DistributedDataParallel(self.learner, find_unused_parameters=True)
+            self.parallel = DistributedDataParallel(
+                _Forward(self.learner), find_unused_parameters=True
+            )
 
     def run(self) -> None:
         """Trains to the end; then the artefact stands in `model/` of the output folder."""
         self.learner.prepare(self.data)
         spec, started, first = self.spec, time.monotonic(), self.step
+        if spec.evaluate_every and first == 0:
+            self._evaluate()
         num_documents = 0
         for read in self._batches():
             figures = self._step(read)
@@ -199,6 +220,10 @@ class Loop:
             for name, value in figures.items():
                 total[name] = total.get(name, 0.0) + value / len(batches)
         trained = [p for p in self.learner.parameters() if p.requires_grad]
+        of_model = {id(p) for p in self.learner.model.parameters()}
+        for parameter in trained:
+            if id(parameter) not in of_model:  # the loss's own, of which DDP knows nothing
+                parameter.grad = distributed.mean(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(trained, spec.optimiser.clip or math.inf)
         names = sorted(total)
         both = torch.tensor([*(total[name] for name in names), float(norm)], dtype=torch.float64)
@@ -286,8 +311,12 @@ class Loop:
         held_out = self.data.held_out()
         if distributed.rank() == 0 and held_out is not None:
             with self._autocast():
-                quality = self.learner.evaluate(held_out, self.data)
+                each = self.learner.evaluate(held_out, self.data)
+            quality = means(each)
             append(self.folder / "metrics.jsonl", {"step": self.step, **quality})
+            measured = self.folder / HELD_OUT
+            measured.mkdir(exist_ok=True)
+            np.savez_compressed(measured / f"step-{self.step:08d}.npz", **each)
             self._say(
                 f"step {self.step}: "
                 + ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
@@ -299,6 +328,19 @@ class Loop:
         if distributed.rank() == 0:
             self.checkpoints.publish(self.folder / "model", self.learner)
         distributed.wait_for_all()
+
+
+class _Forward(torch.nn.Module):
+    """A learner's forward pass with the parameters that it uses, to be wrapped for many workers."""
+
+    def __init__(self, learner: Learner):
+        super().__init__()
+        self.model = learner.model
+        self._embed = [learner]  # in a list, so that its other parameters are not this module's
+
+    def forward(self, part: Any) -> Embedded:
+        """Embeds a part of a batch."""
+        return self._embed[0](part)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -272,10 +272,10 @@ def _free_place(
 @functools.cache
 def _stamps() -> list[list[np.ndarray]]:
     """By size and shape, (2 radius, 2 radius) how much of each pixel the shape covers."""
-    return [[_stamp(shape, radius) for shape in SHAPES] for radius in SIZES.values()]
+    return [[stamp(shape, radius) for shape in SHAPES] for radius in SIZES.values()]
 
 
-def _stamp(shape: str, radius: int, finer: int = 8) -> np.ndarray:
+def stamp(shape: str, radius: int, finer: int = 8) -> np.ndarray:
     side = 2 * radius * finer
     picture = Image.new("L", (side, side))
     draw = ImageDraw.Draw(picture)

@@ -1,0 +1,199 @@
+"""Studies: the same run with other fields, before and after training, spread and significance."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from pipeline import config
+from pipeline.atomic import write_atomic
+from pipeline.config import SpecError
+from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.eval.report import aligned, as_csv, p_value
+from pipeline.eval.significance import holm, randomisation_p
+from pipeline.train.loop import HELD_OUT, TrainSpec
+
+#: Measures that have a panel of the plot, those of them that there are.
+PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_accuracy")
+
+
+class StudySpec(TrainSpec):
+    """A training run, or several.
+
+    Attributes:
+        sweep: fields and the values that each has in turn: there is a run for each combination.
+            Or a list of such, one behind the other. Runs that differ in nothing but the seed are
+            one row of the table.
+    """
+
+    sweep: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
+
+
+class Run(NamedTuple):
+    """One run of a study.
+
+    Attributes:
+        title: the swept fields and their values.
+        row: the same without the seed.
+    """
+
+    title: str
+    row: str
+    spec: TrainSpec
+
+
+class Row(NamedTuple):
+    """What came out of the runs of a row.
+
+    Attributes:
+        before, after: by measure, (S, Q) for each run and held-out query.
+    """
+
+    name: str
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+def runs_of(spec: StudySpec) -> list[Run]:
+    """The runs of a study, in folders below its output; or the one run, in the output itself.
+
+    Raises:
+        SpecError: a combination is not legal, or stands twice.
+    """
+    own = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
+    if not spec.sweep:
+        return [Run(spec.name, spec.name, config.parse(TrainSpec, own))]
+    runs: dict[str, Run] = {}
+    for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
+        for values in config.combinations(sweep):
+            title = ", ".join(map(_said, values.items()))
+            row = ", ".join(_said(pair) for pair in values.items() if pair[0] != "seed")
+            folder = title.replace(", ", "_").replace(" ", "-").replace("/", "-")
+            changed = config.override(own, config.assignments(values))
+            changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}
+            if title in runs:
+                raise SpecError("sweep", title, "each combination once", "stands twice")
+            with config.within("sweep"):
+                runs[title] = Run(title, row or spec.name, config.parse(TrainSpec, changed))
+    return list(runs.values())
+
+
+def _said(pair: tuple[str, Any]) -> str:
+    """A swept field and its value, in few words.
+
+    >>> _said(("learner.compressor", {"name": "samer", "num_vectors": 8, "gamma": 0.0}))
+    'samer num_vectors 8 gamma 0.0'
+    >>> _said(("optimiser.learning_rate", 0.001))
+    'learning_rate 0.001'
+    """
+    field, value = pair
+    if isinstance(value, Mapping):
+        named = [str(value["name"])] if "name" in value else []
+        return " ".join([*named, *(f"{k} {v}" for k, v in value.items() if k != "name")])
+    if isinstance(value, str):
+        return value
+    return f"{field.rpartition('.')[2]} {value}"
+
+
+def described(spec: TrainSpec) -> str:
+    """What a run does, in a line."""
+    steps = f"at most {spec.max_steps} steps" if spec.max_steps else f"{spec.epochs} epochs"
+    return f"{steps} of {spec.batch_size} documents, seed {spec.seed}, to {spec.output}"
+
+
+def report(spec: StudySpec, runs: Sequence[Run]) -> str:
+    """Writes `study.csv` and `study.png` into the output folder; gives the table.
+
+    p is that of a paired randomisation test over the held-out queries, of the first measure after
+    training (the mean over seeds) against the table's first row; corrected by Holm.
+    """
+    rows = rows_of(runs)
+    if not rows:
+        return "nothing was measured: set evaluate_every"
+    first = next(iter(rows[0].after))
+    gains = [row.after[first].mean(axis=0) - rows[0].after[first].mean(axis=0) for row in rows[1:]]
+    p_values = [None, *(holm(randomisation_p(np.stack(gains)).tolist()) if gains else [])]
+    measures = list(rows[0].after)
+    header = ["run", "seeds", *(m for m in measures), f"p ({first})"]
+    cells = [header]
+    for row, p in zip(rows, p_values, strict=True):
+        shown = [f"{row.before[m].mean():.3f} > {_with_spread(row.after[m])}" for m in measures]
+        cells.append([row.name, str(len(row.after[first])), *shown, p_value(p)])
+    names = [
+        "run",
+        "seeds",
+        *(f"{m} {when}" for m in measures for when in ("before", "after", "sd")),
+    ]
+    numbers = [
+        [
+            row.name,
+            len(row.after[first]),
+            *(
+                value
+                for m in measures
+                for value in (row.before[m].mean(), row.after[m].mean(), _spread(row.after[m]))
+            ),
+            p,
+        ]
+        for row, p in zip(rows, p_values, strict=True)
+    ]
+    write_atomic(posixpath.join(spec.output, "study.csv"), as_csv([[*names, "p"], *numbers]))
+    write_atomic(posixpath.join(spec.output, "study.png"), to_png(drawn(rows)))
+    return aligned(cells)
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """The rows of a study: runs with what was first and last measured of them."""
+    grouped: dict[str, list[tuple[dict[str, np.ndarray], ...]]] = {}
+    for run in runs:
+        measured = sorted((Path(run.spec.output) / HELD_OUT).glob("step-*.npz"))
+        if measured:
+            both = tuple(dict(np.load(path)) for path in (measured[0], measured[-1]))
+            grouped.setdefault(run.row, []).append(both)
+    return [
+        Row(
+            name,
+            *(
+                {m: np.stack([one[when][m] for one in found]) for m in found[0][when]}
+                for when in (0, 1)
+            ),
+        )
+        for name, found in grouped.items()
+    ]
+
+
+def _spread(values_SQ: np.ndarray) -> float:
+    """The standard deviation of the runs' means, 0 of one run."""
+    return float(values_SQ.mean(axis=1).std(ddof=1)) if len(values_SQ) > 1 else 0.0
+
+
+def _with_spread(values_SQ: np.ndarray) -> str:
+    return f"{values_SQ.mean():.3f} ± {_spread(values_SQ):.3f}"
+
+
+def drawn(rows: Sequence[Row]) -> Figure:
+    """A panel a measure, a line a row: from a ring, before training, to a dot with its spread."""
+    measures = [name for name in PLOTTED if name in rows[0].after]
+    figure = Figure(figsize=(3.2 * len(measures), 1.2 + 0.32 * len(rows)), layout="constrained")
+    panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    places = np.arange(len(rows))[::-1]
+    for panel, measure in zip(panels, measures, strict=True):
+        plain(panel)
+        before = [row.before[measure].mean() for row in rows]
+        after = [row.after[measure].mean() for row in rows]
+        spreads = [_spread(row.after[measure]) for row in rows]
+        panel.hlines(places, before, after, color=REFERENCE, alpha=0.4)
+        panel.plot(before, places, "o", mfc="none", color=COLORS[0], label="before")
+        panel.errorbar(
+            after, places, xerr=spreads, fmt="o", color=COLORS[1], label="after training"
+        )
+        panel.set_xlabel(measure)
+        panel.set_yticks(places, [row.name for row in rows])
+    legend_below(figure, panels)
+    return figure

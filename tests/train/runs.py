@@ -1,0 +1,67 @@
+"""Small training runs on a tiny ColPali."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from pipeline import config
+from pipeline.train.loop import Loop, TrainSpec
+
+
+def spec_of(folder: Path, model: str, learner: dict[str, Any] | None = None, **more: Any):
+    """The spec of a run of six steps of eight scenes."""
+    given = {
+        "name": "test",
+        "output": str(folder),
+        "learner": {
+            "name": "contrastive",
+            "encoder": {"name": "colpali", "model": model, "dtype": "float32", "keep": "visual"},
+            "temperature": 0.1,
+            **(learner or {}),
+        },
+        "data": {"name": "shapes", "num_scenes": 24, "captions": 2, "held_out": 12},
+        "batch_size": 8,
+        "epochs": 2,
+        "optimiser": {"learning_rate": 1e-3},
+        "log_every": 1,
+        "checkpoint_every": 2,
+    }
+    return config.parse(TrainSpec, {**given, **more})
+
+
+def trained(spec: TrainSpec) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run."""
+    Loop(spec, say=lambda line: None).run()
+    return weights_of(Path(spec.output) / "model")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in a folder of safetensors files."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(path)
+    return weights
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    """A figure of every step, as the log has it."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float):
+    """That two runs ended with the same weights.
+
+    A bias of keys shifts all scores of a softmax alike: its gradient is rounding, of which Adam
+    makes whole steps. So it is compared only where every bit is.
+    """
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if atol and name.endswith("k_proj.bias"):
+            continue
+        torch.testing.assert_close(tensor, other[name], atol=atol, rtol=0, msg=name)

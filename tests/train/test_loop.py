@@ -1,0 +1,223 @@
+"""The loop: what it computes, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from pipeline import config
+from pipeline.config import JobError, SpecError
+from pipeline.registry import ENCODERS
+from pipeline.train.loop import Loop, Optimiser
+from tests.conftest import ROOT
+from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> str:
+    return checkpoint("colpali")
+
+
+def test_the_loss_falls_and_the_model_is_an_encoder(model, tmp_path):
+    spec = spec_of(
+        tmp_path / "run",
+        model,
+        data={"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 2, "held_out": 8},
+        epochs=40,
+        optimiser={"learning_rate": 5e-3, "warmup": 0},
+        evaluate_every=20,
+        checkpoint_every=100,
+    )
+    before = weights_of_model(model)
+    after = trained(spec)
+    losses = logged(tmp_path / "run", "loss")
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert any((before[name] != after[name]).any() for name in after)
+    assert len(logged(tmp_path / "run", "R@1")) == 2
+    about = json.loads((tmp_path / "run" / "model" / "training.json").read_text("utf-8"))
+    assert about["spec"] == config.dump(spec) and about["sha256"]
+    made = {**config.dump(spec.learner.encoder), "model": str(tmp_path / "run" / "model")}
+    encoder = ENCODERS.build(ENCODERS.resolve(made))
+    assert encoder.fingerprint != ENCODERS.build(spec.learner.encoder).fingerprint
+    assert encoder.encode_queries(["a red star"]).tokens.vectors.isfinite().all()
+
+
+def weights_of_model(model):
+    from pathlib import Path
+
+    return weights_of(Path(model))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(model, tmp_path, symmetric):
+    learner = {"symmetric": symmetric, "learn_temperature": True}
+    whole = trained(spec_of(tmp_path / "whole", model, learner))
+    parts = trained(spec_of(tmp_path / "parts", model, learner, part_size=3))
+    assert_same(whole, parts, atol=1e-4)
+    losses = [logged(tmp_path / name, "loss") for name in ("whole", "parts")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_batches_that_are_accumulated_give_the_mean_of_their_gradients(model, tmp_path):
+    spec = spec_of(tmp_path / "run", model, accumulate=3, epochs=1)
+    loop = Loop(spec, say=lambda line: None)
+    assert loop.num_steps == 1
+    batches = list(loop.data.batches(0, 0, 0, 1))
+    expected = {}
+    for batch in batches:
+        loop.learner.zero_grad()
+        read = loop.learner.read(batch)
+        loss, _ = loop.learner.loss(loop.learner(read), batch, loop.data)
+        loss.backward()
+        for name, parameter in loop.learner.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, 0) + parameter.grad / len(batches)
+    norm = torch.stack([grad.norm() for grad in expected.values()]).norm().item()
+    figures = loop._step([(batch, loop.learner.read(batch)) for batch in batches])
+    assert figures["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_run_that_was_stopped_ends_as_an_unbroken_one(model, tmp_path, stop, monkeypatch):
+    whole = trained(spec_of(tmp_path / "whole", model))
+    spec = spec_of(tmp_path / "broken", model)
+    steps = []
+
+    def breaking(self, batches):
+        if len(steps) == stop:
+            raise KeyboardInterrupt
+        steps.append(self.step)
+        return step(self, batches)
+
+    step = Loop._step
+    monkeypatch.setattr(Loop, "_step", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        trained(spec)
+    monkeypatch.setattr(Loop, "_step", step)
+    assert not (tmp_path / "broken" / "model").exists()
+    loop = Loop(spec, say=lambda line: None)
+    assert loop.step == stop // 2 * 2  # at most one interval is done again
+    assert_same(whole, trained(spec), atol=0)
+
+
+def test_a_finished_run_is_not_done_again(model, tmp_path):
+    spec = spec_of(tmp_path, model)
+    first = trained(spec)
+    assert len(logged(tmp_path, "loss")) == 6
+    assert_same(first, trained(spec), atol=0)
+    assert len(logged(tmp_path, "loss")) == 6
+
+
+def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
+    trained(spec_of(tmp_path, model))
+    with pytest.raises(SpecError, match="seed: 1 .* 0, that of the checkpoint"):
+        trained(spec_of(tmp_path, model, seed=1))
+    with pytest.raises(SpecError, match=r"learner.temperature: 0.2"):
+        trained(spec_of(tmp_path, model, {"temperature": 0.2}))
+    trained(spec_of(tmp_path, model, log_every=5))  # changes nothing that is learned
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(model, tmp_path, monkeypatch):
+    from pipeline.train import contrastive
+
+    honest, calls = contrastive.info_nce, []
+
+    def spoiled(scores, positive, temperature):
+        calls.append(1)
+        return honest(scores * (torch.nan if len(calls) == 4 else 1), positive, temperature)
+
+    monkeypatch.setattr(contrastive, "info_nce", spoiled)
+    with pytest.raises(JobError, match=r"step 4: the loss is nan .* good checkpoint is .*00000002"):
+        trained(spec_of(tmp_path, model))
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000002"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_newest_checkpoints_are_kept(model, tmp_path):
+    trained(spec_of(tmp_path, model, checkpoint_every=1, keep=2))
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000005", "step-00000006"]
+
+
+WORKER = """
+import os, sys, torch.distributed as dist
+from pipeline import config
+from pipeline.train.loop import Loop, TrainSpec
+dist.init_process_group("gloo")
+spec = config.load(TrainSpec, sys.argv[1])
+Loop(spec, say=lambda line: None).run()
+dist.destroy_process_group()
+"""
+
+
+def run_workers(spec, folder, num_workers: int) -> None:
+    """A run in processes that find each other as those of torchrun do."""
+    path = folder / "spec.yaml"
+    path.write_text(config.dump_yaml(spec), "utf-8")
+    port = str(29600 + os.getpid() % 1000)
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_workers)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(path)],
+            cwd=ROOT,
+            env={**os.environ, **about, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(num_workers)
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0] * num_workers
+
+
+@pytest.mark.parametrize(
+    ("learner", "more"),
+    [
+        ({"symmetric": True, "learn_temperature": True}, {}),
+        ({"compressor": {"name": "samer", "num_vectors": 4, "object_prior": True}}, {}),
+        ({}, {"part_size": 3, "accumulate": 3}),
+    ],
+    ids=["both ways", "compressed", "parts and accumulated"],
+)
+def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
+    one = trained(spec_of(tmp_path / "one", model, learner, **more))
+    two = spec_of(tmp_path / "two", model, learner, **more)
+    run_workers(two, tmp_path, 2)
+    losses = [logged(tmp_path / name, "loss") for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert_same(one, weights_of(tmp_path / "two" / "model"), atol=1e-4)
+
+
+def test_a_killed_process_goes_on(model, tmp_path):
+    whole = trained(spec_of(tmp_path / "whole", model, epochs=8))
+    spec = spec_of(tmp_path / "killed", model, epochs=8)
+    path = tmp_path / "spec.yaml"
+    path.write_text(config.dump_yaml(spec), "utf-8")
+    command = [sys.executable, "-m", "jobs.train", str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step-0000000[4-9]")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_rises_and_falls(schedule):
+    spec = Optimiser(learning_rate=2.0, warmup=0.2, schedule=schedule)
+    rates = [spec.rate(step, 100) for step in range(100)]
+    assert rates[:20] == pytest.approx([2.0 * (step + 1) / 20 for step in range(20)])
+    assert rates[20] == 2.0
+    last = {"cosine": 0, "linear": 0, "constant": 2.0}[schedule]
+    assert rates[-1] == pytest.approx(last, abs=0.03)
+    assert Optimiser(warmup=0).rate(0, 1) == Optimiser().learning_rate

@@ -262,12 +262,13 @@ class Contrastive(Learner):
         # What only fills up a batch is nothing that a query could choose.
         is_filler_B = (every_fact["document"] == NOTHING).all(dim=1)
         scores_QB = self.scores(embedded, every).masked_fill(is_filler_B, LOWEST)
-        loss = info_nce(scores_QB, positive_QB, temperature)
+        loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
         if self.spec.symmetric:
             alone = num_workers() == 1
             backwards_BQ = (scores_QB if alone else self.scores(every, embedded)).T
             relevant_BQ = data.relevant(every_fact["query"], facts["document"]).T
-            loss = (loss + info_nce(backwards_BQ, relevant_BQ, temperature)) / 2
+            backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
+            loss = (loss + backwards * weight(relevant_BQ)) / 2
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
         figures = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
@@ -332,6 +333,15 @@ def _everything(data: TrainingData) -> Iterator[Batch]:
     held_out = data.held_out()
     if held_out is not None and distributed.rank() == 0:
         yield held_out
+
+
+def weight(positive_QB: torch.Tensor) -> torch.Tensor:
+    """What a worker's mean over its queries counts for in the mean over workers.
+
+    So much that each query with a positive counts the same, whoever has how many.
+    """
+    count = positive_QB.any(dim=1).sum().float()
+    return count / distributed.mean(count).clamp_min(1e-6)
 
 
 def query_key(text: str) -> str:

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 
 PHOTOS = ROOT / "jobs/data/photos"
 IMAGES = PHOTOS / "images"
+CAPTIONS = json.loads((PHOTOS / "captions.json").read_text("utf-8"))
 NAMES = sorted(path.name for path in IMAGES.glob("*.jpg"))
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from tests.train.files import IMAGES, NAMES, PHOTOS, built, every
+from tests.train.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every
 from tests.train.test_boxes import SENTENCE, entities
 
-CAPTIONS = json.loads((PHOTOS / "captions.json").read_text("utf-8"))
 SIZES = {str(image["id"]): (image["width"], image["height"]) for image in CAPTIONS["images"]}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import logging
 
 import numpy as np
@@ -12,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.train import row_data
 from pipeline.train.data import NOTHING
-from pipeline.train.loop import Loop, TrainSpec
 from pipeline.train.losses import LOWEST, info_nce
 from pipeline.train.row_data import NO_DOCUMENT
-from tests.train.files import IMAGES, NAMES, PHOTOS, built, every, lines, pages, said
+from tests.train.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every, lines, pages, said
+from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
+from tests.train.test_loop import run_workers
 
 
 @pytest.fixture
@@ -322,30 +321,48 @@ def test_the_loss_of_two_workers_rows_is_that_of_one(pairs, tmp_path):
     torch.testing.assert_close(sum(both) / 2, alone)
 
 
+def test_two_workers_learn_what_one_does(checkpoint, tmp_path):
+    """With hard negatives, documents of several captions, and one that cannot be read."""
+    photos = {image["id"]: image["file_name"] for image in CAPTIONS["images"]}
+    for name in photos.values():
+        (tmp_path / name).symlink_to(IMAGES / name)
+    (tmp_path / NAMES[2]).unlink()
+    (tmp_path / NAMES[2]).write_bytes(b"no picture")
+    ids = list(map(str, photos))
+    mined = [
+        {"query": said["caption"].strip(), "negatives": [ids[n % 17], ids[(3 * n + 1) % 17]]}
+        for n, said in enumerate(CAPTIONS["annotations"])
+    ]
+    negatives = lines(tmp_path / "negatives.jsonl", mined)
+    data = {"name": "captions", "path": str(PHOTOS / "captions.json"), "images": str(tmp_path)}
+    data |= {"hard_negatives": str(negatives), "num_negatives": 1}
+    learner = {"trains": "projection", "symmetric": True}
+    model = checkpoint("colpali")
+    one, two = (
+        spec_of(tmp_path / name, model, learner, data=data, batch_size=6, max_steps=4)
+        for name in ("one", "two")
+    )
+    weights = trained(one)
+    run_workers(two, tmp_path, 2)
+    losses = [logged(tmp_path / name, "loss") for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert_same(weights, weights_of(tmp_path / "two" / "model"), atol=1e-4)
+
+
 @pytest.mark.parametrize("batch_size", [4, 6])
 def test_a_model_trains_on_them_with_a_corrupt_picture(checkpoint, tmp_path, batch_size):
     """Also on kept states, of all rows, though some fill no batch."""
     path = links(tmp_path)
     (tmp_path / NAMES[2]).unlink()
     (tmp_path / NAMES[2]).write_bytes(b"no picture")
-    encoder = {"name": "colpali", "model": checkpoint("colpali"), "dtype": "float32"}
+    data = {"name": "pairs", "path": str(path), "held_out": {"path": str(path)}}
+    more = {"data": data, "batch_size": batch_size, "epochs": 4, "evaluate_every": 2}
     found = []
-    for states in (None, str(tmp_path / "states")):
-        learner = {"name": "contrastive", "encoder": encoder, "temperature": 0.1}
-        given = {
-            "name": "test",
-            "output": str(tmp_path / f"run-{states is None}"),
-            "learner": {**learner, "trains": "projection", "states": states},
-            "data": {"name": "pairs", "path": str(path), "held_out": {"path": str(path)}},
-            "batch_size": batch_size,
-            "epochs": 4,
-            "log_every": 1,
-            "evaluate_every": 2,
-        }
-        Loop(config.parse(TrainSpec, given), say=lambda line: None).run()
-        log = (tmp_path / f"run-{states is None}" / "metrics.jsonl").read_text("utf-8")
-        rows = list(map(json.loads, log.splitlines()))
-        assert sum("R@1" in row for row in rows) == 2
-        found.append([row["loss"] for row in rows if "loss" in row])
+    for name in ("read", "kept"):
+        states = str(tmp_path / "states") if name == "kept" else None
+        learner = {"trains": "projection", "states": states}
+        trained(spec_of(tmp_path / name, checkpoint("colpali"), learner, **more))
+        assert len(logged(tmp_path / name, "R@1")) == 3  # also before training
+        found.append(logged(tmp_path / name, "loss"))
     assert len(found[0]) == 4 and np.isfinite(found).all()
     np.testing.assert_allclose(found[0], found[1], atol=1e-2)  # states are kept as float16

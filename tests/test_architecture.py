@@ -60,8 +60,8 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
 def test_the_core_runs_without_ray_and_lance():
     code = """
 import sys
-from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH
-for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH):
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA
+for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA):
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens

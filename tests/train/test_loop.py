@@ -40,7 +40,7 @@ def test_the_loss_falls_and_the_model_is_an_encoder(model, tmp_path):
     losses = logged(tmp_path / "run", "loss")
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert any((before[name] != after[name]).any() for name in after)
-    assert len(logged(tmp_path / "run", "R@1")) == 2
+    assert len(logged(tmp_path / "run", "R@1")) == 3  # before, between and after
     about = json.loads((tmp_path / "run" / "model" / "training.json").read_text("utf-8"))
     assert about["spec"] == config.dump(spec) and about["sha256"]
     made = {**config.dump(spec.learner.encoder), "model": str(tmp_path / "run" / "model")}

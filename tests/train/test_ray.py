@@ -1,0 +1,75 @@
+"""The loop under Ray Train, on real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pipeline.config import JobError, SpecError
+from pipeline.train.ray import Workers, train
+from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> str:
+    return checkpoint("colpali")
+
+
+def test_a_batch_that_workers_cannot_share_is_refused(model, tmp_path):
+    with pytest.raises(SpecError, match="batch_size: 8 is not legal; legal: a multiple .* 3"):
+        train(spec_of(tmp_path, model), Workers(num_workers=3))
+
+
+def test_two_workers_of_ray_learn_what_this_process_does(cluster, model, tmp_path):
+    here = trained(spec_of(tmp_path / "here", model))
+    spec = spec_of(tmp_path / "ray", model)
+    train(spec, Workers(num_workers=2))
+    losses = [logged(tmp_path / name, "loss") for name in ("here", "ray")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert_same(here, weights_of(tmp_path / "ray" / "model"), atol=1e-4)
+
+
+def test_what_is_wrong_in_a_worker_is_said(cluster, model, tmp_path):
+    train(spec_of(tmp_path, model, epochs=1), Workers())
+    with pytest.raises(SpecError, match="seed: 1 .* that of the checkpoint"):
+        train(spec_of(tmp_path, model, epochs=1, seed=1), Workers(max_failures=0))
+
+
+@pytest.mark.heavy
+def test_a_killed_worker_is_started_again_and_goes_on(cluster, model, tmp_path):
+    whole = trained(spec_of(tmp_path / "whole", model, epochs=20))
+    spec = spec_of(tmp_path / "killed", model, epochs=20)
+    killed = []
+
+    def kill_one():
+        """Kills the worker that has the checkpoints' folder open in its command line's job."""
+        import psutil
+
+        checkpoints = tmp_path / "killed" / "checkpoints"
+        while not list(checkpoints.glob("step-000000[12]?")):
+            time.sleep(0.05)
+        for process in psutil.process_iter(["cmdline"]):
+            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+                return
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    train(spec, Workers(num_workers=2, max_failures=2))
+    killer.join()
+    assert killed
+    steps = logged(tmp_path / "killed", "step")
+    again = len(steps) - len(set(steps))
+    assert again <= spec.checkpoint_every  # at most one interval is done twice
+    assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=2e-3)
+
+
+def test_a_run_that_cannot_succeed_is_one_sentence(cluster, model, tmp_path):
+    spec = spec_of(tmp_path, model, optimiser={"learning_rate": 1e30, "clip": None, "warmup": 0})
+    with pytest.raises(JobError, match=r"step \d+: the loss is nan"):
+        train(spec, Workers(max_failures=0))

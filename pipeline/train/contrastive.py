@@ -123,7 +123,7 @@ class Contrastive(Learner):
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
-            legal = "a compressor that is not fitted to a corpus"
+            legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
             raise SpecError("compressor.name", spec.compressor.name, legal)
 
     # -- the states of a frozen model --------------------------------------------------------------
@@ -146,7 +146,9 @@ class Contrastive(Learner):
             "weights": self.encoder.fingerprint,
             "taps": [tap.name for tap in self._taps],
         }
-        self._states = States(self.spec.states, about, self.spec.states_dtype)
+        # A folder has those of all models and settings that it was named for.
+        folder = f"{self.spec.states}/{config.digest(about)}.lance"
+        self._states = States(folder, about, self.spec.states_dtype)
         waiting: dict[str, list[ModelInput]] = {}
         for batch in _everything(data):
             for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):

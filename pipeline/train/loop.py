@@ -113,7 +113,9 @@ def check(spec: TrainSpec) -> None:
     if data.num_batches < spec.accumulate:
         legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
         if data.num_batches == 0:
-            raise SpecError("batch_size", spec.batch_size, "what the data give at least once")
+            raise SpecError(
+                "batch_size", spec.batch_size, "a batch that the data give at least once"
+            )
         raise SpecError("accumulate", spec.accumulate, legal)
 
 

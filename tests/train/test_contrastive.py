@@ -1,0 +1,194 @@
+"""Gradients through compressors, objects of boxes, projections on kept states."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.tokens import TokenBatch, normalise
+from pipeline.train.contrastive import with_objects
+from pipeline.train.loop import Loop, check
+from pipeline.train.quality import ranking
+from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> str:
+    return checkpoint("colpali")
+
+
+def grid_batch(seed: int, compressor) -> TokenBatch:
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(3, 16, 6, generator=random)
+    y, x = torch.meshgrid(torch.arange(4) / 4, torch.arange(4) / 4, indexing="ij")
+    boxes = torch.stack([x, y, x + 0.25, y + 0.25], dim=-1).reshape(1, 16, 4).expand(3, 16, 4)
+    extents = torch.cat([boxes, torch.full((3, 16, 2), torch.nan)], dim=2)
+    taps = {tap.name: torch.rand(3, 16, generator=random) for tap in compressor.needs_taps}
+    mask = torch.ones(3, 16, dtype=torch.bool)
+    mask[1, 13:] = False
+    return TokenBatch(tokens, mask, normalised=False, extents=extents, taps=taps)
+
+
+#: Of SaMer's soft centroids see tests/compression/test_samer.py: the k-means that they are compared
+#: with is a constant to the gradient, and moves with the tokens in a difference quotient.
+TRAINABLE = [
+    name
+    for name in COMPRESSORS.names()
+    if not COMPRESSORS.load(name).needs_fit and name not in ("none", "samer")
+]
+OPTIONS = [
+    *((name, {}) for name in TRAINABLE),
+    *(("samer", {"centroid": c}) for c in ("mean", "normalised", "medoid", "object_weighted")),
+]
+
+
+@pytest.mark.parametrize(("name", "more"), OPTIONS)
+def test_gradients_flow_through_means_and_not_through_assignments(name, more):
+    """Against a difference quotient that is too small to change an assignment."""
+    spec = COMPRESSORS.resolve({"name": name, "num_vectors": 4, **more})
+    compressor = COMPRESSORS.build(spec)
+    batch = grid_batch(0, compressor)
+    random = torch.Generator().manual_seed(1)
+    direction = torch.randn(batch.vectors.shape, generator=random)
+
+    def value(tokens):
+        result = compressor.compress(dataclasses.replace(batch, vectors=tokens))
+        weights = torch.linspace(-1, 1, result.vectors.numel()).reshape(result.vectors.shape)
+        return (result.vectors * weights * result.mask.unsqueeze(2)).sum()
+
+    tokens = batch.vectors.clone().requires_grad_()
+    value(tokens).backward()
+    assert tokens.grad.isfinite().all() and (tokens.grad[~batch.mask] == 0).all()
+    slope = (tokens.grad * direction).sum().item()
+    step = 1e-3
+    quotient = (
+        value(batch.vectors + step * direction) - value(batch.vectors - step * direction)
+    ).item()
+    assert abs(slope) > 1e-3
+    assert slope == pytest.approx(quotient, rel=0.02, abs=0.02)
+
+
+def test_boxes_become_the_objects_of_tokens():
+    batch = grid_batch(
+        0, COMPRESSORS.build(COMPRESSORS.resolve({"name": "random", "num_vectors": 2}))
+    )
+    boxes = [
+        np.array([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.2, 0.2]]),
+        np.zeros((0, 4)),
+        np.ones((1, 4)),
+    ]
+    boxes[2][0] = [0.5, 0.5, 1.0, 1.0]
+    objects = with_objects(batch, boxes).objects
+    assert objects[0].reshape(4, 4).tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert objects[1].sum() == 0
+    assert objects[2].reshape(4, 4)[2:, 2:].tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(
+        SpecError, match=r"boxes: \[10.0, 20.0, 60.0, 90.0\] .*shares of the picture"
+    ):
+        with_objects(batch, [np.array([[10.0, 20.0, 60.0, 90.0]]), *boxes[1:]])
+
+
+def projection_run(folder, model, states, **more):
+    return spec_of(
+        folder,
+        model,
+        {
+            "trains": "projection",
+            "states": states,
+            "states_dtype": "float32",
+            "compressor": {"name": "samer", "num_vectors": 4, "object_prior": True},
+        },
+        data={"name": "shapes", "num_scenes": 24, "fresh": False, "captions": 2, "held_out": 12},
+        evaluate_every=3,
+        **more,
+    )
+
+
+def test_kept_states_give_what_the_model_gives(model, tmp_path):
+    run = trained(projection_run(tmp_path / "run", model, None))
+    kept = trained(projection_run(tmp_path / "kept", model, str(tmp_path / "states")))
+    assert set(run) == {"weight", "bias"}
+    assert_same(run, kept, atol=1e-5)
+    for measure in ("loss", "R@1", "BoxMass"):
+        one, other = (logged(tmp_path / name, measure) for name in ("run", "kept"))
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_frozen_model_runs_once_for_what_is_kept(model, tmp_path, monkeypatch):
+    from pipeline.encoders.sequences import SequenceEncoder
+
+    spec = projection_run(tmp_path / "one", model, str(tmp_path / "states"))
+    trained(spec)
+    monkeypatch.setattr(SequenceEncoder, "states", lambda *_: pytest.fail("the model ran again"))
+    trained(projection_run(tmp_path / "two", model, str(tmp_path / "states")))
+    assert_same(*(weights_of(tmp_path / name / "model") for name in ("one", "two")), atol=0)
+
+
+def test_a_trained_projection_is_named_in_an_encoders_spec(model, tmp_path):
+    spec = projection_run(tmp_path, model, None)
+    trained(spec)
+    plain = spec.learner.encoder
+    named = ENCODERS.resolve({**config.dump(plain), "projection": str(tmp_path / "model")})
+    ENCODERS.load("colpali").check(named)
+    before, after = ENCODERS.build(plain), ENCODERS.build(named)
+    assert before.fingerprint != after.fingerprint
+    torch.testing.assert_close(after.projection.state_dict(), weights_of(tmp_path / "model"))
+    reader = before.reader(plain)
+    inputs = [[reader.text("a red star")[0]]]
+    states = before.states(inputs)
+    expected = normalise(after.projection(states.vectors))
+    torch.testing.assert_close(after.tokens(inputs).vectors, expected, atol=1e-5, rtol=0)
+
+
+def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
+    other = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
+    wrong = ENCODERS.resolve({**other, "projection": str(tmp_path / "nowhere")})
+    with pytest.raises(SpecError, match="projection: .*nowhere.* has no projection"):
+        ENCODERS.load("colqwen2").check(wrong)
+
+
+@pytest.mark.parametrize(
+    ("learner", "data", "said"),
+    [
+        ({"encoder": "minilm"}, {}, "learner.encoder.name: 'minilm' .* one that can be trained"),
+        ({"compressor": {"name": "hpc", "num_vectors": 4}}, {}, "compressor.name: 'hpc'"),
+        ({"states": "x"}, {}, "learner.states: .* null"),
+        ({"trains": "projection", "score": "hybrid"}, {}, "learner.score: 'hybrid'"),
+        ({"temperature": 0}, {}, "learner.temperature: 0"),
+        ({}, {"num_scenes": 4}, "batch_size: 8 .* gives? at least once"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before(model, tmp_path, learner, data, said):
+    with pytest.raises(SpecError, match=said):
+        check(spec_of(tmp_path, model, learner, data={"name": "shapes", **data}))
+
+
+def test_states_need_data_that_repeat(model, tmp_path):
+    learner = {"trains": "projection", "states": str(tmp_path / "states")}
+    with pytest.raises(SpecError, match="learner.states: .* data whose epochs have the same"):
+        Loop(spec_of(tmp_path / "run", model, learner), say=print).run()
+
+
+def test_ranking_is_that_of_ir_measures():
+    import ir_measures
+
+    random = torch.Generator().manual_seed(0)
+    scores, positive = (
+        torch.rand(30, 50, generator=random),
+        torch.rand(30, 50, generator=random) < 0.06,
+    )
+    found = ranking(scores, positive)
+    judged = positive.any(dim=1).nonzero().flatten().tolist()
+    qrels = {str(q): {str(d): 1 for d in positive[q].nonzero().flatten().tolist()} for q in judged}
+    run = {str(q): {str(d): scores[q, d].item() for d in range(50)} for q in judged}
+    names = {"Success@1": "R@1", "Success@5": "R@5", "Success@10": "R@10", "nDCG@10": "nDCG@10"}
+    measures = [ir_measures.parse_measure(name) for name in names]
+    for measured in ir_measures.iter_calc(measures, qrels, run):
+        own = found[names[str(measured.measure)]][judged.index(int(measured.query_id))]
+        assert own == pytest.approx(measured.value, abs=1e-6)

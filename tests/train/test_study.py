@@ -1,0 +1,103 @@
+"""Studies: runs of a sweep, and what their table says."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.train.study import Row, Run, StudySpec, report, rows_of, runs_of
+from tests.conftest import ROOT
+from tests.train.runs import spec_of
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> str:
+    return checkpoint("colpali")
+
+
+def study_of(folder, model, sweep, **more) -> StudySpec:
+    given = config.dump(spec_of(folder, model, **more))
+    return config.parse(StudySpec, {**given, "sweep": sweep})
+
+
+def test_a_sweep_is_a_run_for_each_combination(model, tmp_path):
+    compressors = ["none", {"name": "samer", "num_vectors": 4, "gamma": 0.0}]
+    sweep = {"learner.compressor": compressors, "seed": [0, 1]}
+    runs = runs_of(study_of(tmp_path, model, sweep))
+    assert [run.title for run in runs] == [
+        "none, seed 0",
+        "none, seed 1",
+        "samer num_vectors 4 gamma 0.0, seed 0",
+        "samer num_vectors 4 gamma 0.0, seed 1",
+    ]
+    assert [run.row for run in runs] == [*["none"] * 2, *["samer num_vectors 4 gamma 0.0"] * 2]
+    assert [run.spec.seed for run in runs] == [0, 1, 0, 1]
+    assert runs[3].spec.learner.compressor.gamma == 0.0
+    assert len({run.spec.output for run in runs}) == 4
+    both = runs_of(study_of(tmp_path, model, [{"seed": [0]}, {"batch_size": [4, 6]}]))
+    assert [run.title for run in both] == ["seed 0", "batch_size 4", "batch_size 6"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ({"learner.temperature": [0.1, 0]}, "sweep.learner.temperature: 0 .* greater than 0"),
+        ({"learner.temprature": [0.1]}, "sweep.learner.temprature: 0.1 stands under an unknown"),
+        ({"seed": []}, r"sweep.seed: \[\]"),
+        ({"seed": [1, 1]}, "sweep: 'seed 1' stands twice"),
+    ],
+)
+def test_what_is_wrong_in_a_sweep_is_said(model, tmp_path, sweep, said):
+    with pytest.raises(SpecError, match=said):
+        runs_of(study_of(tmp_path, model, sweep))
+
+
+def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
+    """On measures that are written by hand."""
+    random = np.random.default_rng(0)
+    base, better = random.integers(0, 2, (2, 40)).astype(float), np.ones((2, 40))
+    runs = []
+    for name, after in (("plain", base), ("good", better)):
+        for seed in (0, 1):
+            spec = spec_of(tmp_path / f"{name}-{seed}", model)
+            folder = tmp_path / f"{name}-{seed}" / "held_out"
+            folder.mkdir(parents=True)
+            np.savez(folder / "step-00000000.npz", **{"R@1": np.zeros(40)})
+            np.savez(folder / "step-00000006.npz", **{"R@1": after[seed]})
+            runs.append(Run(f"{name}, seed {seed}", name, spec))
+    study = study_of(tmp_path, model, {"seed": [0, 1]})
+    table = report(study, runs).splitlines()
+    assert table[0].split() == ["run", "seeds", "R@1", "p", "(R@1)"]
+    spread = base.mean(axis=1).std(ddof=1)
+    assert f"0.000 > {base.mean():.3f} ± {spread:.3f}" in table[1]
+    assert "0.000 > 1.000 ± 0.000" in table[2] and table[2].endswith("<0.001")
+    rows = list(csv.DictReader((tmp_path / "study.csv").open()))
+    assert [float(row["R@1 after"]) for row in rows] == pytest.approx([base.mean(), 1.0])
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    found = rows_of(runs)
+    assert isinstance(found[0], Row) and found[0].after["R@1"].shape == (2, 40)
+
+
+def test_the_job_trains_a_study_and_goes_on_with_it(model, tmp_path):
+    spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, evaluate_every=100)
+    (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
+    command = [sys.executable, "-m", "jobs.train", str(tmp_path / "spec.yaml")]
+    tried = subprocess.run([*command, "--dry-run"], cwd=ROOT, text=True, capture_output=True)
+    assert tried.returncode == 0, tried.stderr
+    assert tried.stdout.splitlines()[0].startswith("seed 0: 1 epochs of 8 documents")
+    assert not (tmp_path / "study").exists()
+    for _ in range(2):  # the second time there is nothing left to be done
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert "run 2 of 2: seed 1" in done.stdout and "± " in done.stdout
+    refused = subprocess.run([*command, "batch_size=1"], cwd=ROOT, text=True, capture_output=True)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: batch_size: 1 is not legal; legal: greater than or equal to 2\n"
+    )

@@ -184,6 +184,7 @@ class QwenVL(SequenceEncoder):
     normalised = True
     nothing = "no picture and no text"
     padding_side = "left"
+    part_of_checkpoint = "model."
     has_spans = True
 
     def __init__(self, spec: StatesSpec, device_map: str | None = None):

@@ -258,6 +258,8 @@ class SequenceEncoder(Encoder):
     """
 
     padding_side: ClassVar[str] = "right"
+    #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
+    part_of_checkpoint: ClassVar[str] = ""
     #: Which position of a sequence the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
     needs = ()

@@ -21,10 +21,11 @@ from pipeline.encoders.sequences import ModelInput, SequenceEncoder
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
-from pipeline.train import distributed
+from pipeline.train import distributed, lora
 from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
 from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, late_scores
 from pipeline.train.quality import Quality, grounding
 
@@ -60,7 +61,9 @@ class Contrastive(Learner):
         Attributes:
             encoder: what is trained begins as this one.
             trains: `all` weights of the model; or the `projection` alone, which makes vectors of
-                its states, for queries as for documents.
+                its states, for queries as for documents; or `lora`, low-rank matrices beside its
+                layers.
+            lora: of what rank, and beside which layers.
             states: a folder in which the states of the frozen model are kept, so that it runs once
                 for each query and document; null: it runs in each epoch. For `projection`.
             states_dtype: of the kept states.
@@ -75,7 +78,8 @@ class Contrastive(Learner):
 
         name: Literal["contrastive"] = "contrastive"
         encoder: EncoderSpec
-        trains: Literal["all", "projection"] = "all"
+        trains: Literal["all", "projection", "lora"] = "all"
+        lora: Lora | None = None
         states: Uri | None = None
         states_dtype: Literal["float16", "float32"] = "float16"
         compressor: CompressorSpec = Field(default="none", validate_default=True)
@@ -89,6 +93,9 @@ class Contrastive(Learner):
             if self.states is not None and self.trains != "projection":
                 legal = f"null (they change where trains is {self.trains})"
                 raise SpecError("states", self.states, legal)
+            if self.lora is not None and self.trains != "lora":
+                legal = f"null (trains is {self.trains}, not lora)"
+                raise SpecError("lora", config.dump(self.lora), legal)
             if self.trains == "projection" and self.score != "late":
                 raise SpecError("score", self.score, "late, where the projection alone is trained")
             return self
@@ -108,6 +115,9 @@ class Contrastive(Learner):
         if spec.trains == "projection":
             self.model.requires_grad_(False)
             self.encoder.projection.requires_grad_(True)
+        self._tuned = None
+        if spec.trains == "lora":
+            self._tuned = lora.attach(self.model, spec.lora or Lora())
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.encoder.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: States | None = None
@@ -122,6 +132,11 @@ class Contrastive(Learner):
             raise SpecError("encoder.name", spec.encoder.name, legal)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
+        if spec.trains == "lora":
+            lora.check()
+            if spec.encoder.name == "jina_v4":
+                legal = "another encoder (that of jina_v4 has adapters for several tasks)"
+                raise SpecError("trains", "lora", legal)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
             legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
             raise SpecError("compressor.name", spec.compressor.name, legal)
@@ -208,7 +223,7 @@ class Contrastive(Learner):
     def tokens(self, inputs: Inputs, taps: Sequence[Any] = ()) -> TokenBatch:
         """The token vectors of sequences or of kept states."""
         if not isinstance(inputs, TokenBatch):
-            if self.spec.trains == "all":
+            if self.spec.trains != "projection":
                 return self.encoder.tokens(inputs, taps)
             inputs = self.encoder.states(inputs, taps)
         states = inputs.to(self.encoder.device)
@@ -317,7 +332,10 @@ class Contrastive(Learner):
         return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
-        """The model with its processor, or the projection, as the encoder's spec reads them."""
+        """The model with its processor, or what was trained of it, for an encoder's spec."""
+        if self._tuned is not None:
+            lora.save(self._tuned, folder, self.encoder.part_of_checkpoint)
+            return
         if self.spec.trains == "projection":
             weights = {
                 name: tensor.detach().cpu().contiguous()

@@ -179,8 +179,12 @@ def run_workers(spec, folder, num_workers: int) -> None:
     ("learner", "more"),
     [
         ({"symmetric": True, "learn_temperature": True}, {}),
-        ({"compressor": {"name": "samer", "num_vectors": 4, "object_prior": True}}, {}),
-        ({}, {"part_size": 3, "accumulate": 3}),
+        pytest.param(
+            {"compressor": {"name": "samer", "num_vectors": 4, "object_prior": True}},
+            {},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param({}, {"part_size": 3, "accumulate": 3}, marks=pytest.mark.heavy),
     ],
     ids=["both ways", "compressed", "parts and accumulated"],
 )

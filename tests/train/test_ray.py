@@ -33,6 +33,7 @@ def test_two_workers_of_ray_learn_what_this_process_does(cluster, model, tmp_pat
     assert_same(here, weights_of(tmp_path / "ray" / "model"), atol=1e-4)
 
 
+@pytest.mark.heavy
 def test_what_is_wrong_in_a_worker_is_said(cluster, model, tmp_path):
     train(spec_of(tmp_path, model, epochs=1), Workers())
     with pytest.raises(SpecError, match="seed: 1 .* that of the checkpoint"):
@@ -69,6 +70,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(cluster, model, tmp_path):
     assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=2e-3)
 
 
+@pytest.mark.heavy
 def test_a_run_that_cannot_succeed_is_one_sentence(cluster, model, tmp_path):
     spec = spec_of(tmp_path, model, optimiser={"learning_rate": 1e30, "clip": None, "warmup": 0})
     with pytest.raises(JobError, match=r"step \d+: the loss is nan"):

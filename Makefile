@@ -1,5 +1,6 @@
 # make demo   environment, install, index and evaluate the shipped collection
 # make test   environment, install, the tests        make test-all   the long ones too
+# make models the two small visual models anew, in about two hours
 # make lint   ruff                                   make clean      outputs and environment
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
-.PHONY: demo test test-all lint install clean
+.PHONY: demo test test-all models lint install clean
 
 demo: install
 	$(RUN) -m jobs.demo
@@ -19,6 +20,9 @@ test: install
 
 test-all: install
 	$(RUN) -m pytest
+
+models: install
+	$(RUN) -m jobs.data.make_models
 
 lint: install
 	$(VENV)/bin/ruff check .

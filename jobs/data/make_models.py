@@ -1,0 +1,42 @@
+"""Makes the two small visual models in jobs/data/models anew: `make models`, about two hours.
+
+    python -m jobs.data.make_models
+
+A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
+the specs jobs/specs/training/shapes_colpali.yaml and shapes_siglip.yaml. A run that was stopped goes
+on from its last checkpoint in out/models. Other processors round otherwise: figures may differ in
+their last digits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jobs
+from jobs import train
+
+ROOT = Path(__file__).parents[2]
+#: Of what is written by a run, what comes with the package.
+NAMES = ("shapes_colpali", "shapes_siglip")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, trains and copies."""
+    jobs.parser(__doc__).parse(arguments)
+
+    from pipeline.train import tiny
+
+    for name, make in zip(NAMES, (tiny.colpali, tiny.siglip), strict=True):
+        make(ROOT / "out" / "models" / "untrained" / name)
+        train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml")])
+        made = ROOT / "out" / "models" / name / "model"
+        shipped = ROOT / "jobs" / "data" / "models" / name
+        shutil.rmtree(shipped, ignore_errors=True)
+        shutil.copytree(made, shipped)
+        print(shipped)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

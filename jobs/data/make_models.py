@@ -3,7 +3,7 @@
     python -m jobs.data.make_models
 
 A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
-the specs jobs/specs/training/shapes_colpali.yaml and shapes_siglip.yaml. A run that was stopped goes
+the specs shapes_colpali.yaml and shapes_siglip.yaml in jobs/specs/training. A stopped run goes
 on from its last checkpoint in out/models. Other processors round otherwise: figures may differ in
 their last digits.
 """

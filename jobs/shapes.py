@@ -1,0 +1,34 @@
+"""Draws the benchmark of shapes: scenes of coloured shapes, captions, judgments and boxes.
+
+    python -m jobs.shapes out/shapes --count 1000
+    python -m jobs.index jobs/specs/shapes.yaml
+    python -m jobs.evaluate jobs/specs/shapes_evaluate.yaml
+
+The scenes are those that the shipped models were not trained on; the same count gives the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jobs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and draws."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="where to write")
+    parser.add_argument("--count", type=jobs.positive, default=1000, help="scenes (default: 1000)")
+    args = parser.parse(arguments)
+
+    from pipeline.atomic import check_writable
+    from pipeline.train.shapes_files import write_collection
+
+    check_writable(args.folder, "FOLDER")
+    write_collection(Path(args.folder), args.count)
+    print(f"{args.folder}: {args.count} scenes with captions, judgments and boxes")
+
+
+if __name__ == "__main__":
+    jobs.run(main)

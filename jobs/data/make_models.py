@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shipped = ROOT / "jobs" / "data" / "models" / name
         shutil.rmtree(shipped, ignore_errors=True)
         shutil.copytree(made, shipped)
+        about = shipped / "training.json"
+        about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
         print(shipped)
 
 

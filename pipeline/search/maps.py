@@ -35,6 +35,8 @@ from pipeline.sources.files import existing_root
 #: The colour of what matches; its opacity grows with the similarity.
 COLOUR = (255, 120, 0)
 MAX_OPACITY = 150
+#: The longer side of a map, nearly: smaller pictures are shown so many times as large.
+LEAST_PIXELS = 448
 
 #: The longer side of pictures in reports.
 REPORT_PIXELS = 900
@@ -259,6 +261,8 @@ def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> by
     those are lit that are to be seen together with the best one.
     """
     page = Image.open(io.BytesIO(image)).convert("RGB")
+    if (times := LEAST_PIXELS // max(page.size)) > 1:  # else the frames would cover what is there
+        page = page.resize((page.width * times, page.height * times), Image.Resampling.NEAREST)
     layer = Image.new("RGBA", page.size, (*COLOUR, 0))
     pen = ImageDraw.Draw(layer)
     size = np.array([*page.size, *page.size])

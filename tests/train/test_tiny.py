@@ -1,0 +1,130 @@
+"""The two small models: as they are made, and as they come with the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import config
+from pipeline.encoders.sequences import join
+from pipeline.index import job
+from pipeline.registry import ENCODERS
+from pipeline.search.searcher import open_index
+from pipeline.train import tiny
+from pipeline.train.losses import late_scores
+from pipeline.train.quality import ranking
+from pipeline.train.shapes_data import Shapes, held_out, png
+from pipeline.train.shapes_files import write_collection
+from tests.conftest import ROOT
+
+SHIPPED = ROOT / "jobs" / "data" / "models"
+COLPALI = {
+    "name": "colpali",
+    "model": str(SHIPPED / "shapes_colpali"),
+    "dtype": "float32",
+    "keep": "visual",
+    "query_prefix": "",
+    "num_augmentation": 0,
+}
+
+
+HPOOL = {"compressor": {"name": "hpool", "num_vectors": 16}}
+
+
+@pytest.fixture(scope="module")
+def colpali():
+    return ENCODERS.build(ENCODERS.resolve(COLPALI))
+
+
+def of_pictures(encoder, pictures):
+    import pyarrow as pa
+
+    table = pa.table({"image": pa.array(list(map(png, pictures)), pa.binary())})
+    rows, batches = zip(*encoder.encode(table), strict=True)
+    return join(batches).take(torch.from_numpy(np.argsort(np.concatenate(rows))))
+
+
+@pytest.mark.parametrize(("make", "name"), [(tiny.colpali, "colpali"), (tiny.siglip, "dual")])
+def test_before_training_the_same_seed_makes_the_same_model(make, name, tmp_path):
+    for folder, seed in (("one", 0), ("two", 0), ("three", 1)):
+        make(tmp_path / folder, seed)
+    weights = [(tmp_path / f / "model.safetensors").read_bytes() for f in ("one", "two", "three")]
+    assert weights[0] == weights[1] != weights[2]
+    spec = ENCODERS.resolve({"name": name, "model": str(tmp_path / "one"), "dtype": "float32"})
+    ENCODERS.load(name).check(spec)
+    assert ENCODERS.load(name).attention(spec).num_layers == 6
+
+
+def test_every_caption_is_made_of_words_that_the_model_knows(colpali):
+    _, captions, _ = held_out(50)
+    tokenizer = colpali.reader(colpali.spec).processor.tokenizer
+    for text in captions.texts:
+        assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+
+
+def test_the_shipped_model_finds_scenes_and_not_all_of_them(colpali):
+    scenes, captions, _ = held_out(300)
+    documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
+    assert documents.vectors.shape == (300, 196, 64)
+    queries = colpali.encode_queries(captions.texts).tokens
+    scores = late_scores(queries.vectors, queries.mask, documents.vectors, documents.mask)
+    batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
+    quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
+    # Among 1,000 scenes it is within 0.50 and 0.85; among fewer it is easier.
+    assert 0.6 < quality["R@1"].mean() < 0.97
+    assert quality["R@10"].mean() > 0.95
+
+
+def test_the_shipped_model_says_how_it_was_made():
+    about = json.loads((SHIPPED / "shapes_colpali" / "training.json").read_text("utf-8"))
+    assert about["spec"]["seed"] == 0 and about["spec"]["data"]["name"] == "shapes"
+    assert "/" not in about["spec"]["name"]
+    size = sum(path.stat().st_size for path in (SHIPPED / "shapes_colpali").iterdir())
+    assert size < 8 << 20
+
+
+def test_scenes_are_indexed_searched_by_text_and_picture_and_shown_in_maps(cluster, tmp_path):
+    write_collection(tmp_path / "shapes", 40)
+    given = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "images", "path": str(tmp_path / "shapes" / "images")},
+        "encoder": COLPALI,
+        "representations": [{"compressor": "none"}, HPOOL],
+    }
+    job.run(config.parse(job.IndexSpec, given), job.IndexResources(), job="1", report=lambda _: 0)
+    queries = [json.loads(line) for line in (tmp_path / "shapes" / "queries.jsonl").open()]
+    judged = [line.split("\t") for line in (tmp_path / "shapes/qrels/test.tsv").open()][1:]
+    searcher = open_index(str(tmp_path / "index"))
+    for representation, least in (("full", 0.85), ("hpool", 0.7)):
+        name = next(n for n in searcher.index.representations() if n.startswith(representation))
+        hits = 0
+        for query in queries:
+            found = searcher.search(query["text"], representation=name, k=1)[0].item_id
+            hits += [query["_id"], found] in [row[:2] for row in judged]
+        assert hits / len(queries) > least
+    picture = (tmp_path / "shapes" / "images" / "scene-00003.png").read_bytes()
+    assert searcher.search(picture, representation="full", k=1)[0].item_id == "scene-00003.png"
+
+
+def test_the_job_draws_the_same_collection_again(tmp_path):
+    for name in ("one", "two"):
+        command = [sys.executable, "-m", "jobs.shapes", str(tmp_path / name), "--count", "5"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    one, two = (
+        {path.relative_to(tmp_path / name): path.read_bytes() for path in files(tmp_path / name)}
+        for name in ("one", "two")
+    )
+    assert one == two and len(one) == 5 + 3
+    command[-1] = "0"
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "'0' is not legal; legal: an integer >= 1" in refused.stderr
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -4,7 +4,7 @@
     python -m jobs.index jobs/specs/shapes.yaml
     python -m jobs.evaluate jobs/specs/shapes_evaluate.yaml
 
-The scenes are those that the shipped models were not trained on; the same count gives the same files.
+The shipped models were not trained on these scenes; the same count gives the same files.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ BENCHES = {
     "pages": "the source of PDF pages against a bare loop; the memory of a long document",
     "pipeline": "the index job against a bare loop; resuming; the driver's memory",
     "serve": "searches over HTTP beside searches in process; load, crashes, new versions",
+    "train": "an epoch with kept states and without; a large backbone with LoRA",
 }
 
 

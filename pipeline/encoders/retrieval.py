@@ -81,6 +81,7 @@ class Retrieval(SequenceEncoder):
     normalised = True
     pooled_dim = None
     nothing = "no picture"
+    has_projection = True
 
     def __init__(self, spec: RetrievalSpec, device_map: str | None = None):
         super().__init__(spec, device_map)

@@ -265,6 +265,7 @@ class SequenceEncoder(Encoder):
     needs = ()
     prepares = True
     can_be_spread = True
+    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
     has_spans = False
     has_extents = True
 
@@ -299,9 +300,9 @@ class SequenceEncoder(Encoder):
         return self.model
 
     @property
-    def projection(self) -> torch.nn.Module | None:
-        """What makes token vectors of the model's states, up to their length; None: nothing."""
-        return None
+    def projection(self) -> torch.nn.Module:
+        """What makes token vectors of the model's states, up to their length."""
+        raise AssertionError(f"{type(self).__name__} has no projection")
 
     # -- items -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.lora import Lora
-from pipeline.train.losses import LOWEST, info_nce, late_scores
+from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
 from pipeline.train.quality import Quality, grounding
 
 if TYPE_CHECKING:
@@ -46,6 +46,22 @@ class Read:
     queries: Inputs
     documents: Inputs
     boxes: Sequence[np.ndarray] | None
+
+
+class Distillation(config.Spec):
+    """Learning from the scores that another model, the teacher, gave.
+
+    Attributes:
+        kind: `kl`, the divergence from the teacher's distribution over the documents that it
+            scored for a query; or `margin_mse`, the squared error of its margins.
+        weight: of this loss beside the contrastive one, which counts once.
+        scale: the teacher's scores are multiplied by it, as those of this model are divided by the
+            temperature for `kl`.
+    """
+
+    kind: Literal["kl", "margin_mse"] = "kl"
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    scale: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
 class Contrastive(Learner):
@@ -74,6 +90,7 @@ class Contrastive(Learner):
             temperature: tau of eq. 7.
             learn_temperature: whether tau is trained too, from there on.
             symmetric: whether documents also choose among queries, the mean of both.
+            distillation: of the data's teacher scores, beside the contrastive loss.
         """
 
         name: Literal["contrastive"] = "contrastive"
@@ -87,6 +104,7 @@ class Contrastive(Learner):
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
         learn_temperature: bool = False
         symmetric: bool = False
+        distillation: Distillation | None = None
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
@@ -137,6 +155,10 @@ class Contrastive(Learner):
             if spec.encoder.name == "jina_v4":
                 legal = "another encoder (that of jina_v4 has adapters for several tasks)"
                 raise SpecError("trains", "lora", legal)
+        if spec.trains == "projection" and not encoder_class.has_projection:
+            names = [n for n in ENCODERS.names() if getattr(ENCODERS.load(n), "has_projection", 0)]
+            legal = f"all or lora ({', '.join(names)} have a projection that trains by itself)"
+            raise SpecError("trains", "projection", legal)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
             legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
             raise SpecError("compressor.name", spec.compressor.name, legal)
@@ -286,12 +308,29 @@ class Contrastive(Learner):
             relevant_BQ = data.relevant(every_fact["query"], facts["document"]).T
             backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
             loss = (loss + backwards * weight(relevant_BQ)) / 2
+        if self.spec.distillation is not None:
+            loss = loss + self._distilled(embedded, batch, data, temperature)
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
         figures = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
             "temperature": temperature.item(),
         }
         return loss, figures
+
+    def _distilled(
+        self, embedded: Embedded, batch: Batch, data: TrainingData, temperature: torch.Tensor
+    ) -> torch.Tensor:
+        """The distance of a worker's own scores from the teacher's."""
+        spec = self.spec.distillation
+        if batch.teacher is None:
+            legal = "null, or data with the scores of a teacher"
+            raise SpecError("learner.distillation", spec.kind, legal)
+        scores_QB, device = self.scores(embedded, embedded), self.encoder.device
+        teacher_QB = batch.teacher.to(device) * spec.scale
+        if spec.kind == "kl":
+            return spec.weight * kl_divergence(scores_QB, teacher_QB, temperature)
+        facts = batch.query_facts.to(device), batch.document_facts.to(device)
+        return spec.weight * margin_mse(scores_QB, teacher_QB, data.relevant(*facts))
 
     # -- quality -----------------------------------------------------------------------------------
 

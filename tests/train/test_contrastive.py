@@ -158,12 +158,19 @@ def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
         ({"encoder": "minilm"}, {}, "learner.encoder.name: 'minilm' .* one that can be trained"),
         ({"compressor": {"name": "hpc", "num_vectors": 4}}, {}, "compressor.name: 'hpc'"),
         ({"states": "x"}, {}, "learner.states: .* null"),
+        (
+            {"trains": "projection", "encoder": {"name": "dual", "model": "SIGLIP"}},
+            {},
+            "learner.trains: 'projection' .* all or lora .colmodernvbert, colpali, colqwen2",
+        ),
         ({"trains": "projection", "score": "hybrid"}, {}, "learner.score: 'hybrid'"),
         ({"temperature": 0}, {}, "learner.temperature: 0"),
         ({}, {"num_scenes": 4}, "batch_size: 8 .* gives? at least once"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before(model, tmp_path, learner, data, said):
+def test_what_cannot_be_trained_is_said_before(model, checkpoint, tmp_path, learner, data, said):
+    if isinstance(learner.get("encoder"), dict):
+        learner = {**learner, "encoder": {**learner["encoder"], "model": checkpoint("siglip")}}
     with pytest.raises(SpecError, match=said):
         check(spec_of(tmp_path, model, learner, data={"name": "shapes", **data}))
 
@@ -191,3 +198,38 @@ def test_ranking_is_that_of_ir_measures():
     for measured in ir_measures.iter_calc(measures, qrels, run):
         own = found[names[str(measured.measure)]][judged.index(int(measured.query_id))]
         assert own == pytest.approx(measured.value, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_a_student_comes_closer_to_its_teacher(model, tmp_path, kind):
+    """The teacher likes for each query what the data call irrelevant least."""
+    from pipeline.train.losses import kl_divergence, margin_mse
+
+    learner = {"distillation": {"kind": kind, "weight": 20.0}}
+    loop = Loop(spec_of(tmp_path, model, learner), say=lambda line: None)
+    batch = next(loop.data.batches(0, 0, 0, 1))
+    random = torch.Generator().manual_seed(0)
+    teacher = torch.rand(16, 8, generator=random)
+    teacher[torch.rand(16, 8, generator=random) < 0.3] = torch.nan
+    batch = dataclasses.replace(batch, teacher=teacher)
+    read = loop.learner.read(batch)
+
+    def distance():
+        with torch.no_grad():
+            embedded = loop.learner(read)
+            scores = loop.learner.scores(embedded, embedded)
+        if kind == "kl":
+            return kl_divergence(scores, teacher, 0.1).item()
+        facts = batch.query_facts, batch.document_facts
+        return margin_mse(scores, teacher, loop.data.relevant(*facts)).item()
+
+    before = distance()
+    for _ in range(6):
+        loop._step([(batch, read)])
+    assert distance() < 0.9 * before
+
+
+def test_distillation_needs_a_teacher(model, tmp_path):
+    spec = spec_of(tmp_path, model, {"distillation": {}})
+    with pytest.raises(SpecError, match="learner.distillation: 'kl' .* scores of a teacher"):
+        Loop(spec, say=lambda line: None).run()

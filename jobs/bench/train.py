@@ -4,9 +4,9 @@
     python -m jobs.bench train --only states --scenes 512
     python -m jobs.bench train --only lora --family colqwen2 --batch 16 --device cuda
 
-`states`: an epoch of a projection alone, of the shipped ColPali through SaMer, with the frozen model
-running and with its states kept. `lora`: steps of a model of a published shape with random weights
-(all layers on a GPU, two on a CPU), and what share of this machine's own matrix rate they reach.
+`states`: an epoch of a projection alone, of the shipped ColPali through SaMer, with the frozen
+model running and with its states kept. `lora`: steps of a model of a published shape with random
+weights (all layers on a GPU, two on a CPU), and the share of this machine's own matrix rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jobs.bench import encode
 from jobs.bench.harness import Bench, Repeats, table
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.train.data import Batch
+from pipeline.train.data import Batch, TrainingData
 from pipeline.train.loop import Loop, TrainSpec
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "shapes_colpali"
@@ -140,7 +140,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         facts,
         facts,
     )
-    loop.data = _ById(loop.data)
+    loop.data = _ById
     read = loop.learner.read(batch)
     tokens = sum(len(one) for own in (*read.queries, *read.documents) for one in own)
     loop._step([(batch, read)])  # what is compiled or allocated at first
@@ -162,14 +162,13 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         ["tokens/s", str(Repeats(tuple(tokens * rate for rate in rates)))],
         ["weights of the language model", f"{weights / 1e9:.2f} G, {own / 1e6:.1f} M trained"],
         [
-            "matrix rate of this machine, bfloat16, TFLOP/s",
+            "matrix rate in bfloat16, TFLOP/s",
             str(Repeats(tuple(p / 1e12 for p in peaks))),
         ],
         ["**share of it, of the language model alone**", f"**{used}**"],
     ]
-    title = (
-        f"{args.family}, {args.layers or 'all'} layers, {len(pages)} pages a step, {args.device}"
-    )
+    depth = f"{args.layers or 'all'} layers"
+    title = f"{args.family}, {depth}, {len(pages)} pages a step, {args.device}"
     figures = {"steps_a_second": steps, "tokens_a_step": tokens, "mfu": used, "peak_flops": peak}
     bench.add("lora", title, figures, table(["", ""], rows))
 
@@ -177,12 +176,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
 class _ById:
     """Data of which each query is about the document of its number."""
 
-    def __init__(self, data: Any):
-        self._data = data
-
-    def relevant(self, query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
-        """(Q, B) bool."""
-        return query_facts == document_facts.T
+    relevant = staticmethod(TrainingData.relevant)
 
 
 def matrix_rate(device: str) -> float:

@@ -77,6 +77,7 @@ ENCODERS = Registry(
         "qwen_omni": "pipeline.encoders.qwen_omni:QwenOmni",
         "qwen_vl": "pipeline.encoders.qwen_vl:QwenVL",
         "sleeping": "pipeline.encoders.sleeping:Sleeping",
+        "smart": "pipeline.encoders.smart:Smart",
         "transcript": "pipeline.encoders.transcript:Transcript",
     },
 )

@@ -75,6 +75,11 @@ class Encoder(ABC):
         cls.check(spec)
 
     @classmethod
+    def needs_of(cls, spec: Spec) -> tuple[str, ...]:
+        """What every item must bring; an encoder around another one asks that."""
+        return cls.needs
+
+    @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
         """What `encode` reads of the items that bring it: what it needs, and what it can use."""
         return cls.needs

@@ -617,6 +617,10 @@ def join(batches: Sequence[TokenBatch]) -> TokenBatch:
         spans=joined("spans", -1),
         kind=joined("kind"),
         pooled=None if pooled[0] is None else torch.cat(pooled),
+        taps={
+            name: torch.cat([longer(batch.taps[name]) for batch in batches])
+            for name in batches[0].taps
+        },
     )
 
 

@@ -246,7 +246,7 @@ def _check_fit(spec: IndexSpec, source: str) -> None:
     if "content" not in aspects:
         legal = "content, for sources without captions"
         raise SpecError("representations.of", "caption", legal, f"is nothing that {source} gives")
-    missing = set(encoder.needs) - set(gives)
+    missing = set(encoder.needs_of(spec.encoder)) - set(gives)
     if missing or not set(reads) & set(gives):
         legal = f"an encoder of {' or '.join(gives)}, which the source {source} gives"
         problem = f"reads {', '.join(sorted(missing or reads))}"

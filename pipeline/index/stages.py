@@ -81,7 +81,8 @@ class Encode(Stage):
         # Unless a stage before this one does.
         self.prepares = "content" in aspects and ENCODERS.load(spec.name).prepares
         self.placement: dict[str, Any] = {}  # on which devices; said by the resources profile
-        self.needs = ENCODERS.load(spec.name).needs if "content" in aspects else ("caption",)
+        needs = ENCODERS.load(spec.name).needs_of(spec)
+        self.needs = needs if "content" in aspects else ("caption",)
         self.adds = tuple(
             token_column(aspect, name)
             for aspect in aspects

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
+import pyarrow as pa
 import safetensors.torch
 import torch
 from pydantic import Field, model_validator
@@ -17,7 +18,8 @@ from pydantic import Field, model_validator
 from pipeline import config
 from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
-from pipeline.encoders.sequences import ModelInput, SequenceEncoder
+from pipeline.encoders.sequences import ModelInput, SequenceEncoder, join
+from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
@@ -33,10 +35,13 @@ if TYPE_CHECKING:
     from pipeline.train.states import States
 
 Score = Literal["late", "single", "hybrid"]
-#: Documents whose states are written at once.
+#: What is trained behind a model that stays as it is.
+FREEZE = ("projection", "adapter")
+#: Queries or documents whose states are written at once.
 STATES_AT_ONCE = 256
 
-Inputs = Sequence[list[ModelInput]] | TokenBatch
+#: Sequences; for an adapter the texts or items themselves; or kept states.
+Inputs = Sequence[list[ModelInput]] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,12 @@ class Contrastive(Learner):
             encoder: what is trained begins as this one.
             trains: `all` weights of the model; or the `projection` alone, which makes vectors of
                 its states, for queries as for documents; or `lora`, low-rank matrices beside its
-                layers.
+                layers; or an `adapter` behind any encoder, which stays as it is (SMART, eq. 6).
             lora: of what rank, and beside which layers.
+            adapter_dim: the width of the vectors that an adapter makes.
             states: a folder in which the states of the frozen model are kept, so that it runs once
-                for each query and document; null: it runs in each epoch. For `projection`.
+                for each query and document; null: it runs in each epoch. For `projection` and
+                `adapter`.
             states_dtype: of the kept states.
             compressor: of the documents' vectors.
             score: what queries and documents are compared by: `late`, MaxSim as the mean over the
@@ -95,8 +102,9 @@ class Contrastive(Learner):
 
         name: Literal["contrastive"] = "contrastive"
         encoder: EncoderSpec
-        trains: Literal["all", "projection", "lora"] = "all"
+        trains: Literal["all", "projection", "lora", "adapter"] = "all"
         lora: Lora | None = None
+        adapter_dim: int = Field(128, ge=1)
         states: Uri | None = None
         states_dtype: Literal["float16", "float32"] = "float16"
         compressor: CompressorSpec = Field(default="none", validate_default=True)
@@ -108,7 +116,7 @@ class Contrastive(Learner):
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
-            if self.states is not None and self.trains != "projection":
+            if self.states is not None and self.trains not in FREEZE:
                 legal = f"null (they change where trains is {self.trains})"
                 raise SpecError("states", self.states, legal)
             if self.lora is not None and self.trains != "lora":
@@ -122,10 +130,15 @@ class Contrastive(Learner):
         super().__init__()
         self.spec = spec
         encoder_class = ENCODERS.load(spec.encoder.name)
-        self.encoder: SequenceEncoder = ENCODERS.build(spec.encoder)
+        self.encoder: Any = ENCODERS.build(spec.encoder)
         self.compressor = COMPRESSORS.build(spec.compressor)
-        self.model = self.encoder.model
-        self._reader = self.encoder.reader(spec.encoder)
+        if spec.trains == "adapter":
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.model = Adapter(self.encoder.dim, spec.adapter_dim).to(self.device)
+        else:
+            self.device = self.encoder.device
+            self.model = self.encoder.model
+            self._reader = self.encoder.reader(spec.encoder)
         self._taps, self._num_layers = (), 0
         if self.compressor.needs_taps:
             self._num_layers = encoder_class.attention(spec.encoder).num_layers
@@ -136,7 +149,7 @@ class Contrastive(Learner):
         self._tuned = None
         if spec.trains == "lora":
             self._tuned = lora.attach(self.model, spec.lora or Lora())
-        log_scale = torch.tensor(-math.log(spec.temperature), device=self.encoder.device)
+        log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: States | None = None
 
@@ -144,9 +157,9 @@ class Contrastive(Learner):
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the encoder cannot be built here, or not trained so."""
         encoder_class = ENCODERS.load(spec.encoder.name)
-        if not issubclass(encoder_class, SequenceEncoder):
+        if spec.trains != "adapter" and not issubclass(encoder_class, SequenceEncoder):
             names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), SequenceEncoder)]
-            legal = f"one that can be trained: {', '.join(names)}"
+            legal = f"one that can be trained: {', '.join(names)}; or trains: adapter"
             raise SpecError("encoder.name", spec.encoder.name, legal)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
@@ -186,27 +199,28 @@ class Contrastive(Learner):
         # A folder has those of all models and settings that it was named for.
         folder = f"{self.spec.states}/{config.digest(about)}.lance"
         self._states = States(folder, about, self.spec.states_dtype)
-        waiting: dict[str, list[ModelInput]] = {}
+        queries: dict[str, str] = {}
+        documents: dict[str, Mapping[str, Any]] = {}
         for batch in _everything(data):
             for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
-                if query_key(text) not in self._states and query_key(text) not in waiting:
-                    waiting[query_key(text)] = [self._reader.text(text)[0]]
+                if query_key(text) not in self._states:
+                    queries[query_key(text)] = text
             for key, item in zip(batch.document_keys, batch.documents, strict=True):
-                if key not in self._states and key not in waiting:
-                    waiting[key] = self._reader.item(item)
-            if len(waiting) >= STATES_AT_ONCE:
-                self._keep(waiting)
-                waiting = {}
-        if waiting:
-            self._keep(waiting)
+                if key not in self._states:
+                    documents[key] = item
+            self._keep(queries, documents, at_least=STATES_AT_ONCE)
+        self._keep(queries, documents)
         distributed.wait_for_all()
         self._states.reopen()
 
-    def _keep(self, waiting: dict[str, list[ModelInput]]) -> None:
-        # Those of like length together: queries are short.
-        keys = sorted(waiting, key=lambda key: sum(map(len, waiting[key])))
-        states = self.encoder.states([waiting[key] for key in keys], self._taps)
-        self._states.add(keys, states)
+    def _keep(self, queries: dict[str, Any], documents: dict[str, Any], at_least: int = 1) -> None:
+        """Runs the model on what waits, if it is enough, and keeps what it gives."""
+        for waiting, read in ((queries, self._read_queries), (documents, self._read_documents)):
+            if len(waiting) >= at_least:
+                taps = self._taps if waiting is documents else ()
+                states = self._frozen(read(list(waiting.values())), taps)
+                self._states.add(list(waiting), states)
+                waiting.clear()
 
     # -- embedding ---------------------------------------------------------------------------------
 
@@ -215,8 +229,18 @@ class Contrastive(Learner):
         if self._states is not None:
             queries = self._states.read([query_key(text) for text in batch.queries])
             return Read(queries, self._states.read(batch.document_keys), batch.boxes)
-        queries = [[self._reader.text(text)[0]] for text in batch.queries]
-        return Read(queries, [self._reader.item(item) for item in batch.documents], batch.boxes)
+        queries = self._read_queries(batch.queries)
+        return Read(queries, self._read_documents(batch.documents), batch.boxes)
+
+    def _read_queries(self, texts: Sequence[str]) -> Inputs:
+        if self.spec.trains == "adapter":  # the encoder reads them itself
+            return texts
+        return [[self._reader.text(text)[0]] for text in texts]
+
+    def _read_documents(self, items: Sequence[Mapping[str, Any]]) -> Inputs:
+        if self.spec.trains == "adapter":
+            return items
+        return [self._reader.item(item) for item in items]
 
     def parts(self, read: Read, size: int) -> list[Read]:
         """Documents in their order, and as many parts of the queries."""
@@ -243,16 +267,31 @@ class Contrastive(Learner):
         return embedded
 
     def tokens(self, inputs: Inputs, taps: Sequence[Any] = ()) -> TokenBatch:
-        """The token vectors of sequences or of kept states."""
+        """The token vectors of what was read, or of kept states."""
+        if self.spec.trains not in FREEZE:
+            return self.encoder.tokens(inputs, taps)
         if not isinstance(inputs, TokenBatch):
-            if self.spec.trains != "projection":
-                return self.encoder.tokens(inputs, taps)
-            inputs = self.encoder.states(inputs, taps)
-        states = inputs.to(self.encoder.device)
-        projection = self.encoder.projection
-        dtype = next(projection.parameters()).dtype
-        vectors = normalise(projection(states.vectors.to(dtype)).float())
+            inputs = self._frozen(inputs, taps)
+        states = inputs.to(self.device)
+        layer = self.model if self.spec.trains == "adapter" else self.encoder.projection
+        dtype = next(layer.parameters()).dtype
+        vectors = normalise(layer(states.vectors.to(dtype)).float())
         return dataclasses.replace(states, vectors=vectors, normalised=True)
+
+    def _frozen(self, inputs: Any, taps: Sequence[Any]) -> TokenBatch:
+        """What the part of the model gives that is not trained."""
+        if self.spec.trains == "projection":
+            return self.encoder.states(inputs, taps)
+        if isinstance(inputs[0], str):
+            states = self.encoder.encode_queries(inputs).tokens
+        else:
+            table = pa.Table.from_pylist([dict(item) for item in inputs])
+            rows, batches = zip(*self.encoder.encode(table, *([taps] if taps else [])), strict=True)
+            order = torch.from_numpy(np.argsort(np.concatenate(rows)))
+            states = join(batches).take(order)
+        # Outside of inference mode, whose tensors no gradient may need.
+        pooled = None if states.pooled is None else states.pooled.clone()
+        return dataclasses.replace(states, vectors=states.vectors.clone(), pooled=pooled)
 
     def compressed(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
@@ -292,7 +331,7 @@ class Contrastive(Learner):
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
-        device = self.encoder.device
+        device = self.device
         facts = {"query": batch.query_facts.to(device), "document": batch.document_facts.to(device)}
         every = {name: gathered(tensor) for name, tensor in embedded.items()}
         every_fact = {name: gathered(tensor) for name, tensor in facts.items()}
@@ -325,7 +364,7 @@ class Contrastive(Learner):
         if batch.teacher is None:
             legal = "null, or data with the scores of a teacher"
             raise SpecError("learner.distillation", spec.kind, legal)
-        scores_QB, device = self.scores(embedded, embedded), self.encoder.device
+        scores_QB, device = self.scores(embedded, embedded), self.device
         teacher_QB = batch.teacher.to(device) * spec.scale
         if spec.kind == "kl":
             return spec.weight * kl_divergence(scores_QB, teacher_QB, temperature)
@@ -372,6 +411,9 @@ class Contrastive(Learner):
 
     def save(self, folder: Path) -> None:
         """The model with its processor, or what was trained of it, for an encoder's spec."""
+        if self.spec.trains == "adapter":
+            self.model.save(folder)
+            return
         if self._tuned is not None:
             lora.save(self._tuned, folder, self.encoder.part_of_checkpoint)
             return

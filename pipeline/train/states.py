@@ -79,6 +79,10 @@ class States:
         }
         if batch.extents is not None:
             columns["extents"] = lists_of(batch.extents[mask].numpy(), lengths, pa.float32())
+        if batch.pooled is not None:
+            columns["pooled"] = pa.FixedSizeListArray.from_arrays(
+                pa.array(batch.pooled.float().numpy().reshape(-1)), batch.pooled.shape[1]
+            )
         for name, tap in batch.taps.items():
             columns[TAP + name] = lists_of(tap[mask].float().numpy(), lengths, pa.float32())
         return pa.table(columns).replace_schema_metadata({ABOUT: self._about.encode()})
@@ -104,7 +108,14 @@ class States:
             normalised=False,
             kind=padded("kind"),
             extents=padded("extents", np.nan) if "extents" in there else None,
+            pooled=_rows(table["pooled"]) if "pooled" in there else None,
             taps={name.removeprefix(TAP): padded(name) for name in there if name.startswith(TAP)},
         )
         place = {key: row for row, key in enumerate(distinct)}
         return batch.take(torch.tensor([place[key] for key in keys], dtype=torch.int64))
+
+
+def _rows(column: pa.ChunkedArray) -> torch.Tensor:
+    """A column of lists of one length as a matrix."""
+    flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return torch.from_numpy(flat.reshape(len(column), -1).copy())

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.config import SpecError, parse
 from pipeline.encoders import QUERY_KINDS
+from pipeline.encoders.smart import Adapter
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
@@ -68,8 +69,12 @@ ITEMS = make_items()
 
 
 @pytest.fixture(scope="module", params=ENCODERS.names())
-def encoder(request, checkpoint):
+def encoder(request, checkpoint, tmp_path_factory):
     given = SPECS.get(request.param)
+    if request.param == "smart":
+        folder = tmp_path_factory.mktemp("adapter")
+        Adapter(384, 16).save(folder)
+        given = {"encoder": "minilm", "adapter": str(folder)}
     if given is None:
         family, given = CHECKPOINTS[request.param]
         given = {"model": checkpoint(family), "dtype": "float32", **given}
@@ -85,7 +90,8 @@ def test_check_accepts_what_can_be_built(encoder):
 
 
 def test_needed_columns_are_declared(encoder):
-    list(encoder.encode(ITEMS.select(list({"item_id", *encoder.needs}))))
+    needs = type(encoder).needs_of(encoder.spec)
+    list(encoder.encode(ITEMS.select(list({"item_id", *needs}))))
 
 
 def test_every_item_is_encoded_once(encoder):

@@ -233,3 +233,28 @@ def test_distillation_needs_a_teacher(model, tmp_path):
     spec = spec_of(tmp_path, model, {"distillation": {}})
     with pytest.raises(SpecError, match="learner.distillation: 'kl' .* scores of a teacher"):
         Loop(spec, say=lambda line: None).run()
+
+
+@pytest.mark.parametrize("score", ["late", "hybrid"])
+@pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
+def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, score):
+    encoder: dict = {"name": "minilm"}
+    if family == "qwen3_vl":
+        encoder = {"name": "qwen_vl", "model": checkpoint(family), "dtype": "float32"}
+    data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "held_out": 2}
+    data |= {"form": "text" if family == "minilm" else "rendered"}
+    learner = {"encoder": encoder, "trains": "adapter", "adapter_dim": 8, "score": score}
+    runs = {}
+    for name, states in (("run", None), ("kept", str(tmp_path / "states"))):
+        own = {**learner, "states": states, "states_dtype": "float32"}
+        spec = spec_of(
+            tmp_path / name, "", own, data=data, batch_size=4, evaluate_every=2, epochs=2
+        )
+        check(spec)
+        runs[name] = trained(spec)
+    assert set(runs["run"]) == {"linear.weight", "norm.bias", "norm.weight"}
+    assert_same(runs["run"], runs["kept"], atol=1e-4)
+    assert len(logged(tmp_path / "run", "pairwise_accuracy")) == 3
+    made = {"name": "smart", "encoder": encoder, "adapter": str(tmp_path / "run" / "model")}
+    smart = ENCODERS.build(ENCODERS.resolve(made))
+    assert smart.encode_queries(["the code"]).tokens.vectors.shape[2] == 8

@@ -1,0 +1,193 @@
+"""SMART's adapter: a frozen model's states through a small trained layer (section 4.3).
+
+    z = L2(Linear(LayerNorm(h)))                                          (SMART, eq. 6)
+
+Any encoder may be the frozen model; the adapter is what training with `trains: adapter` writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import safetensors
+import safetensors.torch
+import torch
+
+from pipeline import config
+from pipeline.config import SpecError, Uri
+from pipeline.encoders import Attention, EncodedQueries, Encoder
+from pipeline.encoders.loading import WEIGHTS, hashed
+from pipeline.registry import ENCODERS, EncoderSpec
+from pipeline.taps import Tap
+from pipeline.tokens import TokenBatch, normalise
+
+#: The file of an adapter's weights, whose shapes say all about it.
+FILE = "adapter.safetensors"
+
+
+class Adapter(torch.nn.Module):
+    """LayerNorm, a linear layer without bias, unit length.
+
+    Args:
+        width: of the states.
+        dim: of the vectors.
+
+    >>> Adapter(8, 4)(torch.ones(2, 3, 8)).shape
+    torch.Size([2, 3, 4])
+    """
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.linear = torch.nn.Linear(width, dim, bias=False)
+        torch.nn.init.xavier_uniform_(self.linear.weight)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """States (..., width) -> vectors (..., dim) of unit length, float32."""
+        return normalise(self.linear(self.norm(states.float())))
+
+    def save(self, folder: Path) -> None:
+        """Writes the weights into a folder."""
+        weights = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
+        safetensors.torch.save_file(weights, folder / FILE)
+
+    @classmethod
+    def load(cls, folder: str, width: int) -> Adapter:
+        """The adapter of a folder.
+
+        Raises:
+            SpecError: for `adapter`: there is none, or it is one of states of another width.
+        """
+        legal = f"a folder with the {FILE} of an adapter of states of {width}"
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise SpecError("adapter", folder, legal, f"has no {FILE}")
+        try:
+            weights = safetensors.torch.load_file(path)
+            own = cls(*reversed(weights["linear.weight"].shape))
+            own.load_state_dict(weights)
+        except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            problem = f"cannot be read ({str(error).splitlines()[0]})"
+            raise SpecError("adapter", folder, legal, problem) from None
+        if own.linear.in_features != width:
+            problem = f"has one of states of {own.linear.in_features}"
+            raise SpecError("adapter", folder, legal, problem)
+        return own.eval().requires_grad_(False)
+
+
+class Smart(Encoder):
+    """Another encoder's tokens through SMART's adapter; its pooled vectors as they are.
+
+    Places, texts and attention of the tokens are the other encoder's.
+    """
+
+    class Spec(config.Spec):
+        """The frozen encoder, and the adapter.
+
+        Attributes:
+            encoder: whose token vectors are the states.
+            adapter: the folder that training wrote.
+        """
+
+        name: Literal["smart"] = "smart"
+        encoder: EncoderSpec
+        adapter: Uri
+
+    needs = ()
+    prepares = True
+    normalised = True
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self._inner: Encoder = ENCODERS.build(spec.encoder)
+        self._adapter = Adapter.load(spec.adapter, self._inner.dim)
+        self.dim = self._adapter.linear.out_features
+        self.pooled_dim = self._inner.pooled_dim
+        self.has_spans, self.has_extents = self._inner.has_spans, self._inner.has_extents
+        weights = hashed(Path(spec.adapter), WEIGHTS)
+        self.fingerprint = config.digest({"of": self._inner.fingerprint, "adapter": weights})
+
+    # -- what the other encoder says ---------------------------------------------------------------
+
+    @classmethod
+    def _inner_class(cls, spec: Spec) -> type[Encoder]:
+        return ENCODERS.load(spec.encoder.name)
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Raises `SpecError` if the other encoder cannot be built, or there is no adapter."""
+        with config.within("encoder"):
+            cls._inner_class(spec).check(spec.encoder)
+        if not (Path(spec.adapter) / FILE).is_file():
+            legal = "a folder that training with `trains: adapter` wrote"
+            raise SpecError("adapter", spec.adapter, legal, f"has no {FILE}")
+
+    @classmethod
+    def check_queries(cls, spec: Spec) -> None:
+        """Raises `SpecError` if queries cannot be encoded here."""
+        with config.within("encoder"):
+            cls._inner_class(spec).check_queries(spec.encoder)
+
+    @classmethod
+    def needs_of(cls, spec: Spec) -> tuple[str, ...]:
+        """What the other encoder needs."""
+        return cls._inner_class(spec).needs_of(spec.encoder)
+
+    @classmethod
+    def wants(cls, spec: Spec) -> tuple[str, ...]:
+        """What the other encoder reads."""
+        return cls._inner_class(spec).wants(spec.encoder)
+
+    @classmethod
+    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+        """What the other encoder takes."""
+        return cls._inner_class(spec).query_kinds(spec.encoder)
+
+    @classmethod
+    def attention(cls, spec: Spec) -> Attention | None:
+        """The other encoder's statistics."""
+        return cls._inner_class(spec).attention(spec.encoder)
+
+    @classmethod
+    def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
+        """The other encoder's work apart from its model."""
+        return cls._inner_class(spec).preparer(spec.encoder)
+
+    @classmethod
+    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """What the other encoder has to say."""
+        return cls._inner_class(spec).remarks(spec.encoder, ids)
+
+    # -- encoding ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _adapted(self, tokens: TokenBatch) -> TokenBatch:
+        vectors = self._adapter.to(tokens.vectors.device)(tokens.vectors)
+        return dataclasses.replace(tokens, vectors=vectors, normalised=True)
+
+    def encode(
+        self, items: pa.Table, taps: Sequence[Tap] = ()
+    ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+        """Encodes items as the other encoder does."""
+        for rows, batch in self._inner.encode(items, *([taps] if taps else [])):
+            yield rows, self._adapted(batch)
+
+    def _queries(self, encoded: EncodedQueries) -> EncodedQueries:
+        return dataclasses.replace(encoded, tokens=self._adapted(encoded.tokens))
+
+    def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
+        """Encodes query texts, in order."""
+        return self._queries(self._inner.encode_queries(texts))
+
+    def encode_pictures(self, pictures: Sequence[bytes]) -> EncodedQueries:
+        """Encodes pictures as queries, in order."""
+        return self._queries(self._inner.encode_pictures(pictures))
+
+    def encode_composed(self, texts: Sequence[str], pictures: Sequence[bytes]) -> EncodedQueries:
+        """Encodes texts with a picture each as queries, in order."""
+        return self._queries(self._inner.encode_composed(texts, pictures))

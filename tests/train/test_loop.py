@@ -203,7 +203,8 @@ def test_a_killed_process_goes_on(model, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(config.dump_yaml(spec), "utf-8")
     command = [sys.executable, "-m", "jobs.train", str(path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums of more threads round otherwise
+    process = subprocess.Popen(command, cwd=ROOT, env=alike, stdout=subprocess.DEVNULL)
     checkpoints = tmp_path / "killed" / "checkpoints"
     deadline = time.monotonic() + 120
     while not list(checkpoints.glob("step-0000000[4-9]")):
@@ -212,7 +213,7 @@ def test_a_killed_process_goes_on(model, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "model").exists()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(command, cwd=ROOT, env=alike, check=True, stdout=subprocess.DEVNULL, timeout=120)
     assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=0)
 
 

@@ -74,7 +74,12 @@ class Checkpoints:
             legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
             raise SpecError(field, own, legal)
         weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
-        own = dict(learner.named_parameters())
+        own = {n: p for n, p in learner.named_parameters() if p.requires_grad}
+        shapes = [{n: tuple(t.shape) for n, t in some.items()} for some in (own, weights)]
+        for name, ours, theirs in differences(*shapes):
+            legal = "a new folder, or that of a run of this model"
+            problem = f"has a checkpoint of another ({name} is of {theirs}, and here of {ours})"
+            raise SpecError("output", self.spec.output, legal, problem)
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)

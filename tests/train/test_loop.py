@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.registry import ENCODERS
+from pipeline.train import tiny
 from pipeline.train.loop import Loop, Optimiser
 from tests.conftest import ROOT
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
@@ -122,6 +124,16 @@ def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
     with pytest.raises(SpecError, match=r"learner.temperature: 0.2"):
         trained(spec_of(tmp_path, model, {"temperature": 0.2}))
     trained(spec_of(tmp_path, model, log_every=5))  # changes nothing that is learned
+
+
+def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
+    shutil.copytree(checkpoint("colpali"), tmp_path / "model")
+    spec = spec_of(tmp_path / "run", str(tmp_path / "model"))
+    trained(spec)
+    shutil.rmtree(tmp_path / "model")
+    tiny.colpali(tmp_path / "model")
+    with pytest.raises(SpecError, match=r"output: .* has a checkpoint of another .* is of"):
+        trained(spec)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(model, tmp_path, monkeypatch):

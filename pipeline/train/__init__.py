@@ -1,4 +1,5 @@
 """Training: learners, objectives, data, and one loop for all, under Ray Train or by itself.
 
-Everything here but `ray`, `mining`, `corpus` and `states` runs without Ray and Lance.
+Everything runs without Ray and Lance but `ray`, `states` and `mining`, which are imported where they
+are used.
 """

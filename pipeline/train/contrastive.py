@@ -217,8 +217,7 @@ class Contrastive(Learner):
         """Runs the model on what waits, if it is enough, and keeps what it gives."""
         for waiting, read in ((queries, self._read_queries), (documents, self._read_documents)):
             if len(waiting) >= at_least:
-                taps = self._taps if waiting is documents else ()
-                states = self._frozen(read(list(waiting.values())), taps)
+                states = self._frozen(read(list(waiting.values())), self._taps)
                 self._states.add(list(waiting), states)
                 waiting.clear()
 
@@ -284,6 +283,9 @@ class Contrastive(Learner):
             return self.encoder.states(inputs, taps)
         if isinstance(inputs[0], str):
             states = self.encoder.encode_queries(inputs).tokens
+            # Nothing reads a query's attention; the rows of what is kept have the same columns.
+            nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
+            states = dataclasses.replace(states, taps=nothing)
         else:
             table = pa.Table.from_pylist([dict(item) for item in inputs])
             rows, batches = zip(*self.encoder.encode(table, *([taps] if taps else [])), strict=True)

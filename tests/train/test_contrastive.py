@@ -93,7 +93,10 @@ def test_boxes_become_the_objects_of_tokens():
         with_objects(batch, [np.array([[10.0, 20.0, 60.0, 90.0]]), *boxes[1:]])
 
 
-def projection_run(folder, model, states, **more):
+SAMER = {"name": "samer", "num_vectors": 4, "object_prior": True}
+
+
+def projection_run(folder, model, states, compressor=SAMER, **more):
     return spec_of(
         folder,
         model,
@@ -101,7 +104,7 @@ def projection_run(folder, model, states, **more):
             "trains": "projection",
             "states": states,
             "states_dtype": "float32",
-            "compressor": {"name": "samer", "num_vectors": 4, "object_prior": True},
+            "compressor": compressor,
         },
         data={"name": "shapes", "num_scenes": 24, "fresh": False, "captions": 2, "held_out": 12},
         evaluate_every=3,
@@ -109,9 +112,10 @@ def projection_run(folder, model, states, **more):
     )
 
 
-def test_kept_states_give_what_the_model_gives(model, tmp_path):
-    run = trained(projection_run(tmp_path / "run", model, None))
-    kept = trained(projection_run(tmp_path / "kept", model, str(tmp_path / "states")))
+@pytest.mark.parametrize("compressor", [SAMER, {"name": "sap", "num_vectors": 4}])
+def test_kept_states_give_what_the_model_gives(model, tmp_path, compressor):
+    run = trained(projection_run(tmp_path / "run", model, None, compressor))
+    kept = trained(projection_run(tmp_path / "kept", model, str(tmp_path / "states"), compressor))
     assert set(run) == {"weight", "bias"}
     assert_same(run, kept, atol=1e-5)
     for measure in ("loss", "R@1", "BoxMass"):
@@ -244,6 +248,7 @@ def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, 
     data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "held_out": 2}
     data |= {"form": "text" if family == "minilm" else "rendered"}
     learner = {"encoder": encoder, "trains": "adapter", "adapter_dim": 8, "score": score}
+    learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "late" else "none"
     runs = {}
     for name, states in (("run", None), ("kept", str(tmp_path / "states"))):
         own = {**learner, "states": states, "states_dtype": "float32"}

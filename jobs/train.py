@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_writable(spec.output, "output")
     runs = study.runs_of(spec)
     for run in runs:
-        check(run.spec)
+        data = check(run.spec)
     if args.dry_run:
         for run in runs:
             print(f"{run.title}: {study.described(run.spec)}")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(runs) > 1:
             jobs.say(f"run {number} of {len(runs)}: {run.title}")
         if workers is None:
-            Loop(run.spec, jobs.say).run()
+            Loop(run.spec, jobs.say, data=data if len(runs) == 1 else None).run()
         else:
             with jobs.cluster():
                 train(run.spec, workers)

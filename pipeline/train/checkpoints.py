@@ -15,9 +15,13 @@ from pipeline import config
 from pipeline.config import Spec, SpecError
 from pipeline.encoders.loading import hashed
 from pipeline.train import distributed
+from pipeline.train.sharding import load_state, whole, whole_state
 
 #: Fields of a run's spec that may differ between its start and its resumption.
-MAY_CHANGE = ("name", "output", "keep", "log_every", "checkpoint_every", "evaluate_every")
+MAY_CHANGE = (
+    *("name", "output", "keep", "log_every", "checkpoint_every", "evaluate_every"),
+    *("part_size", "shard", "recompute"),
+)
 
 
 class Checkpoints:
@@ -44,13 +48,14 @@ class Checkpoints:
         if distributed.rank() == 0:
             unfinished.mkdir(parents=True, exist_ok=True)
         distributed.wait_for_all()
-        random = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random["cuda"] = torch.cuda.get_rng_state()
-        torch.save(random, unfinished / f"random-{distributed.rank()}.pt")
+        device = next(learner.parameters()).device
+        torch.save(random_state(device), unfinished / f"random-{distributed.rank()}.pt")
+        with whole(learner):
+            weights = trained_weights(learner)
+        state = whole_state(optimiser)
         if distributed.rank() == 0:
-            torch.save(trained_weights(learner), unfinished / "weights.pt")
-            torch.save(optimiser.state_dict(), unfinished / "optimiser.pt")
+            torch.save(weights, unfinished / "weights.pt")
+            torch.save(state, unfinished / "optimiser.pt")
             about = {"step": step, "spec": self._lasting()}
             (unfinished / "about.json").write_text(json.dumps(about), "utf-8")
         distributed.wait_for_all()
@@ -60,8 +65,8 @@ class Checkpoints:
                 shutil.rmtree(old)
         distributed.wait_for_all()
 
-    def restore(self, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> int:
-        """Brings everything to the state of the latest checkpoint; gives its step, 0 if none is.
+    def restore_weights(self, learner: torch.nn.Module) -> int:
+        """Brings weights to the state of the latest checkpoint; gives its step, 0 if none is.
 
         Raises:
             SpecError: it is one of another run.
@@ -83,20 +88,23 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-        optimiser.load_state_dict(
-            torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
-        )
+        return about["step"]
+
+    def restore(self, optimiser: torch.optim.Optimizer, device: torch.device) -> None:
+        """Brings everything else to the state of the latest checkpoint, if there is one."""
+        last = self.last()
+        if last is None:
+            return
+        state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
+        load_state(optimiser, state)
         own_random = last / f"random-{distributed.rank()}.pt"
         if own_random.exists():  # there may be more workers than before
-            random = torch.load(own_random, weights_only=True)
-            torch.set_rng_state(random["cpu"])
-            if "cuda" in random and torch.cuda.is_available():
-                torch.cuda.set_rng_state(random["cuda"])
-        return about["step"]
+            set_random_state(torch.load(own_random, weights_only=True), device)
 
     def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
         """Writes the model as `best/` if its first figure is the highest so far."""
         best = self.folder.parent / "best"
+        undo_half(best)
         named = best / "quality.json"
         first = next(iter(quality))
         if named.exists() and json.loads(named.read_text("utf-8"))[first] >= quality[first]:
@@ -148,6 +156,21 @@ def trained_weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the generators that dropout draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
 def written(folder: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder under another name and renames it."""
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -159,9 +182,21 @@ def written(folder: Path, write: Callable[[Path], None]) -> None:
 
 def replace(unfinished: Path, folder: Path) -> None:
     """Gives a folder its name, in the place of one that may be there."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    undo_half(folder)
+    old = _old(folder)
     if folder.exists():
         folder.rename(old)
     unfinished.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def undo_half(folder: Path) -> None:
+    """Gives a folder its name back that a process was about to replace when it was killed."""
+    if folder.exists():
+        shutil.rmtree(_old(folder), ignore_errors=True)
+    elif _old(folder).exists():
+        _old(folder).rename(folder)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")

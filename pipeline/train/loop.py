@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import config
 from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
-from pipeline.train import distributed
-from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.data import Batch
+from pipeline.train import distributed, sharding
+from pipeline.train.checkpoints import Checkpoints, random_state, set_random_state
+from pipeline.train.data import Batch, TrainingData
 from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.metrics import Metrics
 from pipeline.train.quality import means
 
 #: The folder of a run that has each measure of each held-out query, a file a measured step.
@@ -81,6 +83,10 @@ class TrainSpec(config.Spec):
         epochs: how often the data are seen.
         max_steps: at most so many steps; null: as many as the epochs have.
         precision: of the forward pass; weights and losses are float32.
+        shard: whether weights, their gradients and the states of the optimiser are spread over the
+            workers (FSDP); else each worker has all of them. For what one cannot hold.
+        recompute: whether a layer's activations are computed again for its gradients instead of
+            being kept, about a third slower.
         evaluate_every: steps between measurements on held-out data; null: none.
         checkpoint_every: steps between checkpoints.
         keep: the last so many checkpoints are kept, and the best model.
@@ -98,6 +104,8 @@ class TrainSpec(config.Spec):
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     precision: Literal["float32", "bfloat16"] = "float32"
+    shard: bool = False
+    recompute: bool = False
     optimiser: Optimiser = Optimiser()
     evaluate_every: int | None = Field(None, ge=1)
     checkpoint_every: int = Field(500, ge=1)
@@ -105,11 +113,15 @@ class TrainSpec(config.Spec):
     log_every: int = Field(20, ge=1)
 
 
-def check(spec: TrainSpec) -> None:
-    """Raises `SpecError` if a run cannot be done; no weights are loaded."""
+def check(spec: TrainSpec) -> TrainingData:
+    """The data of a run, if it can be done; no weights are loaded.
+
+    Raises:
+        SpecError: it cannot.
+    """
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
-    data = TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+    data = data_of(spec)
     if data.num_batches < spec.accumulate:
         legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
         if data.num_batches == 0:
@@ -117,15 +129,22 @@ def check(spec: TrainSpec) -> None:
                 "batch_size", spec.batch_size, "a batch that the data give at least once"
             )
         raise SpecError("accumulate", spec.accumulate, legal)
+    return data
+
+
+def data_of(spec: TrainSpec) -> TrainingData:
+    """What a run is trained on."""
+    return TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
 
 
 class Loop:
-    """One worker's part of a run, from its last checkpoint on.
+    """One worker's part of a run, brought to its last checkpoint.
 
     Args:
         say: what gets a line of progress at a time, on the first worker.
-        report: called with the step and its figures at every evaluation and checkpoint, on all
-            workers: what a scheduler around the loop is told.
+        report: called with the step and its figures at every checkpoint, on all workers: what a
+            scheduler around the loop is told.
+        data: those of the spec, if they have been read already.
 
     Raises:
         SpecError: the checkpoint in the output folder is one of another run.
@@ -136,35 +155,55 @@ class Loop:
         spec: TrainSpec,
         say: Callable[[str], None] = print,
         report: Callable[[int, dict[str, float]], None] | None = None,
+        data: TrainingData | None = None,
     ):
         self.spec, self._say, self._report = spec, say, report
         torch.manual_seed(spec.seed)
         self.learner = LEARNERS.build(spec.learner)
-        self.data = TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+        self.data = data or data_of(spec)
         self.device = next(self.learner.parameters()).device
-        trained = [p for p in self.learner.parameters() if p.requires_grad]
+        self.steps_an_epoch = self.data.num_batches // spec.accumulate
+        num_steps = self.steps_an_epoch * spec.epochs
+        self.num_steps = min(num_steps, spec.max_steps or num_steps)
+        self.folder = Path(spec.output)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
+        self.step = self.checkpoints.restore_weights(self.learner)
+        self.metrics = Metrics(self.folder, self.step) if distributed.rank() == 0 else None
+        self.learner.prepare(self.data)  # with the whole model, before it is spread
+        self.parallel = self._parallel()
+        self.trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.optimiser = torch.optim.AdamW(
-            trained,
+            self.trained,
             lr=spec.optimiser.learning_rate,
             betas=spec.optimiser.betas,
             weight_decay=spec.optimiser.weight_decay,
         )
-        self.steps_an_epoch = self.data.num_batches // spec.accumulate
-        self.num_steps = min(
-            self.steps_an_epoch * spec.epochs, spec.max_steps or self.steps_an_epoch * spec.epochs
-        )
-        self.folder = Path(spec.output)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
-        self.step = self.checkpoints.restore(self.learner, self.optimiser)
-        self.parallel: torch.nn.Module = self.learner
-        if distributed.num_workers() > 1:
-            self.parallel = DistributedDataParallel(
-                _Forward(self.learner), find_unused_parameters=True
-            )
+        self.checkpoints.restore(self.optimiser, self.device)
+
+    def _parallel(self) -> torch.nn.Module:
+        """The learner's forward pass, of which workers share the gradients."""
+        learner = self.learner
+        of_loss = set(learner.parameters()) - set(learner.model.parameters())
+        self._of_loss = [parameter for parameter in of_loss if parameter.requires_grad]
+        if self.spec.recompute:
+            sharding.recompute(learner.model)
+        if distributed.num_workers() == 1:
+            return learner
+        if self.spec.shard:
+            dtype = torch.bfloat16 if self.spec.precision == "bfloat16" else None
+            sharding.shard(learner, of_loss, dtype)
+            return learner
+        return DistributedDataParallel(_Forward(learner), find_unused_parameters=True)
 
     def run(self) -> None:
         """Trains to the end; then the artefact stands in `model/` of the output folder."""
-        self.learner.prepare(self.data)
+        try:
+            self._run()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _run(self) -> None:
         spec, started, first = self.spec, time.monotonic(), self.step
         if spec.evaluate_every and first == 0:
             self._evaluate()
@@ -186,7 +225,10 @@ class Loop:
                 self.checkpoints.save(self.step, self.learner, self.optimiser)
                 if self._report:
                     self._report(self.step, figures)
-        self._finish()
+        with sharding.whole(self.learner):
+            if distributed.rank() == 0:
+                self.checkpoints.publish(self.folder / "model", self.learner)
+        distributed.wait_for_all()
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -221,14 +263,15 @@ class Loop:
             figures = self._backward(batch, read, is_last=number == len(batches) - 1)
             for name, value in figures.items():
                 total[name] = total.get(name, 0.0) + value / len(batches)
-        trained = [p for p in self.learner.parameters() if p.requires_grad]
-        of_model = {id(p) for p in self.learner.model.parameters()}
-        for parameter in trained:
-            if id(parameter) not in of_model:  # the loss's own, of which DDP knows nothing
-                parameter.grad = distributed.mean(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(trained, spec.optimiser.clip or math.inf)
+        for parameter in self._of_loss:  # of which what shares gradients knows nothing
+            parameter.grad = distributed.mean(parameter.grad)
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        norm = sharding.norm(gradients)
+        if spec.optimiser.clip is not None and norm > spec.optimiser.clip:
+            for gradient in gradients:
+                gradient.mul_(spec.optimiser.clip / norm)
         names = sorted(total)
-        both = torch.tensor([*(total[name] for name in names), float(norm)], dtype=torch.float64)
+        both = torch.tensor([*(total[name] for name in names), norm], dtype=torch.float64)
         *means, total["gradient_norm"] = distributed.mean(both).tolist()
         total |= dict(zip(names, means, strict=True))
         if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
@@ -289,9 +332,11 @@ class Loop:
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
         """Whether the backward passes inside tell other workers their gradients."""
-        if is_wanted or self.parallel is self.learner:
-            return contextlib.nullcontext()
-        return self.parallel.no_sync()
+        if isinstance(self.parallel, DistributedDataParallel) and not is_wanted:
+            return self.parallel.no_sync()
+        if isinstance(self.parallel, FSDPModule):
+            self.parallel.set_requires_gradient_sync(is_wanted)
+        return contextlib.nullcontext()
 
     def _autocast(self) -> torch.autocast:
         is_on = self.spec.precision == "bfloat16"
@@ -302,33 +347,34 @@ class Loop:
     def _log(self, figures: dict[str, float], seconds_left: float) -> None:
         if distributed.rank() != 0:
             return
-        append(self.folder / "metrics.jsonl", {"step": self.step, **figures})
+        self.metrics.add(self.step, figures)
         self._say(
             f"step {self.step}/{self.num_steps}: loss {figures['loss']:.4f},"
             f" {figures['documents_a_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
         )
 
+    @cached_property
+    def _held_out(self) -> Batch | None:
+        return self.data.held_out()
+
     def _evaluate(self) -> None:
         """Measures quality and keeps the model if it is the best; on the first worker."""
-        held_out = self.data.held_out()
-        if distributed.rank() == 0 and held_out is not None:
+        is_first, is_spread = distributed.rank() == 0, isinstance(self.parallel, FSDPModule)
+        quality = {}
+        # Where each has a share of the weights all have to compute, the same.
+        if (is_first or is_spread) and self._held_out is not None:
             with self._autocast():
-                each = self.learner.evaluate(held_out, self.data)
+                each = self.learner.evaluate(self._held_out, self.data)
             quality = means(each)
-            append(self.folder / "metrics.jsonl", {"step": self.step, **quality})
-            measured = self.folder / HELD_OUT
-            measured.mkdir(exist_ok=True)
-            np.savez_compressed(measured / f"step-{self.step:08d}.npz", **each)
-            self._say(
-                f"step {self.step}: "
-                + ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
-            )
-            self.checkpoints.keep_best(self.step, quality, self.learner)
-        distributed.wait_for_all()
-
-    def _finish(self) -> None:
-        if distributed.rank() == 0:
-            self.checkpoints.publish(self.folder / "model", self.learner)
+        with sharding.whole(self.learner):
+            if is_first and quality:
+                self.metrics.add(self.step, quality)
+                measured = self.folder / HELD_OUT
+                measured.mkdir(exist_ok=True)
+                np.savez_compressed(measured / f"step-{self.step:08d}.npz", **each)
+                figures = ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
+                self._say(f"step {self.step}: {figures}")
+                self.checkpoints.keep_best(self.step, quality, self.learner)
         distributed.wait_for_all()
 
 
@@ -343,25 +389,3 @@ class _Forward(torch.nn.Module):
     def forward(self, part: Any) -> Embedded:
         """Embeds a part of a batch."""
         return self._embed[0](part)
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of the generators that dropout draws from."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds a line to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")

@@ -67,8 +67,6 @@ def _train_worker(given: dict[str, Any]) -> None:
     import torch
 
     spec = config.parse(TrainSpec, given["spec"])
-    if ray.train.get_context().get_world_rank() == 0:
-        print(f"{ray.train.get_context().get_world_size()} workers", flush=True)
     if torch.cuda.is_available():
         torch.cuda.set_device(ray.train.torch.get_device())
     Loop(spec, report=lambda step, figures: ray.train.report({"step": step, **figures})).run()

@@ -16,7 +16,8 @@ import torch
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.registry import ENCODERS
-from pipeline.train import tiny
+from pipeline.train import sharding, tiny
+from pipeline.train.checkpoints import replace, undo_half
 from pipeline.train.loop import Loop, Optimiser
 from tests.conftest import ROOT
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
@@ -197,16 +198,91 @@ def run_workers(spec, folder, num_workers: int) -> None:
             marks=pytest.mark.heavy,
         ),
         pytest.param({}, {"part_size": 3, "accumulate": 3}, marks=pytest.mark.heavy),
+        ({"symmetric": True, "learn_temperature": True}, {"shard": True, "evaluate_every": 3}),
+        pytest.param(
+            {"trains": "lora", "lora": {"rank": 4, "alpha": 8}},
+            {"shard": True, "part_size": 3, "accumulate": 3},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param(
+            {"trains": "projection", "states": "{}/states"},
+            {
+                "shard": True,
+                "evaluate_every": 3,
+                "data": {"name": "shapes", "num_scenes": 24, "fresh": False, "held_out": 12},
+            },
+            marks=pytest.mark.heavy,
+        ),
     ],
-    ids=["both ways", "compressed", "parts and accumulated"],
+    ids=[
+        *("both ways", "compressed", "parts and accumulated"),
+        *("sharded", "lora, sharded", "projection, sharded"),
+    ],
 )
 def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
+    if "states" in learner:
+        learner = {**learner, "states": learner["states"].format(tmp_path)}
     one = trained(spec_of(tmp_path / "one", model, learner, **more))
     two = spec_of(tmp_path / "two", model, learner, **more)
     run_workers(two, tmp_path, 2)
     losses = [logged(tmp_path / name, "loss") for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert_same(one, weights_of(tmp_path / "two" / "model"), atol=1e-4)
+
+
+@pytest.mark.heavy
+def test_a_sharded_run_goes_on_with_other_workers(model, tmp_path):
+    """Of a checkpoint it does not matter on how many workers it was written."""
+    whole = trained(spec_of(tmp_path / "whole", model))
+    spec = spec_of(tmp_path / "run", model, shard=True)
+    run_workers(spec, tmp_path, 2)
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert_same(whole, trained(spec), atol=1e-4)  # from step 4 on, alone
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    run_workers(spec, tmp_path, 2)
+    assert_same(whole, weights_of(tmp_path / "run" / "model"), atol=1e-4)
+
+
+def test_activations_that_are_computed_again_give_the_same(model, tmp_path, monkeypatch):
+    kept = trained(spec_of(tmp_path / "kept", model))
+    calls, honest = [], sharding.checkpoint
+    counted = lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(sharding, "checkpoint", counted)
+    assert_same(kept, trained(spec_of(tmp_path / "again", model, recompute=True)), atol=1e-6)
+    assert calls
+    adapter = {"trains": "adapter", "encoder": {"name": "minilm"}}
+    with pytest.raises(SpecError, match="recompute: True is not legal; legal: false"):
+        trained(spec_of(tmp_path / "adapter", model, adapter, recompute=True))
+
+
+def test_figures_are_lines_and_events(model, tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    trained(spec_of(tmp_path, model, evaluate_every=3))
+    events = []
+    for path in (tmp_path / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:  # the length in 8 bytes, its checksum in 4, the event, its checksum in 4
+            length = int.from_bytes(data[:8], "little")
+            events.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    shown = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
+    for name in ("loss", "learning_rate", "R@1"):
+        of_name = [value for (_, tag), value in sorted(shown.items()) if tag == name]
+        assert of_name and of_name == pytest.approx(logged(tmp_path, name))
+
+
+def test_what_was_about_to_be_replaced_is_there_again(tmp_path):
+    (tmp_path / ".best.old").mkdir()  # killed between two renamings
+    (tmp_path / "new").mkdir()
+    (tmp_path / ".best.old" / "good").touch()
+    undo_half(tmp_path / "best")
+    assert (tmp_path / "best" / "good").exists() and not (tmp_path / ".best.old").exists()
+    replace(tmp_path / "new", tmp_path / "best")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
+    assert not list((tmp_path / "best").iterdir())
 
 
 def test_a_killed_process_goes_on(model, tmp_path):

@@ -270,7 +270,8 @@ def test_figures_are_lines_and_events(model, tmp_path):
             data = data[16 + length :]
     shown = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
     for name in ("loss", "learning_rate", "R@1"):
-        of_name = [value for (_, tag), value in sorted(shown.items()) if tag == name]
+        own = name.replace("@", "_")  # as TensorBoard wants it
+        of_name = [value for (_, tag), value in sorted(shown.items()) if tag == own]
         assert of_name and of_name == pytest.approx(logged(tmp_path, name))
 
 

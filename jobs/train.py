@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Loop(run.spec, jobs.say, data=data if len(runs) == 1 else None).run()
         else:
             with jobs.cluster():
-                train(run.spec, workers)
+                train(run.spec, workers, jobs.say)
         jobs.say(f"{run.spec.output}/model")
     if spec.sweep:
         print(study.report(spec, runs))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -9,6 +13,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.train.loop import Loop, TrainSpec
+
+#: The file of a run that has what the first worker says.
+PROGRESS = "progress.log"
 
 
 class Workers(config.Spec):
@@ -26,8 +33,11 @@ class Workers(config.Spec):
     max_failures: int = Field(3, ge=0)
 
 
-def train(spec: TrainSpec, workers: Workers) -> None:
+def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print) -> None:
     """Trains on a Ray cluster; all its nodes must see the output folder under the same path.
+
+    Args:
+        say: what gets a line of progress at a time.
 
     Raises:
         SpecError: something in the spec is not legal where the workers are.
@@ -56,9 +66,39 @@ def train(spec: TrainSpec, workers: Workers) -> None:
         ),
     )
     try:
-        trainer.fit()
+        with following(Path(spec.output) / PROGRESS, say):
+            trainer.fit()
     except Exception as error:
         raise _cause(error) from None
+
+
+@contextlib.contextmanager
+def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> Iterator[None]:
+    """Says each line that others add to a file, from now on; looks for them every so often."""
+    place = path.stat().st_size if path.exists() else 0
+    is_over = threading.Event()
+
+    def follow() -> None:
+        nonlocal place
+        is_last = False
+        while not is_last:
+            is_last = is_over.wait(seconds)
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(place)
+                for line in file:
+                    if line.endswith(b"\n"):
+                        place += len(line)
+                        say(line.decode().rstrip("\n"))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _train_worker(given: dict[str, Any]) -> None:
@@ -69,7 +109,14 @@ def _train_worker(given: dict[str, Any]) -> None:
     spec = config.parse(TrainSpec, given["spec"])
     if torch.cuda.is_available():
         torch.cuda.set_device(ray.train.torch.get_device())
-    Loop(spec, report=lambda step, figures: ray.train.report({"step": step, **figures})).run()
+    progress = Path(spec.output) / PROGRESS
+
+    def say(line: str) -> None:
+        # A worker's own output is of its node; this file is where the driver looks.
+        with progress.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    Loop(spec, say, lambda step, figures: ray.train.report({"step": step, **figures})).run()
 
 
 def _cause(error: BaseException) -> Exception:

@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.train.ray import Workers, train
+from tests.conftest import start_job
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
@@ -27,7 +29,9 @@ def test_a_batch_that_workers_cannot_share_is_refused(model, tmp_path):
 def test_two_workers_of_ray_learn_what_this_process_does(cluster, model, tmp_path):
     here = trained(spec_of(tmp_path / "here", model))
     spec = spec_of(tmp_path / "ray", model)
-    train(spec, Workers(num_workers=2))
+    said = []
+    train(spec, Workers(num_workers=2), said.append)
+    assert [line.split(":")[0] for line in said] == [f"step {n}/6" for n in range(1, 7)]
     losses = [logged(tmp_path / name, "loss") for name in ("here", "ray")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert_same(here, weights_of(tmp_path / "ray" / "model"), atol=1e-4)
@@ -67,6 +71,27 @@ def test_a_killed_worker_is_started_again_and_goes_on(cluster, model, tmp_path):
     steps = logged(tmp_path / "killed", "step")
     again = len(steps) - len(set(steps))
     assert again <= spec.checkpoint_every  # at most one interval is done twice
+    assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=2e-3)
+
+
+@pytest.mark.heavy
+def test_a_run_whose_driver_was_killed_goes_on(cluster, model, tmp_path):
+    whole = trained(spec_of(tmp_path / "whole", model, epochs=8))
+    spec = spec_of(tmp_path / "killed", model, epochs=8)
+    (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
+    (tmp_path / "workers.yaml").write_text("num_workers: 2\n", "utf-8")
+    command = ["jobs.train", f"{tmp_path}/spec.yaml", "--resources", f"{tmp_path}/workers.yaml"]
+    driver = start_job(*command, address=cluster)
+    deadline = time.monotonic() + 180
+    while not list((tmp_path / "killed" / "checkpoints").glob("step-0000000[4-9]")):
+        assert time.monotonic() < deadline and driver.poll() is None, driver.communicate()
+        time.sleep(0.05)
+    driver.kill()
+    driver.communicate()
+    again = start_job(*command, address=cluster)
+    said, problem = again.communicate(timeout=240)
+    assert again.returncode == 0, problem
+    assert "step 24/24" in said and "step 2/24" not in said
     assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=2e-3)
 
 

@@ -3,21 +3,26 @@
     python -m jobs.demo
 
 Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, in what is
-said and in a photo. No GPU and no model hub needed. Run it again: what is indexed and evaluated is
-not done twice.
+said and in a photo. Then scenes of coloured shapes, seen by a small ColPali with and without a
+projection trained through SaMer, found by words and by a picture. No GPU and no model hub needed.
+Run it again: what is indexed and evaluated is not done twice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jobs
-from jobs import evaluate, index, search
+from jobs import compare, evaluate, index, maps, search, shapes
 
 RESOURCES = "cluster/profiles/laptop.yaml"
 OUT = "out/demo"
 INDEX = f"{OUT}/index"
+SHAPES = f"{OUT}/shapes"
+NUM_SCENES = 200
+#: What is asked of the scenes.
+SCENE = "a large red circle above a small blue star"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
 #: What is asked, and of which representation.
 QUESTIONS = [
@@ -46,10 +51,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         phase("search", search.main, INDEX, question, *how, *maps)
     for name in COLLECTIONS:
         phase(f"evaluate {name}", evaluate.main, f"jobs/specs/{name}_evaluate.yaml")
+    scenes(phase, SHAPES, NUM_SCENES)
     print("\ntimes: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
     for name in COLLECTIONS:
         print(f"report: {OUT}/{name.replace('_', '-')}/report.html")
-    print(f"maps:   {OUT}/maps")
+    print(f"report: {SHAPES}/index_evaluation/report.html, {SHAPES}/trained_evaluation/report.html")
+    print(f"maps:   {OUT}/maps, {SHAPES}/maps")
+
+
+def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
+    """Draws scenes, indexes and evaluates them, and searches them by words and by a picture.
+
+    Args:
+        phase: runs a job: its name, its main, its arguments.
+    """
+    last = f"{folder}/images/scene-{count - 1:05d}.png"
+    phase("draw shapes", shapes.main, folder, "--count", str(count))
+    with jobs.cluster():  # one for both
+        for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):
+            at = (f"index={folder}/{name}", f"source.path={folder}/images")
+            how = ("--resources", RESOURCES)
+            phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *how)
+    for name, query in (("words", [SCENE]), ("picture", ["--image", last])):
+        how = ("--representation", "samer_16", "--k", "3", "--save-maps", f"{folder}/maps/{name}")
+        phase(f"search by {name}", search.main, f"{folder}/trained", *query, *how)
+    phrases = f"{folder}/phrases.jsonl"
+    names = ("--index", f"{folder}/index", "full", "samer_16")
+    names += ("--index", f"{folder}/trained", "samer_16")
+    phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
+    found = []
+    for name, shown in (("index", "full, samer_16, hpool_16, sap_16"), ("trained", "")):
+        found.append(f"{folder}/{name}_evaluation")
+        at = (f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}")
+        at += (f"representations=[{shown}]", f"output={found[-1]}")
+        phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
+    phase("compare", compare.main, *found)
 
 
 if __name__ == "__main__":

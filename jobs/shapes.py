@@ -4,7 +4,7 @@
     python -m jobs.index jobs/specs/shapes.yaml
     python -m jobs.evaluate jobs/specs/shapes_evaluate.yaml
 
-The shipped models were not trained on these scenes; the same count gives the same files.
+The shipped models were not trained on these scenes. The same count and series give the same files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("folder", metavar="FOLDER", help="where to write")
     parser.add_argument("--count", type=jobs.positive, default=1000, help="scenes (default: 1000)")
+    parser.add_argument(
+        "--series",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which of the held-out series, from 0 (default): each has other scenes",
+    )
     args = parser.parse(arguments)
 
     from pipeline.atomic import check_writable
+    from pipeline.config import SpecError
+    from pipeline.train.shapes_data import HELD_OUT
     from pipeline.train.shapes_files import write_collection
 
+    if not 0 <= args.series < HELD_OUT:
+        raise SpecError("series", args.series, f"an integer from 0 to {HELD_OUT - 1}")
     check_writable(args.folder, "FOLDER")
-    write_collection(Path(args.folder), args.count)
+    write_collection(Path(args.folder), args.count, args.series)
     print(f"{args.folder}: {args.count} scenes with captions, judgments and boxes")
 
 

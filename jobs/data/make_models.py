@@ -1,11 +1,11 @@
-"""Makes the two small visual models in jobs/data/models anew: `make models`, about two hours.
+"""Makes the small visual models in jobs/data/models anew: `make models`, about two hours.
 
     python -m jobs.data.make_models
 
 A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
-the specs shapes_colpali.yaml and shapes_siglip.yaml in jobs/specs/training. A stopped run goes
-on from its last checkpoint in out/models. Other processors round otherwise: figures may differ in
-their last digits.
+the specs shapes_colpali.yaml and shapes_siglip.yaml in jobs/specs/training; then the ColPali's
+projection, through SaMer, by shapes_samer.yaml. A stopped run goes on from its last checkpoint in
+out. Other processors round otherwise: figures may differ in their last digits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import jobs
 from jobs import train
 
 ROOT = Path(__file__).parents[2]
-#: Of what is written by a run, what comes with the package.
-NAMES = ("shapes_colpali", "shapes_siglip")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,13 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.train import tiny
 
-    for name, make in zip(NAMES, (tiny.colpali, tiny.siglip), strict=True):
-        make(ROOT / "out" / "models" / "untrained" / name)
+    # What comes with the package: where its run writes, and what makes the model it begins with.
+    made = {
+        "shapes_colpali": ("models", tiny.colpali),
+        "shapes_siglip": ("models", tiny.siglip),
+        "shapes_samer": ("training", None),  # begins with the shipped shapes_colpali
+    }
+    for name, (folder, make) in made.items():
+        if make:
+            make(ROOT / "out" / "models" / "untrained" / name)
         train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml")])
-        made = ROOT / "out" / "models" / name / "model"
+        run = ROOT / "out" / folder / name / "model"
         shipped = ROOT / "jobs" / "data" / "models" / name
         shutil.rmtree(shipped, ignore_errors=True)
-        shutil.copytree(made, shipped)
+        shutil.copytree(run, shipped)
         about = shipped / "training.json"
         about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
         print(shipped)

@@ -190,10 +190,15 @@ def _layers(evaluation: Evaluation, scans: Sequence[Scan]) -> Figure:
             window = Tap("column_sums", layers=MIDDLE).numbers(1 + max(scanned))
             panel.axvspan(window[0] - 0.5, window[-1] + 0.5, color="#0072B2", alpha=0.1)
         for scan in own:
-            points = [(n, r.retention.mean) for n, r in scan.rows.items() if r.retention]
+            points = [
+                (n, r.retention.mean, r.spread(OSR) or 0.0)
+                for n, r in scan.rows.items()
+                if r.retention
+            ]
             if points:
                 look = {**looks[scan.name], "markeredgecolor": "white", "label": scan.name}
-                panel.plot(*zip(*points, strict=True), **look)
+                layers, means, spreads = zip(*points, strict=True)
+                panel.errorbar(layers, means, spreads if any(spreads) else None, capsize=3, **look)
         for row in late_rows(evaluation):
             if row.is_random and row.budget == budget and row.retention:
                 _band(panel, row)

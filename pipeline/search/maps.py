@@ -11,14 +11,14 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
@@ -35,13 +35,20 @@ from pipeline.sources.files import existing_root
 #: The colour of what matches; its opacity grows with the similarity.
 COLOUR = (255, 120, 0)
 MAX_OPACITY = 150
+#: Of the frame around what matches best, and around where a phrase stands.
+BEST_COLOUR, TRUE_COLOUR = (200, 30, 0), (0, 90, 255)
 #: The longer side of a map, nearly: smaller pictures are shown so many times as large.
 LEAST_PIXELS = 448
 
 #: The longer side of pictures in reports.
 REPORT_PIXELS = 900
+#: From picture to picture of a sheet of phrases.
+SHEET_STEP = 320
 #: Query tokens that have a map each.
 MOST_TOKEN_MAPS = 64
+
+#: x0 y0 x1 y1 in [0, 1] of the picture.
+Boxes = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -260,25 +267,82 @@ def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> by
     brightest; for the whole query every word with a part in the score. Of the words of a video
     those are lit that are to be seen together with the best one.
     """
+    best = map.best_word(query_token)
+    boxes = [best.box] if best.box else []
+    return _png(_lit(image, map.words, map.values(query_token), best, boxes, BEST_COLOUR))
+
+
+def phrase_sheet(
+    columns: Sequence[tuple[str, Searcher, str]], phrases: Sequence[tuple[str, str, Boxes]]
+) -> bytes:
+    """Where phrases match, a row a phrase, a column a representation, as a PNG.
+
+    Lit is the relevance by which grounding is measured, the mean similarity over the phrase's
+    tokens (SaMer, appendix C), as the pictures of its figure 4 are; framed is where it stands.
+
+    Args:
+        columns: (title, index, representation) each; the first index shows the items.
+        phrases: (item id, phrase, boxes x0 y0 x1 y1 in [0, 1] in which it stands) each.
+
+    Raises:
+        SpecError: as `similarity_map` and `Previews`.
+    """
+    previews, font = Previews(columns[0][1].index), ImageFont.load_default(18)
+    sheet = Image.new("RGB", (len(columns) * SHEET_STEP, 0), "white")
+    for item_id, phrase, boxes in phrases:
+        image = previews.picture(item_id)
+        row = Image.new("RGB", (sheet.width, SHEET_STEP + 44), "white")
+        pen = ImageDraw.Draw(row)
+        pen.text((6, 4), f'"{phrase}" in {item_id}', "black", font)
+        for place, (title, searcher, name) in enumerate(columns):
+            map = similarity_map(searcher, phrase, item_id, name)
+            values = np.mean([word.similarities for word in map.words], axis=1)
+            best = map.words[int(np.nanargmax(values))]
+            lit = _lit(image, map.words, values, best, boxes, TRUE_COLOUR)
+            lit.thumbnail((SHEET_STEP - 12, SHEET_STEP - 12))
+            row.paste(lit, (place * SHEET_STEP + 6, 52))
+            pen.text((place * SHEET_STEP + 6, 28), title, (90, 90, 90), font)
+        sheet = ImageOps.expand(sheet, (0, 0, 0, row.height), "white")
+        sheet.paste(row, (0, sheet.height - row.height))
+    return _png(sheet)
+
+
+def _lit(
+    image: bytes,
+    words: Sequence[Word],
+    values: np.ndarray,
+    best: Word,
+    boxes: Boxes,
+    frame: tuple[int, int, int],
+) -> Image.Image:
+    """A picture with words lit by their values, and frames around some boxes.
+
+    Args:
+        values: (W,) of each word; NaN if no vector stands for it.
+        best: of the words of a video those are lit that are to be seen together with it.
+        frame: the colour of the frames.
+    """
     page = Image.open(io.BytesIO(image)).convert("RGB")
     if (times := LEAST_PIXELS // max(page.size)) > 1:  # else the frames would cover what is there
         page = page.resize((page.width * times, page.height * times), Image.Resampling.NEAREST)
     layer = Image.new("RGBA", page.size, (*COLOUR, 0))
     pen = ImageDraw.Draw(layer)
     size = np.array([*page.size, *page.size])
-    best = map.best_word(query_token)
-    for word, strength in zip(map.words, _strengths(map.values(query_token)), strict=True):
+    for word, strength in zip(words, _strengths(values), strict=True):
         if strength > 0 and word.box and _together(word, best):
             x0, y0, x1, y1 = np.array(word.box) * size
             opacity = round(MAX_OPACITY * strength)
             pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=(*COLOUR, opacity))
-    if best.box:
-        x0, y0, x1, y1 = np.array(best.box) * size
-        pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(200, 30, 0, 255), width=2)
-    lit = Image.alpha_composite(page.convert("RGBA"), layer).convert("RGB")
+    for box in boxes:
+        x0, y0, x1, y1 = np.array(box) * size
+        pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(*frame, 255), width=2)
+    return Image.alpha_composite(page.convert("RGBA"), layer).convert("RGB")
+
+
+def _png(picture: Image.Image) -> bytes:
     png = io.BytesIO()
     # 256 colours do for text on white, at a third of the bytes.
-    lit.quantize(256).save(png, "PNG", optimize=True)
+    picture.quantize(256).save(png, "PNG", optimize=True)
     return png.getvalue()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jobs import maps, shapes
+from pipeline.config import SpecError
 from pipeline.train.shapes import COLOURS, RELATIONS, SIDE, captions_of, scenes_of
 from pipeline.train.shapes_data import Shapes, held_out, phrases_of
 
@@ -115,3 +117,15 @@ def test_relevance_of_a_batch_is_what_holds():
     assert batch.queries == captions.texts
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     assert (relevant.numpy() == captions.hold(scenes)).all()
+
+
+def test_each_series_has_scenes_of_its_own(tmp_path):
+    for series in ("0", "1"):
+        shapes.main([str(tmp_path / series), "--count", "2", "--series", series])
+    for name in ("images/scene-00000.png", "queries.jsonl", "phrases.jsonl"):
+        assert (tmp_path / "0" / name).read_bytes() != (tmp_path / "1" / name).read_bytes()
+    with pytest.raises(SpecError, match="^series: -1"):  # those are trained on
+        shapes.main([str(tmp_path / "2"), "--series", "-1"])
+    phrases = str(tmp_path / "0" / "phrases.jsonl")
+    with pytest.raises(SpecError, match="^items: "):
+        maps.main([phrases, str(tmp_path / "a.png"), "--index", "none", "--items", "other.png"])

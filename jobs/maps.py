@@ -1,0 +1,60 @@
+"""Draws where phrases match through each representation, beside where they stand.
+
+    python -m jobs.maps PHRASES OUT.png --index out/shapes/index full samer_16
+    python -m jobs.maps PHRASES OUT.png --index INDEX NAME --index OTHER NAME --items a.png b.png
+
+PHRASES is a file as the `grounding` of jobs.evaluate has it: JSON lines with item_id, phrase and
+boxes. A row is a phrase, a column a representation of one of the indexes; framed are the phrase's
+boxes.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+
+import jobs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and draws."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("phrases", metavar="PHRASES", help="phrases with boxes: .jsonl")
+    parser.add_argument("out", metavar="OUT", help="the picture, a PNG")
+    parser.add_argument(
+        "--index",
+        dest="indexes",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar=("INDEX", "NAME"),
+        help="an index and representations of it (default: all); may stand several times",
+    )
+    parser.add_argument("--count", type=jobs.positive, default=3, help="phrases (default: 3)")
+    parser.add_argument("--items", nargs="+", metavar="ID", help="phrases of these items alone")
+    args = parser.parse_args(arguments)  # options with several values do not mix with others
+
+    from pipeline.atomic import check_writable, write_atomic
+    from pipeline.config import SpecError
+    from pipeline.eval.grounding import check_phrases, read_phrases
+    from pipeline.search.maps import phrase_sheet
+    from pipeline.search.searcher import open_index
+
+    check_writable(args.out, "OUT", as_file=True)
+    phrases = [p for p in read_phrases(args.phrases) if not args.items or p.item_id in args.items]
+    phrases = phrases[: args.count]
+    if not phrases:
+        raise SpecError("items", args.items, f"items of the phrases in {args.phrases}")
+    columns = []
+    for uri, *names in args.indexes:
+        searcher = open_index(uri)
+        names = names or list(searcher.index.representations())
+        check_phrases(phrases, searcher.index, names)
+        folder = f"{posixpath.basename(uri.rstrip('/'))}/" if len(args.indexes) > 1 else ""
+        columns += [(f"{folder}{name}", searcher, name) for name in names]
+    write_atomic(args.out, phrase_sheet(columns, phrases))
+    print(args.out)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

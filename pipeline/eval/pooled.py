@@ -1,0 +1,135 @@
+"""Several evaluations as one: of collections that differ by chance alone, with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipeline.config import SpecError, digest
+from pipeline.eval.diagnostics import mean_diagnosis, score_retention
+from pipeline.eval.report import budget, decimal, p_value
+from pipeline.eval.results import OSR, Evaluation, Result, in_order, read_results
+from pipeline.eval.significance import holm, randomisation_p
+from pipeline.eval.views import late_rows
+
+
+def pool(outputs: Sequence[str]) -> Evaluation:
+    """The evaluations in output folders of `jobs.evaluate` as one, over all of their queries.
+
+    It has the rows and measures that all have. What a row's `seeds` are of a method that draws,
+    they are here of the collections: `spread` is the standard deviation over them.
+
+    Raises:
+        SpecError: one is not there, two are of the same queries, or they share no measure or row.
+    """
+    evaluations = [read_results(output, "OUT") for output in outputs]
+    judgments = [evaluation.judgments for evaluation in evaluations]
+    for place, output in enumerate(outputs):
+        if judgments[place] in judgments[:place]:
+            problem = f"has the judged queries of {outputs[judgments.index(judgments[place])]}"
+            raise SpecError("OUT", output, "evaluations of different collections", problem)
+    first, *others = evaluations
+    measures = [m for m in first.measures if all(m in other.measures for other in others)]
+    rows = [{row.name: row for row in evaluation.results} for evaluation in evaluations]
+    names = [name for name in rows[0] if all(name in its for its in rows[1:])]
+    if not measures or not names:
+        lacks = "row" if measures else "measure"
+        raise SpecError("OUT", list(outputs), "evaluations of the same rows", f"share no {lacks}")
+    return replace(
+        first,
+        headline=first.headline if first.headline in measures else measures[0],
+        judgments=digest(judgments),
+        num_items=sum(evaluation.num_items for evaluation in evaluations),
+        results=in_order([_pooled([its[name] for its in rows], measures) for name in names]),
+        kinds={},
+    )
+
+
+def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
+    """A row of all collections; a query is called by its collection's number, then by its id."""
+    diagnoses = [row.diagnosis for row in rows]
+    diagnosis = None
+    if all(diagnoses):
+        pairs = {f"{i} {q}": own for i, d in enumerate(diagnoses) for q, own in d.pairs.items()}
+        diagnosis = replace(mean_diagnosis(diagnoses), pairs=pairs)
+    costs = ("vectors_per_item", "vector_bytes", "all_bytes")
+    costs += ("queries_per_second", "median_ms", "p95_ms")
+    return replace(
+        rows[0],
+        values={
+            f"{i} {query_id}": {name: values[name] for name in measures}
+            for i, row in enumerate(rows)
+            for query_id, values in row.values.items()
+        },
+        **{name: float(np.mean([getattr(row, name) for row in rows])) for name in costs},
+        diagnosis=diagnosis,
+        grounding={
+            name: float(np.mean([row.grounding[name] for row in rows]))
+            for name in rows[0].grounding
+            if all(name in row.grounding for row in rows)
+        },
+        seeds={
+            str(i): {
+                **{name: row.means[name] for name in measures},
+                **({OSR: row.retention.mean} if row.retention else {}),
+            }
+            for i, row in enumerate(rows)
+        },
+    )
+
+
+def retained(row: Result) -> dict[str, float]:
+    """The score retention of each query: the mean over its relevant pairs (SAP, equation 8)."""
+    pairs = row.diagnosis.pairs if row.diagnosis else {}
+    found = {query_id: score_retention(own) for query_id, own in pairs.items()}
+    return {query_id: retention.mean for query_id, retention in found.items() if retention}
+
+
+def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
+    """OSR and quality of the compressed late rows as cells, with their spread, the header first.
+
+    p is that of a paired randomisation test of the OSR over the queries, against each of the
+    methods `against` at the row's budget, corrected by Holm over the rows.
+
+    Raises:
+        SpecError: there is no such method.
+    """
+    rows = late_rows(evaluation)
+    for name in against:
+        if all(row.method != name for row in rows):
+            legal = f"of {', '.join(dict.fromkeys(row.method for row in rows))}"
+            raise SpecError("against", name, legal)
+    kept = {row.name: retained(row) for row in rows}
+    columns = [_p_values(rows, kept, method) for method in against]
+    header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]
+    header += [evaluation.headline, f"{evaluation.headline} ±"]
+    cells = [
+        [
+            row.method,
+            budget(row),
+            decimal(row.retention and row.retention.mean),
+            decimal(row.spread(OSR)),
+            *(p_value(p_values.get(row.name)) for p_values in columns),
+            f"{evaluation.quality(row):.4f}",
+            decimal(row.spread(evaluation.headline)),
+        ]
+        for row in rows
+    ]
+    return [header, *cells]
+
+
+def _p_values(
+    rows: Sequence[Result], kept: dict[str, dict[str, float]], method: str
+) -> dict[str, float]:
+    """Corrected p values by row, of those that are not of the method themselves."""
+    others = {(row.budget, row.encoder): row.name for row in rows if row.method == method}
+    p_values = {}
+    for row in rows:
+        other = kept.get(others.get((row.budget, row.encoder), ""), {})
+        own = kept[row.name]
+        gains = [own[query_id] - other[query_id] for query_id in own if query_id in other]
+        if gains and row.method != method:
+            p_values[row.name] = float(randomisation_p(np.array([gains]))[0])
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))

@@ -1,0 +1,42 @@
+"""The demo's step of shapes, for real on few scenes: drawn, indexed, searched, lit, evaluated."""
+
+import csv
+
+import numpy as np
+from PIL import Image
+
+from jobs import demo
+from pipeline.search.maps import SHEET_STEP, TRUE_COLOUR
+
+
+def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
+    folder, shown = str(tmp_path), {}
+
+    def phase(name: str, run, *arguments: str) -> None:
+        run(arguments)
+        shown[name] = capsys.readouterr().out
+
+    demo.scenes(phase, folder, 12)
+    # A picture finds itself.
+    first = shown["search by picture"].splitlines()[0]
+    assert first.split()[::2] == ["1", "scene-00011.png"]
+    for name in ("words", "picture"):
+        assert Image.open(tmp_path / "maps" / name / "1.png").size == (448, 448)
+    # The boxes of each phrase are framed under every representation.
+    sheet = np.asarray(Image.open(tmp_path / "maps/phrases.png").convert("RGB")).astype(int)
+    is_framed = (abs(sheet - TRUE_COLOUR) < 30).all(axis=2)
+    assert sheet.shape[1] == 3 * SHEET_STEP
+    for row in np.split(is_framed, 3):
+        assert all(part.any() for part in np.split(row, 3, axis=1))
+
+    rows = {}
+    for name in ("index", "trained"):
+        with (tmp_path / f"{name}_evaluation/metrics.csv").open() as file:
+            rows[name] = {row["representation"]: row for row in csv.DictReader(file)}
+        assert (tmp_path / f"{name}_evaluation/report.html").is_file()
+    assert float(rows["index"]["full"]["nDCG@10"]) > 0.8  # of twelve scenes
+    assert float(rows["trained"]["samer_16"]["vectors_per_item"]) == 16
+    # Another projection: other vectors of the same scenes, and other relevance.
+    before, after = (rows[name]["samer_16"]["coverage_iou"] for name in ("index", "trained"))
+    assert before != after
+    assert "samer_16.late" in shown["compare"]

@@ -233,6 +233,22 @@ def test_a_student_comes_closer_to_its_teacher(model, tmp_path, kind):
     assert distance() < 0.9 * before
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_one_query_and_documents_that_are_the_same_have_gradients(model, tmp_path, symmetric):
+    loop = Loop(spec_of(tmp_path, model, {"symmetric": symmetric}), say=lambda line: None)
+    batch = next(loop.data.batches(0, 0, 0, 1))
+    one = dataclasses.replace(batch, queries=batch.queries[:1], query_facts=batch.query_facts[:1])
+    alone = dataclasses.replace(
+        one, documents=batch.documents[:1], document_facts=batch.document_facts[:1]
+    )
+    # Eight documents that look alike, one of which is right: nothing but guessing.
+    alike = dataclasses.replace(batch, documents=[batch.documents[0]] * 8)
+    for own, loss in ((one, None), (alone, 0.0), (alike, None if symmetric else np.log(8))):
+        figures = loop._step([(own, loop.learner.read(own))])
+        assert np.isfinite(figures["loss"]) and np.isfinite(figures["gradient_norm"])
+        assert loss is None or figures["loss"] == pytest.approx(loss, abs=1e-4)
+
+
 def test_distillation_needs_a_teacher(model, tmp_path):
     spec = spec_of(tmp_path, model, {"distillation": {}})
     with pytest.raises(SpecError, match="learner.distillation: 'kl' .* scores of a teacher"):

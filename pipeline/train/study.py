@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,30 +121,18 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     gains = [row.after[first].mean(axis=0) - rows[0].after[first].mean(axis=0) for row in rows[1:]]
     p_values = [None, *(holm(randomisation_p(np.stack(gains)).tolist()) if gains else [])]
     measures = list(rows[0].after)
-    header = ["run", "seeds", *(m for m in measures), f"p ({first})"]
-    cells = [header]
+    cells = [["run", "seeds", *measures, f"p ({first})"]]
+    names = [f"{m} {when}" for m in measures for when in ("before", "after", "sd")]
+    numbers = [["run", "seeds", *names, "p"]]
     for row, p in zip(rows, p_values, strict=True):
+        seeds = len(row.after[first])
         shown = [f"{row.before[m].mean():.3f} > {_with_spread(row.after[m])}" for m in measures]
-        cells.append([row.name, str(len(row.after[first])), *shown, p_value(p)])
-    names = [
-        "run",
-        "seeds",
-        *(f"{m} {when}" for m in measures for when in ("before", "after", "sd")),
-    ]
-    numbers = [
-        [
-            row.name,
-            len(row.after[first]),
-            *(
-                value
-                for m in measures
-                for value in (row.before[m].mean(), row.after[m].mean(), _spread(row.after[m]))
-            ),
-            p,
+        cells.append([row.name, str(seeds), *shown, p_value(p)])
+        of_each = [
+            (row.before[m].mean(), row.after[m].mean(), _spread(row.after[m])) for m in measures
         ]
-        for row, p in zip(rows, p_values, strict=True)
-    ]
-    write_atomic(posixpath.join(spec.output, "study.csv"), as_csv([[*names, "p"], *numbers]))
+        numbers.append([row.name, seeds, *itertools.chain(*of_each), p])
+    write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))
     write_atomic(posixpath.join(spec.output, "study.png"), to_png(drawn(rows)))
     return aligned(cells)
 

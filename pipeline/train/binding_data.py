@@ -54,8 +54,8 @@ class Binding(TrainingData):
 
     @property
     def repeats(self) -> bool:
-        """Unless the pairs are fresh."""
-        return not self.spec.fresh
+        """Unless the pairs are fresh, or some are left out of an epoch."""
+        return not self.spec.fresh and self.spec.num_pairs % (self.batch_size // 2) == 0
 
     @property
     def num_batches(self) -> int:

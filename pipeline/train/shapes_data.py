@@ -49,8 +49,9 @@ class Shapes(TrainingData):
 
     @property
     def repeats(self) -> bool:
-        """Unless they are fresh."""
-        return not self.spec.fresh
+        """Unless they are fresh, some are left out of an epoch, or its captions are others."""
+        is_whole = self.spec.num_scenes % self.batch_size == 0
+        return not self.spec.fresh and is_whole and len(set(self.spec.single)) == 1
 
     @property
     def num_batches(self) -> int:

@@ -179,10 +179,14 @@ def test_what_cannot_be_trained_is_said_before(model, checkpoint, tmp_path, lear
         check(spec_of(tmp_path, model, learner, data={"name": "shapes", **data}))
 
 
-def test_states_need_data_that_repeat(model, tmp_path):
+@pytest.mark.parametrize(
+    "data", [{"fresh": True}, {"num_scenes": 25}, {"single": [0.5, 0.0]}], ids=str
+)
+def test_states_need_data_that_repeat(model, tmp_path, data):
     learner = {"trains": "projection", "states": str(tmp_path / "states")}
+    data = {"name": "shapes", "num_scenes": 24, "fresh": False, **data}
     with pytest.raises(SpecError, match="learner.states: .* data whose epochs have the same"):
-        Loop(spec_of(tmp_path / "run", model, learner), say=print).run()
+        Loop(spec_of(tmp_path / "run", model, learner, data=data), say=print)
 
 
 def test_ranking_is_that_of_ir_measures():

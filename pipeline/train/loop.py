@@ -183,15 +183,16 @@ class Loop:
     def _parallel(self) -> torch.nn.Module:
         """The learner's forward pass, of which workers share the gradients."""
         learner = self.learner
-        of_loss = set(learner.parameters()) - set(learner.model.parameters())
-        self._of_loss = [parameter for parameter in of_loss if parameter.requires_grad]
+        of_model = set(learner.model.parameters())
+        of_loss = [p for p in learner.parameters() if p not in of_model]
+        self._of_loss = [p for p in of_loss if p.requires_grad]  # in one order on all workers
         if self.spec.recompute:
             sharding.recompute(learner.model)
         if distributed.num_workers() == 1:
             return learner
         if self.spec.shard:
             dtype = torch.bfloat16 if self.spec.precision == "bfloat16" else None
-            sharding.shard(learner, of_loss, dtype)
+            sharding.shard(learner, set(of_loss), dtype)
             return learner
         return DistributedDataParallel(_Forward(learner), find_unused_parameters=True)
 

@@ -47,8 +47,8 @@ def test_the_mean_over_layers_is_its_formula_in_float64():
             for h in states[item, token].double().split(12):
                 scaled = (h - h.mean()) / (((h - h.mean()) ** 2).mean() + 1e-5).sqrt()
                 normed.append(scaled * adapter.norm.weight.double() + adapter.norm.bias.double())
-            odds = [float((w.double() @ u).exp()) for w, u in zip(adapter.layers, normed)]
-            mean = sum(odd / sum(odds) * u for odd, u in zip(odds, normed))
+            odds = [(w @ u).exp() for w, u in zip(adapter.layers.double(), normed, strict=True)]
+            mean = sum(odd / sum(odds) * u for odd, u in zip(odds, normed, strict=True))
             z = adapter.linear.weight.double() @ mean
             expected[item, token] = z / z.norm()
     torch.testing.assert_close(adapter(states).double(), expected, atol=1e-5, rtol=0)
@@ -97,7 +97,7 @@ def test_an_adapter_of_several_layers_is_read_back(tmp_path):
         ({"name": "minilm", "layer": [2, 9]}, "^encoder.layer: 9 is not legal; legal: -7 to 6"),
         (
             {"name": "minilm", "layer": []},
-            r"^encoder.layer: \[\] .* the number of a layer, or a list",
+            r"^encoder.layer: \[\] .* the number of a layer",
         ),
         ({"name": "minilm", "layer": [1.5]}, r"^encoder.layer: \[1.5\] .* or a list of such"),
         ({"name": "dual", "model": "x", "layer": [1, 2]}, r"^encoder.layer: \[1, 2\] .* integer"),

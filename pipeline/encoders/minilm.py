@@ -123,7 +123,7 @@ class MiniLM(Trainable):
     normalised = True
     has_spans = True
     has_extents = True  # of items whose words have places
-    lora_layers = r".*layer.*\.(query|key|value|dense)"  # of the family of BERT
+    lora_layers = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT, of ModernBERT
 
     def __init__(self, spec: Spec):
         self.spec = spec

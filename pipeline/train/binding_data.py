@@ -70,6 +70,7 @@ class Binding(TrainingData):
         if spec.fresh:
             pair_N += epoch * spec.num_pairs
         else:
+            pair_N = pair_N[: self.num_batches * pairs_a_batch]  # in all epochs the same ones
             np.random.default_rng([self.seed, epoch]).shuffle(pair_N)
         own = own_share(pairs_a_batch, worker, num_workers)
         for batch in range(first, self.num_batches):

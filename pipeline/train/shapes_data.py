@@ -67,6 +67,7 @@ class Shapes(TrainingData):
         if spec.fresh:
             scene_N += epoch * spec.num_scenes
         else:
+            scene_N = scene_N[: self.num_batches * self.batch_size]  # in all epochs the same ones
             np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
         own = own_share(self.batch_size, worker, num_workers)
         for batch in range(first, self.num_batches):

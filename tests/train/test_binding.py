@@ -323,6 +323,18 @@ def test_epochs(fresh):
     assert first.isdisjoint(second) if fresh else first == second
 
 
+@pytest.mark.parametrize("count", [{"name": "binding", "num_pairs": 9}, {"num_scenes": 18}])
+def test_what_fills_no_batch_is_left_out_of_all_epochs(count):
+    """Else kept states, which are those of the first epoch, would lack what others have."""
+    given = {"name": "shapes", "fresh": False} | count
+    data = TRAINING_DATA.build(TRAINING_DATA.resolve(given), batch_size=4, seed=0)
+    first, second, every = (
+        {key for batch in batches for key in batch.document_keys}
+        for batches in (data.batches(0, 0, 0, 1), data.batches(1, 0, 0, 1), data.everything(0, 1))
+    )
+    assert len(first) == 16 and first == second == every
+
+
 def test_quality_compares_within_pairs_alone():
     data = data_of()
     pairs = evaluation_pairs(4)

@@ -173,6 +173,7 @@ class Trainable(Encoder):
 
     model: Any  # of the transformers library
     device: Any  # of the model
+    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
     #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
     part_of_checkpoint: ClassVar[str] = ""
     #: The linear layers that LoRA is put beside if nothing else is said: of the language model,

@@ -294,7 +294,6 @@ class SequenceEncoder(Trainable):
     needs = ()
     prepares = True
     can_be_spread = True
-    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
     has_spans = False
     has_extents = True
 

@@ -3,11 +3,13 @@
     python -m jobs.binding
     python -m jobs.binding layer=3 --output out/binding
     python -m jobs.binding --encoder jobs/specs/encoders/colpali.yaml --form rendered --side 896
+    python -m jobs.binding --table jobs/specs/training/tables/binding_lora.yaml --output out/binding
 
 40 pairs of reports of 5 x 5 panels, in each of which a code labels a marker; in the hard negative
 the same codes label other markers. Prints the share of the 1,000 queries whose report scores
 higher, by single, late and hybrid score, with a 95 % bootstrap interval over the pairs; equal
-scores count as wrong. With --output it writes binding.csv and binding.png.
+scores count as wrong. With --output it writes binding.csv and binding.png. With --table it measures
+all encoders of a file, which has their `form` and `side` too: a row each, with the mean over seeds.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from pipeline.config import SpecError
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and measures."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("overrides", nargs="*", default=[], help="of the encoder: field=value")
+    help_of = "of the encoder or the table: field=value"
+    parser.add_argument("overrides", nargs="*", default=[], help=help_of)
     help_of = "a YAML file with an encoder's fields, or with an `encoder` that has them"
     parser.add_argument("--encoder", metavar="SPEC", help=f"{help_of}; default: minilm")
-    parser.add_argument("--form", choices=("text", "rendered"), default="text")
+    parser.add_argument("--table", metavar="SPEC", help="a YAML file with encoders as `rows`")
+    parser.add_argument(
+        "--form", choices=("text", "rendered"), help="of the reports; default: text"
+    )
     parser.add_argument("--side", type=jobs.positive, help="pixels of a rendered report")
     parser.add_argument("--pairs", type=jobs.positive, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of other reports than the first 40")
@@ -36,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.report import aligned, as_csv
     from pipeline.registry import ENCODERS
-    from pipeline.train import binding_accuracy
+    from pipeline.train import binding_accuracy, binding_table
     from pipeline.train.binding import SIDE, SMALLEST_SIDE
     from pipeline.train.binding_data import evaluation_pairs
 
@@ -47,23 +53,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SpecError("--seed", args.seed, "an integer >= 0")
     if args.output:
         check_writable(args.output, "--output")
+    pairs = evaluation_pairs(args.pairs, args.seed)
+
+    def write(cells: Sequence[Sequence[object]], png: bytes) -> None:
+        for name, data in {"binding.csv": as_csv(cells), "binding.png": png}.items():
+            path = posixpath.join(args.output, name)
+            write_atomic(path, data)
+            print(path)
+
+    if args.table:
+        given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
+        for option, value in given.items():
+            if value:
+                raise SpecError(option, value, f"left out: {args.table} says it")
+        spec = config.load(binding_table.TableSpec, args.table, args.overrides)
+        binding_table.check(spec)
+        rows = binding_table.measure(spec, pairs, jobs.say)
+        print(aligned(binding_table.table(rows)))
+        if args.output:
+            write(binding_table.numbers(rows), binding_table.drawn(rows, spec.title))
+        return
+    form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
     given = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
     fields = config.override({"encoder": given.get("encoder", given)}, in_encoder)
     with config.within("encoder"):
         spec = ENCODERS.resolve(fields["encoder"])
         ENCODERS.load(spec.name).check(spec)
-    binding_accuracy.check_form(spec, args.form)
-    pairs = evaluation_pairs(args.pairs, args.seed)
-    rows = binding_accuracy.measure(ENCODERS.build(spec), pairs, args.form, side)
+    binding_accuracy.check_form(spec, form)
+    rows = binding_accuracy.measure(ENCODERS.build(spec), pairs, form, side)
     cells = binding_accuracy.table(rows)
     print(aligned(cells))
     if args.output:
-        files = {"binding.csv": as_csv(cells), "binding.png": binding_accuracy.bars(rows)}
-        for name, data in files.items():
-            path = posixpath.join(args.output, name)
-            write_atomic(path, data)
-            print(path)
+        write(cells, binding_accuracy.bars(rows))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +58,7 @@ class Encoder(ABC):
     nothing: ClassVar[str] = "no tokens"  # why an item cannot be indexed of which no token is left
 
     dim: int  # D of the token vectors
+    num_states: int = 1  # hidden states that a token vector has side by side
     pooled_dim: int | None  # P of the pooled vector, None if the model has none
     normalised: bool  # whether the token vectors have unit length
     has_spans: bool  # whether tokens carry character offsets
@@ -161,6 +163,38 @@ class Encoder(ABC):
 
     def _not_read(self, kind: str) -> SpecError:
         return not_read(kind, self.query_kinds(self.spec), type(self).__name__)
+
+
+class Trainable(Encoder):
+    """An encoder whose model can be trained: it gives tokens with gradients.
+
+    Reading is work for the CPU, apart from the model, and may be done ahead of it.
+    """
+
+    model: Any  # of the transformers library
+    device: Any  # of the model
+    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
+    #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
+    part_of_checkpoint: ClassVar[str] = ""
+    #: The linear layers that LoRA is put beside if nothing else is said: of the language model,
+    #: and not of the tower of its pictures.
+    lora_layers: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+
+    @abstractmethod
+    def read_queries(self, texts: Sequence[str]) -> list[Any]:
+        """Query texts as the model reads them."""
+
+    @abstractmethod
+    def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Items, by the names of their columns, as the model reads them."""
+
+    @abstractmethod
+    def tokens(self, inputs: Sequence[Any], taps: Sequence[Tap] = ()) -> TokenBatch:
+        """The tokens of what was read, in order, with gradients."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the model with all that it reads by, as the field `model` names it."""
 
 
 def not_read(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:

@@ -204,12 +204,14 @@ def load_model(
     model_class: Any,
     device_map: str | None = None,
     may_lack: tuple[str, ...] = (),
+    folder: Path | None = None,
 ) -> PreTrainedModel:
     """The model in evaluation mode, its adapter merged, on the GPU if there is one.
 
     Args:
         device_map: "auto" spreads a model over the GPUs that this process may use.
         may_lack: how the names of weights begin that are not used.
+        folder: where the checkpoint lies, if the caller has found it.
 
     Raises:
         SpecError: the weights cannot be loaded.
@@ -218,7 +220,7 @@ def load_model(
     if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
         problem = "needs the package flash-attn and a GPU"
         raise SpecError("attention", spec.attention, "sdpa or eager", problem)
-    folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
+    folder = folder or folder_of(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:
         model, found = model_class.from_pretrained(

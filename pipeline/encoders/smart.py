@@ -2,6 +2,13 @@
 
     z = L2(Linear(LayerNorm(h)))                                          (SMART, eq. 6)
 
+Of several layers' states h_1 ... h_N of a token, which the paper leaves out and its public code
+has, the adapter takes a mean whose weights it learns, for each token its own:
+
+    u_l = LayerNorm(h_l),  a = softmax over l of <w_l, u_l>,  z = L2(Linear(sum over l of a_l u_l))
+
+with w = 0 before training, so that all layers count alike.
+
 Any encoder may be the frozen model; the adapter is what training with `trains: adapter` writes.
 """
 
@@ -31,25 +38,35 @@ FILE = "adapter.safetensors"
 
 
 class Adapter(torch.nn.Module):
-    """LayerNorm, a linear layer without bias, unit length.
+    """LayerNorm, the mean over layers if there are several, a linear layer without bias, L2.
 
     Args:
-        width: of the states.
+        width: of a layer's states.
         dim: of the vectors.
+        num_layers: N, whose states stand side by side.
 
     >>> Adapter(8, 4)(torch.ones(2, 3, 8)).shape
     torch.Size([2, 3, 4])
+    >>> Adapter(8, 4, num_layers=2)(torch.ones(2, 3, 16)).shape
+    torch.Size([2, 3, 4])
     """
 
-    def __init__(self, width: int, dim: int):
+    def __init__(self, width: int, dim: int, num_layers: int = 1):
         super().__init__()
+        self.num_layers = num_layers
+        if num_layers > 1:
+            self.layers = torch.nn.Parameter(torch.zeros(num_layers, width))
         self.norm = torch.nn.LayerNorm(width)
         self.linear = torch.nn.Linear(width, dim, bias=False)
         torch.nn.init.xavier_uniform_(self.linear.weight)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States (..., width) -> vectors (..., dim) of unit length, float32."""
-        return normalise(self.linear(self.norm(states.float())))
+        """States (..., N width) -> vectors (..., dim) of unit length, float32."""
+        normed = self.norm(states.float().unflatten(-1, (self.num_layers, -1)))
+        if self.num_layers == 1:
+            return normalise(self.linear(normed.squeeze(-2)))
+        share = (normed * self.layers).sum(dim=-1).softmax(dim=-1)
+        return normalise(self.linear((share.unsqueeze(-1) * normed).sum(dim=-2)))
 
     def save(self, folder: Path) -> None:
         """Writes the weights into a folder."""
@@ -57,27 +74,33 @@ class Adapter(torch.nn.Module):
         safetensors.torch.save_file(weights, folder / FILE)
 
     @classmethod
-    def load(cls, folder: str, width: int) -> Adapter:
+    def load(cls, folder: str, width: int, num_layers: int = 1) -> Adapter:
         """The adapter of a folder.
 
         Raises:
-            SpecError: for `adapter`: there is none, or it is one of states of another width.
+            SpecError: for `adapter`: there is none, or it is one of states of another width or of
+                another number of layers.
         """
-        legal = f"a folder with the {FILE} of an adapter of states of {width}"
+        legal = f"a folder with the {FILE} of an adapter of {_said(width, num_layers)}"
         path = Path(folder) / FILE
         if not path.is_file():
             raise SpecError("adapter", folder, legal, f"has no {FILE}")
         try:
             weights = safetensors.torch.load_file(path)
-            own = cls(*reversed(weights["linear.weight"].shape))
+            own = cls(*reversed(weights["linear.weight"].shape), len(weights.get("layers", [0])))
             own.load_state_dict(weights)
         except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError) as error:
             problem = f"cannot be read ({str(error).splitlines()[0]})"
             raise SpecError("adapter", folder, legal, problem) from None
-        if own.linear.in_features != width:
-            problem = f"has one of states of {own.linear.in_features}"
+        there = own.linear.in_features, own.num_layers
+        if there != (width, num_layers):
+            problem = f"has one of {_said(*there)}"
             raise SpecError("adapter", folder, legal, problem)
         return own.eval().requires_grad_(False)
+
+
+def _said(width: int, num_layers: int) -> str:
+    return f"states of {width}" if num_layers == 1 else f"{num_layers} layers' states of {width}"
 
 
 class Smart(Encoder):
@@ -90,7 +113,7 @@ class Smart(Encoder):
         """The frozen encoder, and the adapter.
 
         Attributes:
-            encoder: whose token vectors are the states.
+            encoder: whose token vectors are the states, of one layer or of several side by side.
             adapter: the folder that training wrote.
         """
 
@@ -105,7 +128,8 @@ class Smart(Encoder):
     def __init__(self, spec: Spec):
         self.spec = spec
         self._inner: Encoder = ENCODERS.build(spec.encoder)
-        self._adapter = Adapter.load(spec.adapter, self._inner.dim)
+        num_layers = self._inner.num_states
+        self._adapter = Adapter.load(spec.adapter, self._inner.dim // num_layers, num_layers)
         self.dim = self._adapter.linear.out_features
         self.pooled_dim = self._inner.pooled_dim
         self.has_spans, self.has_extents = self._inner.has_spans, self._inner.has_extents

@@ -54,8 +54,8 @@ class Binding(TrainingData):
 
     @property
     def repeats(self) -> bool:
-        """Unless the pairs are fresh, or some are left out of an epoch."""
-        return not self.spec.fresh and self.spec.num_pairs % (self.batch_size // 2) == 0
+        """Unless the pairs are fresh."""
+        return not self.spec.fresh
 
     @property
     def num_batches(self) -> int:
@@ -70,6 +70,7 @@ class Binding(TrainingData):
         if spec.fresh:
             pair_N += epoch * spec.num_pairs
         else:
+            pair_N = pair_N[: self.num_batches * pairs_a_batch]  # in all epochs the same ones
             np.random.default_rng([self.seed, epoch]).shuffle(pair_N)
         own = own_share(pairs_a_batch, worker, num_workers)
         for batch in range(first, self.num_batches):

@@ -18,7 +18,9 @@ from pydantic import Field, model_validator
 from pipeline import config
 from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
-from pipeline.encoders.sequences import ModelInput, SequenceEncoder, join
+from pipeline.encoders import Trainable
+from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
+from pipeline.encoders.sequences import join
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
@@ -40,8 +42,8 @@ FREEZE = ("projection", "adapter")
 #: Queries or documents whose states are written at once.
 STATES_AT_ONCE = 256
 
-#: Sequences; for an adapter the texts or items themselves; or kept states.
-Inputs = Sequence[list[ModelInput]] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
+#: What the encoder reads; for an adapter the texts or items themselves; or kept states.
+Inputs = Sequence[Any] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ class Contrastive(Learner):
         """What is trained, and by which scores.
 
         Attributes:
-            encoder: what is trained begins as this one.
+            encoder: what is trained begins as this one. Its `adapter` is merged into its weights
+                before; but where `lora` is trained, its matrices are what training begins with.
             trains: `all` weights of the model; or the `projection` alone, which makes vectors of
                 its states, for queries as for documents; or `lora`, low-rank matrices beside its
                 layers; or an `adapter` behind any encoder, which stays as it is (SMART, eq. 6).
             lora: of what rank, and beside which layers.
-            adapter_dim: the width of the vectors that an adapter makes.
+            adapter_dim: the width of the vectors that an adapter makes. Of an encoder whose `layer`
+                is a list it also learns how much each layer counts.
             states: a folder in which the states of the frozen model are kept, so that it runs once
                 for each query and document; null: it runs in each epoch. For `projection` and
                 `adapter`.
@@ -130,15 +134,19 @@ class Contrastive(Learner):
         super().__init__()
         self.spec = spec
         encoder_class = ENCODERS.load(spec.encoder.name)
-        self.encoder: Any = ENCODERS.build(spec.encoder)
+        begins = spec.encoder
+        if spec.trains == "lora":  # its adapter is trained on, not merged
+            begins = begins.model_copy(update={"adapter": None})
+        self.encoder: Any = ENCODERS.build(begins)
         self.compressor = COMPRESSORS.build(spec.compressor)
         if spec.trains == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.model = Adapter(self.encoder.dim, spec.adapter_dim).to(self.device)
+            num_layers = self.encoder.num_states
+            width = self.encoder.dim // num_layers
+            self.model = Adapter(width, spec.adapter_dim, num_layers).to(self.device)
         else:
             self.device = self.encoder.device
             self.model = self.encoder.model
-            self._reader = self.encoder.reader(spec.encoder)
         self._taps, self._num_layers = (), 0
         if self.compressor.needs_taps:
             self._num_layers = encoder_class.attention(spec.encoder).num_layers
@@ -148,7 +156,10 @@ class Contrastive(Learner):
             self.encoder.projection.requires_grad_(True)
         self._tuned = None
         if spec.trains == "lora":
-            self._tuned = lora.attach(self.model, spec.lora or Lora())
+            self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder_class.lora_layers)
+            first = adapter_of(spec.encoder, [*WEIGHTS, *ADAPTER_SETTINGS])
+            if first is not None:
+                lora.load(self._tuned, first, self.encoder.part_of_checkpoint)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: States | None = None
@@ -157,8 +168,8 @@ class Contrastive(Learner):
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the encoder cannot be built here, or not trained so."""
         encoder_class = ENCODERS.load(spec.encoder.name)
-        if spec.trains != "adapter" and not issubclass(encoder_class, SequenceEncoder):
-            names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), SequenceEncoder)]
+        if spec.trains != "adapter" and not issubclass(encoder_class, Trainable):
+            names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), Trainable)]
             legal = f"one that can be trained: {', '.join(names)}; or trains: adapter"
             raise SpecError("encoder.name", spec.encoder.name, legal)
         with config.within("encoder"):
@@ -234,12 +245,12 @@ class Contrastive(Learner):
     def _read_queries(self, texts: Sequence[str]) -> Inputs:
         if self.spec.trains == "adapter":  # the encoder reads them itself
             return texts
-        return [[self._reader.text(text)[0]] for text in texts]
+        return self.encoder.read_queries(texts)
 
     def _read_documents(self, items: Sequence[Mapping[str, Any]]) -> Inputs:
         if self.spec.trains == "adapter":
             return items
-        return [self._reader.item(item) for item in items]
+        return self.encoder.read_items(items)
 
     def parts(self, read: Read, size: int) -> list[Read]:
         """Documents in their order, and as many parts of the queries."""
@@ -426,8 +437,7 @@ class Contrastive(Learner):
             }
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
             return
-        self.model.save_pretrained(folder)
-        self._reader.processor.save_pretrained(folder)
+        self.encoder.save(folder)
 
 
 def _everything(data: TrainingData) -> Iterator[Batch]:

@@ -12,9 +12,8 @@ from pydantic import Field, field_validator
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.encoders.loading import ADAPTER_WEIGHTS
 
-#: The linear layers of a language model, and not of the tower of its pictures.
-LANGUAGE_MODEL = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 #: How peft's names of weights begin.
 PREFIX = "base_model.model."
 
@@ -28,19 +27,20 @@ class Lora(config.Spec):
         rank: of the matrices.
         alpha: their product counts alpha / rank times.
         dropout: of their input.
-        targets: a regular expression that the whole name of each layer matches which gets them.
+        targets: a regular expression that the whole name of each layer matches which gets them;
+            null: those of the language model.
     """
 
     rank: int = Field(128, ge=1)
     alpha: float = Field(256, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: str = LANGUAGE_MODEL
+    targets: str | None = None
 
     @field_validator("targets")
     @classmethod
-    def _is_an_expression(cls, targets: str) -> str:
+    def _is_an_expression(cls, targets: str | None) -> str | None:
         try:
-            re.compile(targets)
+            re.compile(targets or "")
         except re.error as error:
             raise SpecError("", targets, f"a regular expression ({error})") from None
         return targets
@@ -55,25 +55,29 @@ def check() -> None:
         raise SpecError("trains", "lora", legal, "needs peft") from None
 
 
-def attach(model: torch.nn.Module, spec: Lora) -> Any:
+def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
     """Puts the matrices into a model, whose other weights no longer train; gives peft's model.
+
+    Args:
+        default: the targets where the spec names none.
 
     Raises:
         SpecError: no layer's name matches.
     """
     from peft import LoraConfig, get_peft_model
 
+    targets = spec.targets or default
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    if not any(re.fullmatch(spec.targets, name) for name in linear):
+    if not any(re.fullmatch(targets, name) for name in linear):
         ends = sorted({name.rpartition(".")[2] for name in linear})
         legal = f"an expression that a layer's whole name matches, such as {linear[0]};"
         legal += f" the layers end in {', '.join(ends)}"
-        raise SpecError("lora.targets", spec.targets, legal, "matches no linear layer")
+        raise SpecError("lora.targets", targets, legal, "matches no linear layer")
     settings = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
-        target_modules=spec.targets,
+        target_modules=targets,
     )
     return get_peft_model(model, settings)
 
@@ -91,5 +95,33 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
         PREFIX + within + name.removeprefix(PREFIX): tensor.detach().cpu().contiguous()
         for name, tensor in get_peft_model_state_dict(tuned).items()
     }
-    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    safetensors.torch.save_file(weights, folder / ADAPTER_WEIGHTS)
     tuned.peft_config[tuned.active_adapter].save_pretrained(str(folder))
+
+
+def load(tuned: Any, folder: Path, within: str = "") -> None:
+    """Gives the matrices the values of an adapter that `save` wrote, so that training goes on.
+
+    Args:
+        tuned, within: as of `save`.
+
+    Raises:
+        SpecError: it has other settings, or is one of another model.
+    """
+    from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
+    own, there = tuned.peft_config[tuned.active_adapter], PeftConfig.from_pretrained(str(folder))
+    for field, name in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
+        value, wanted = getattr(own, name), getattr(there, name, None)
+        if value != wanted:
+            legal = f"{wanted!r}, that of the adapter that training begins with"
+            raise SpecError(f"lora.{field}", value, legal)
+    weights = {
+        PREFIX + name.removeprefix(PREFIX + within): tensor
+        for name, tensor in safetensors.torch.load_file(folder / ADAPTER_WEIGHTS).items()
+    }
+    shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(tuned).items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+        legal = "an adapter of this model, with which training begins"
+        raise SpecError("encoder.adapter", str(folder), legal, "is one of another")
+    set_peft_model_state_dict(tuned, weights)

@@ -49,9 +49,8 @@ class Shapes(TrainingData):
 
     @property
     def repeats(self) -> bool:
-        """Unless they are fresh, some are left out of an epoch, or its captions are others."""
-        is_whole = self.spec.num_scenes % self.batch_size == 0
-        return not self.spec.fresh and is_whole and len(set(self.spec.single)) == 1
+        """Unless they are fresh, or their captions change from epoch to epoch."""
+        return not self.spec.fresh and len(set(self.spec.single)) == 1
 
     @property
     def num_batches(self) -> int:
@@ -68,6 +67,7 @@ class Shapes(TrainingData):
         if spec.fresh:
             scene_N += epoch * spec.num_scenes
         else:
+            scene_N = scene_N[: self.num_batches * self.batch_size]  # in all epochs the same ones
             np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
         own = own_share(self.batch_size, worker, num_workers)
         for batch in range(first, self.num_batches):

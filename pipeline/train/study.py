@@ -30,7 +30,7 @@ class StudySpec(TrainSpec):
     Attributes:
         sweep: fields and the values that each has in turn: there is a run for each combination.
             Or a list of such, one behind the other. Runs that differ in nothing but the seed are
-            one row of the table.
+            one row of the table. A swept `name` is the row's: of its other fields nothing is said.
     """
 
     sweep: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
@@ -73,8 +73,11 @@ def runs_of(spec: StudySpec) -> list[Run]:
     runs: dict[str, Run] = {}
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
         for values in config.combinations(sweep):
-            title = ", ".join(map(_said, values.items()))
-            row = ", ".join(_said(pair) for pair in values.items() if pair[0] != "seed")
+            said = values
+            if "name" in values:
+                said = {field: values[field] for field in ("name", "seed") if field in values}
+            title = ", ".join(map(_said, said.items()))
+            row = ", ".join(_said(pair) for pair in said.items() if pair[0] != "seed")
             folder = title.replace(", ", "_").replace(" ", "-").replace("/", "-")
             changed = config.override(own, config.assignments(values))
             changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Config
 
@@ -108,6 +109,25 @@ def test_token_vectors_equal_plain_transformers(plain, abstracts, layer):
     expected = torch.nn.functional.normalize(hidden_states[layer][0, 1:-1], dim=-1)
     ours = encode(build(layer=layer), abstracts[:1])[0]
     torch.testing.assert_close(ours["vectors"], expected.detach(), atol=1e-6, rtol=0)
+
+
+def test_several_layers_stand_side_by_side(plain, abstracts):
+    tokenizer, model = plain
+    inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
+    hidden_states = model(**inputs, output_hidden_states=True).hidden_states
+    layers = [-1, 3, 0]
+    each = [torch.nn.functional.normalize(hidden_states[n][0, 1:-1], dim=-1) for n in layers]
+    expected = torch.cat(each, dim=-1).detach() / 3**0.5
+    several = build(layer=layers)
+    assert (several.dim, several.num_states, several.pooled_dim) == (3 * 384, 3, 384)
+    ours, empty = encode(several, [abstracts[0], ""])
+    torch.testing.assert_close(ours["vectors"], expected, atol=1e-6, rtol=0)
+    assert empty["vectors"].shape == (1, 3 * 384)
+    torch.testing.assert_close(empty["vectors"].norm(), torch.tensor(1.0))
+    torch.testing.assert_close(
+        encode(build(layer=[6]), abstracts[:1])[0]["vectors"],
+        encode(build(), abstracts[:1])[0]["vectors"],
+    )
 
 
 def test_batching_changes_nothing_and_equal_input_gives_equal_bits(encoder, abstracts):
@@ -476,3 +496,37 @@ def test_attention_is_told_without_weights(tiny_folder):
     assert attention == (("column_sums", "eos_row", "pooled_row"), 2)
     spec = config.parse(MiniLM.Spec, {"pooling": "none"})
     assert MiniLM.attention(spec) == (("column_sums", "eos_row"), 6)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_tokens_for_training_are_those_of_items_with_gradients(encoder, abstracts, long_text):
+    texts = [abstracts[0], long_text[:3000], "", "lift"]
+    batch = encoder.tokens(encoder.read_items([{"text": text} for text in texts]))
+    for row, item in enumerate(encode(encoder, texts)):
+        own = batch.vectors[row][batch.mask[row]]
+        torch.testing.assert_close(own.detach(), item["vectors"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(batch.pooled[row].detach(), item["pooled"], atol=1e-5, rtol=0)
+    weight = encoder.model.encoder.layer[0].attention.self.query.weight
+    for vectors in (batch.vectors, batch.pooled):
+        (grad,) = torch.autograd.grad(vectors[1].sum(), weight, retain_graph=True)
+        assert grad.isfinite().all() and grad.abs().max() > 0
+
+
+def test_weights_of_another_model_are_refused(tiny_folder, tmp_path):
+    """Where a weight is missing or of another shape, none is made up."""
+    for name, says in (
+        ("encoder.layer.1.output.dense.weight", "has no weights encoder.layer.1.output.dense"),
+        ("encoder.layer.0.output.dense.weight", "has encoder.layer.0.output.dense.weight of 7 x 7"),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(tiny_folder, folder)
+        weights = load_file(folder / "model.safetensors")
+        if "has no" in says:
+            del weights[name]
+        else:
+            weights[name] = torch.zeros(7, 7)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SpecError, match=f"^model: .* {says}"):
+            build(model=str(folder), window=128)

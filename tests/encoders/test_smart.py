@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipeline import config
 from pipeline.config import SpecError
@@ -12,6 +13,7 @@ from pipeline.encoders.smart import FILE, Adapter
 from pipeline.index import job
 from pipeline.registry import ENCODERS
 from pipeline.search.searcher import open_index
+from pipeline.tokens import normalise
 
 
 def of(folder, **more):
@@ -30,6 +32,84 @@ def test_the_adapter_is_eq_6_in_float64():
     z = norm @ adapter.linear.weight.double().T
     expected = z / z.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(adapter(states).double(), expected, atol=1e-6, rtol=0)
+
+
+def test_the_mean_over_layers_is_its_formula_in_float64():
+    torch.manual_seed(0)
+    adapter = Adapter(12, 5, num_layers=3)
+    for tensor in (adapter.norm.weight, adapter.norm.bias, adapter.layers):
+        torch.nn.init.normal_(tensor)
+    states = torch.randn(2, 4, 36)
+    expected = torch.zeros(2, 4, 5, dtype=torch.float64)
+    for item in range(2):
+        for token in range(4):
+            normed = []
+            for h in states[item, token].double().split(12):
+                scaled = (h - h.mean()) / (((h - h.mean()) ** 2).mean() + 1e-5).sqrt()
+                normed.append(scaled * adapter.norm.weight.double() + adapter.norm.bias.double())
+            odds = [(w @ u).exp() for w, u in zip(adapter.layers.double(), normed, strict=True)]
+            mean = sum(odd / sum(odds) * u for odd, u in zip(odds, normed, strict=True))
+            z = adapter.linear.weight.double() @ mean
+            expected[item, token] = z / z.norm()
+    torch.testing.assert_close(adapter(states).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_layers_count_alike_at_first_and_their_weights_learn():
+    torch.manual_seed(0)
+    adapter, states = Adapter(12, 5, num_layers=3), torch.randn(2, 4, 36)
+    mean = adapter.norm(states.unflatten(-1, (3, 12))).mean(dim=2)
+    torch.testing.assert_close(adapter(states), normalise(adapter.linear(mean)))
+    (adapter(states) * torch.randn(2, 4, 5)).sum().backward()
+    assert (adapter.layers.grad.abs().amax(dim=1) > 1e-3).all()
+
+
+def test_an_adapter_of_one_layer_is_kept_as_before(tmp_path):
+    Adapter(12, 5).save(tmp_path)
+    assert {n: tuple(t.shape) for n, t in load_file(tmp_path / FILE).items()} == {
+        "linear.weight": (5, 12),
+        "norm.weight": (12,),
+        "norm.bias": (12,),
+    }
+
+
+def test_an_adapter_of_several_layers_is_read_back(tmp_path):
+    layers = [-1, 3, 0]
+    adapter = Adapter(384, 16, num_layers=3)
+    torch.nn.init.normal_(adapter.layers)
+    adapter.save(tmp_path)
+    inner = {"name": "minilm", "layer": layers}
+    smart = ENCODERS.build(of(tmp_path, encoder=inner))
+    texts = ["a wing in a slipstream", "drag"]
+    every = [ENCODERS.build(ENCODERS.resolve({"name": "minilm", "layer": n})) for n in layers]
+    states = torch.cat([one.encode_queries(texts).tokens.vectors for one in every], dim=2)
+    found = smart.encode_queries(texts).tokens
+    with torch.no_grad():
+        expected = adapter(states)[found.mask]
+    torch.testing.assert_close(found.vectors[found.mask], expected, atol=1e-3, rtol=0)
+    assert smart.dim == 16 and smart.pooled_dim == 384
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"),
+    [
+        ("minilm", "adapter: .* has one of 2 layers' states of 384; legal: .* of states of 384"),
+        ({"name": "minilm", "layer": [0, 1, 2]}, "has one of 2 layers' .* of 3 layers' states"),
+        ({"name": "minilm", "layer": [2, 9]}, "^encoder.layer: 9 is not legal; legal: -7 to 6"),
+        (
+            {"name": "minilm", "layer": []},
+            r"^encoder.layer: \[\] .* the number of a layer",
+        ),
+        ({"name": "minilm", "layer": [1.5]}, r"^encoder.layer: \[1.5\] .* or a list of such"),
+        ({"name": "dual", "model": "x", "layer": [1, 2]}, r"^encoder.layer: \[1, 2\] .* integer"),
+        ({"name": "colpali", "model": "x", "layer": [1, 2]}, "^encoder.layer: .* an unknown key"),
+    ],
+)
+def test_layers_that_do_not_fit_are_said(tmp_path, encoder, said):
+    Adapter(384, 16, num_layers=2).save(tmp_path)
+    with pytest.raises(SpecError, match=said):
+        spec = of(tmp_path, encoder=encoder)
+        ENCODERS.load("smart").check(spec)
+        ENCODERS.build(spec)
 
 
 def test_tokens_are_those_of_the_other_encoder_through_it(tmp_path):

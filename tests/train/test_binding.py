@@ -13,6 +13,7 @@ import torch
 
 import jobs
 from jobs import binding as job
+from pipeline import config
 from pipeline.config import SpecError, parse
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
@@ -37,11 +38,15 @@ from pipeline.train.binding_accuracy import (
     scores_of,
 )
 from pipeline.train.binding_data import Binding, batch_of, evaluation_pairs
+from pipeline.train.binding_table import TableSpec
 from pipeline.train.shapes import COLOURS
 from pipeline.train.shapes_data import HELD_OUT
+from pipeline.train.study import StudySpec, runs_of
+from tests.conftest import ROOT
 
 SENTENCE = re.compile(r"Code (\w+) labels the (\w+ \w+) marker\.")
 QUERY = re.compile(r"Find the report where code ([A-Z]\d[A-Z]) labels the (\w+ \w+) marker\.")
+SPECS = ROOT / "jobs/specs/training"
 SEEDS = np.random.default_rng(17).integers(0, 1 << 31, (30, 2)).tolist()
 
 
@@ -318,6 +323,18 @@ def test_epochs(fresh):
     assert first.isdisjoint(second) if fresh else first == second
 
 
+@pytest.mark.parametrize("count", [{"name": "binding", "num_pairs": 9}, {"num_scenes": 18}])
+def test_what_fills_no_batch_is_left_out_of_all_epochs(count):
+    """Else kept states, which are those of the first epoch, would lack what others have."""
+    given = {"name": "shapes", "fresh": False} | count
+    data = TRAINING_DATA.build(TRAINING_DATA.resolve(given), batch_size=4, seed=0)
+    first, second, every = (
+        {key for batch in batches for key in batch.document_keys}
+        for batches in (data.batches(0, 0, 0, 1), data.batches(1, 0, 0, 1), data.everything(0, 1))
+    )
+    assert len(first) == 16 and first == second == every
+
+
 def test_quality_compares_within_pairs_alone():
     data = data_of()
     pairs = evaluation_pairs(4)
@@ -389,6 +406,70 @@ def test_bad_input_is_one_sentence(arguments, message, capsys):
     assert ended.value.code == jobs.BAD_INPUT
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+TABLE = """
+title: layers
+rows:
+  two: [{name: minilm, layer: 3}, {name: minilm, layer: 6}]
+  one: [{name: minilm, layer: 0, pooling: none}]
+"""
+
+
+def test_the_job_makes_a_table_of_encoders(tmp_path, capsys):
+    """A row's figures are those of its encoders' scores, the mean over them pair by pair."""
+    (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
+    arguments = ["--table", str(tmp_path / "table.yaml"), "--pairs", "3"]
+    job.main([*arguments, "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert re.search(r"^encoder +seeds +single +late +hybrid$", printed, re.MULTILINE)
+    assert re.search(r"^one +1 +- +0\.\d{3} \[0\.\d{3}, 0\.\d{3}\] +-$", printed, re.MULTILINE)
+    with (tmp_path / "out/binding.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["encoder"], row["score"]) for row in rows] == [
+        *(("two", score) for score in ("single", "late", "hybrid")),
+        ("one", "late"),
+    ]
+    pairs = evaluation_pairs(3)
+    scores = [pair_scores(MiniLM(MiniLM.Spec(layer=n)), pairs, "text")["late"] for n in (3, 6)]
+    right = torch.stack(scores).diff(dim=3).squeeze(3).lt(0).double()  # seeds, pairs, queries
+    late = rows[1]
+    assert (late["seeds"], rows[3]["seeds"], rows[3]["sd"]) == ("2", "1", "")
+    assert float(late["accuracy"]) == pytest.approx(right.mean().item(), abs=1e-4)
+    assert float(late["sd"]) == pytest.approx(right.mean(dim=(1, 2)).std().item(), abs=1e-4)
+    of_pairs = right.mean(dim=(0, 2))
+    assert of_pairs.min() - 1e-4 <= float(late["low"]) <= float(late["accuracy"])
+    assert float(late["accuracy"]) <= float(late["high"]) <= of_pairs.max() + 1e-4
+    assert (tmp_path / "out/binding.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--form", "text"], "--form: 'text' is not legal; legal: left out"),
+        (["rows.two.1.layer=9"], "rows.two.1.layer: 9 is not legal; legal: -7 to 6"),
+        (["rows.one.0.adapter=./nowhere"], "rows.one.0.adapter: './nowhere' is not a folder"),
+        (["rows.one=[]"], "rows.one: [] is not legal"),
+        (["form=rendered"], "form: 'rendered' is not read by the encoder minilm"),
+        (["side=1"], "side: 1 is not legal"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_sentence(tmp_path, capsys, given, message):
+    (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        jobs.run(job.main, ["--table", str(tmp_path / "table.yaml"), *given])
+    assert ended.value.code == jobs.BAD_INPUT
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*/binding*.yaml")), ids=lambda path: path.stem)
+def test_the_specs_that_come_with_it_are_legal(path):
+    """Of a table's encoders the trained weights may not be there yet."""
+    if path.parent.name == "tables":
+        assert config.load(TableSpec, str(path), []).rows
+    else:
+        assert runs_of(config.load(StudySpec, str(path), []))
 
 
 def test_an_encoder_that_reads_neither_form():

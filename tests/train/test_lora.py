@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
 from pipeline.train.loop import Loop, check
-from tests.train.runs import assert_same, spec_of, trained
+from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 LORA = {"trains": "lora", "lora": {"rank": 2, "alpha": 4, "targets": ".*language_model.*q_proj"}}
 
@@ -81,3 +82,111 @@ def test_an_adapters_run_goes_on_where_it_was(checkpoint, tmp_path, monkeypatch)
         trained(spec)
     monkeypatch.setattr(Loop, "_step", step)
     assert_same(whole, trained(spec), atol=0)
+
+
+# -- MiniLM ----------------------------------------------------------------------------------------
+
+TEXTS = {"name": "binding", "form": "text", "num_pairs": 4, "fresh": False, "queries": 2}
+TEXTS["held_out"] = 2
+#: Windows shorter than a report, so that its tokens are of several.
+MINILM = {"name": "minilm", "window": 128, "overlap_tokens": 32}
+
+
+def text_run(folder, encoder=None, **learner):
+    learner = {"encoder": encoder or MINILM, **learner}
+    return spec_of(folder, "", learner, data=TEXTS, batch_size=4, epochs=1, evaluate_every=2)
+
+
+@pytest.mark.parametrize("score", ["single", "late", "hybrid"])
+@pytest.mark.parametrize("trains", ["lora", "all"])
+def test_minilm_is_trained_and_read_back(trains, score, tmp_path):
+    more = {"lora": {"rank": 2, "alpha": 4}} if trains == "lora" else {}
+    spec = text_run(tmp_path, trains=trains, score=score, **more)
+    check(spec)
+    loop = Loop(spec, say=lambda line: None)
+    names = [name for name, p in loop.learner.model.named_parameters() if p.requires_grad]
+    if trains == "lora":  # six linear layers a layer, two matrices each
+        assert len(names) == 6 * 6 * 2 and all("lora_" in name for name in names)
+    loop.run()
+    assert len(logged(tmp_path, "pairwise_accuracy")) == 2
+    field = {"lora": "adapter", "all": "model"}[trains]
+    named = ENCODERS.resolve({**MINILM, field: f"{tmp_path}/model"})
+    ENCODERS.load("minilm").check(named)
+    before, after = ENCODERS.build(ENCODERS.resolve(MINILM)), ENCODERS.build(named)
+    query = ["Find the report where code K7X labels the green star marker."]
+    found = after.encode_queries(query).tokens
+    ours = loop.learner.tokens(after.read_queries(query))
+    torch.testing.assert_close(found.vectors, ours.vectors.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.pooled, ours.pooled.detach(), atol=1e-5, rtol=0)
+    assert (found.vectors - before.encode_queries(query).tokens.vectors).abs().max() > 1e-4
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_compressor_sees_the_attention_of_a_model_with_lora(tmp_path):
+    learner = {"trains": "lora", "compressor": {"name": "sap", "num_vectors": 8}}
+    trained(text_run(tmp_path, **learner))
+    assert len(logged(tmp_path, "loss")) == 2
+
+
+@pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
+def test_training_goes_on_from_an_adapter(family, checkpoint, tmp_path):
+    """What comes out is one adapter of the model as it was, not of one with the first merged."""
+    learner = {"encoder": MINILM, "trains": "lora", "lora": {"rank": 2, "alpha": 4}}
+    data = TEXTS
+    if family == "qwen3_vl":
+        learner = of_family(family, checkpoint)
+        data = {"name": "shapes", "num_scenes": 4, "captions": 2, "held_out": 4}
+
+    def run(name, **more):
+        given = {"batch_size": 4, "epochs": 1, "data": data}
+        encoder = learner["encoder"] | more
+        return spec_of(tmp_path / name, "", {**learner, "encoder": encoder}, **given)
+
+    def vectors(encoder):
+        with torch.no_grad():
+            return encoder.tokens(encoder.read_queries(["a red star"])).vectors
+
+    def built(name):
+        return ENCODERS.build(
+            ENCODERS.resolve(learner["encoder"] | {"adapter": f"{tmp_path}/{name}/model"})
+        )
+
+    first = trained(run("first"))
+    spec = run("second", adapter=f"{tmp_path}/first/model")
+    check(spec)
+    loop = Loop(spec, say=lambda line: None)
+    own = loop.learner.encoder
+    torch.testing.assert_close(vectors(own), vectors(built("first")), atol=1e-5, rtol=0)
+    loop.run()
+    second = weights_of(tmp_path / "second/model")
+    assert first.keys() == second.keys()
+    assert any((first[name] - second[name]).abs().max() > 1e-5 for name in first)
+    torch.testing.assert_close(vectors(own), vectors(built("second")), atol=1e-5, rtol=0)
+
+
+def test_what_does_not_suit_minilm_is_said(tmp_path, checkpoint):
+    small = {"trains": "lora", "lora": {"rank": 2, "alpha": 4}}
+    wrong = {"trains": "lora", "lora": {"targets": ".*language_model.*q_proj"}}
+    with pytest.raises(SpecError, match=r"lora.targets: .* matches no .* end in dense, key, query"):
+        Loop(text_run(tmp_path / "a", **wrong), say=lambda line: None)
+    trained(text_run(tmp_path / "first", **small))
+    begins = {**MINILM, "adapter": f"{tmp_path}/first/model"}
+    other = {"trains": "lora", "lora": {"rank": 4, "alpha": 4}}
+    with pytest.raises(SpecError, match="lora.rank: 4 is not legal; legal: 2, that of the adapter"):
+        Loop(text_run(tmp_path / "b", begins, **other), say=lambda line: None)
+    with pytest.raises(SpecError, match="encoder.adapter: .*nowhere"):
+        check(text_run(tmp_path / "c", {**MINILM, "adapter": "./nowhere"}, **small))
+    # Adapters of other backbones: of another family, and of another width.
+    trained(spec_of(tmp_path / "colpali", checkpoint("colpali"), LORA, epochs=1))
+    foreign = {**MINILM, "adapter": f"{tmp_path}/colpali/model"}
+    with pytest.raises(SpecError, match="^adapter: .*colpali/model"):
+        ENCODERS.build(ENCODERS.resolve(foreign))
+    narrow = tmp_path / "narrow"
+    torch.manual_seed(0)
+    settings = BertConfig(hidden_size=48, num_hidden_layers=6, num_attention_heads=4)
+    BertModel(settings).save_pretrained(narrow)
+    ENCODERS.build(ENCODERS.resolve(MINILM)).tokenizer.save_pretrained(narrow)
+    with pytest.raises(SpecError, match="^adapter: .*first/model.* cannot be read .*size mismatch"):
+        ENCODERS.build(ENCODERS.resolve({**begins, "model": str(narrow)}))
+    with pytest.raises(SpecError, match="encoder.adapter: .* is one of another"):
+        Loop(text_run(tmp_path / "d", {**begins, "model": str(narrow)}, **small), say=print)

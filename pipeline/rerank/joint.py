@@ -34,7 +34,7 @@ from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
 from pipeline.tokens import pad
 
 #: The types of checkpoints that it can be; others read no embeddings at places of their own.
-MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet")
+MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 #: How the names of the weights of their masked-language heads begin.
 LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")

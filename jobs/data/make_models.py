@@ -1,11 +1,11 @@
-"""Makes the two small visual models in jobs/data/models anew: `make models`, about two hours.
+"""Makes the small models in jobs/data/models anew: `make models`, more than two hours.
 
     python -m jobs.data.make_models
 
-A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
-the specs shapes_colpali.yaml and shapes_siglip.yaml in jobs/specs/training. A stopped run goes
-on from its last checkpoint in out/models. Other processors round otherwise: figures may differ in
-their last digits.
+A ColPali, a SigLIP and on it an EDJE, begun at random with seed 0 (`pipeline.train.tiny`) and
+trained on shapes by the specs of their names in jobs/specs/training. A stopped run goes on from its
+last checkpoint in out/models. Other processors round otherwise: figures may differ in their last
+digits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jobs import train
 
 ROOT = Path(__file__).parents[2]
 #: Of what is written by a run, what comes with the package.
-NAMES = ("shapes_colpali", "shapes_siglip")
+NAMES = ("shapes_colpali", "shapes_siglip", "shapes_edje")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,15 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.train import tiny
 
-    for name, make in zip(NAMES, (tiny.colpali, tiny.siglip), strict=True):
+    for name, make in zip(NAMES, (tiny.colpali, tiny.siglip, tiny.bert), strict=True):
         make(ROOT / "out" / "models" / "untrained" / name)
         train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml")])
         made = ROOT / "out" / "models" / name / "model"
         shipped = ROOT / "jobs" / "data" / "models" / name
         shutil.rmtree(shipped, ignore_errors=True)
         shutil.copytree(made, shipped)
-        about = shipped / "training.json"
-        about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
+        for about in (shipped / "training.json", shipped / "edje.json"):
+            if about.exists():
+                about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
         print(shipped)
 
 

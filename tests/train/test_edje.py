@@ -21,6 +21,7 @@ from pipeline.train.loop import Loop, check
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
+from tests.train.test_loop import run_workers
 
 ADAPTER = {"num_tokens": 3, "hidden": 24, "heads": 2}
 
@@ -67,20 +68,6 @@ def run_of(towers, bert, tmp_path):
         return config.parse(type(spec), given)
 
     return of
-
-
-@pytest.fixture(autouse=True)
-def without_dropout(monkeypatch):
-    """So that equal batches have equal losses."""
-    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, values: values)
-    from torch.nn import functional
-
-    attend = functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        functional,
-        "scaled_dot_product_attention",
-        lambda *args, **named: attend(*args, **{**named, "dropout_p": 0.0}),
-    )
 
 
 def loop_of(spec) -> Loop:
@@ -233,6 +220,17 @@ def test_pairs_and_documents_in_parts_give_the_gradients_of_all(run_of):
     assert all(grad is not None for grad in gradients["whole"].values())
     for name in ("pairs", "parts"):
         assert_same(gradients["whole"], gradients[name], atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_two_workers_learn_what_one_does(run_of, tmp_path):
+    """Negatives are those of both; what is drawn at random is left out."""
+    learner = {"negatives": "top", "mlm": 0}
+    trained(run_of("one", learner))
+    run_workers(run_of("two", learner), tmp_path, 2)
+    for name in ("loss", "itm", "recovery"):
+        one, two = (logged(tmp_path / run, name) for run in ("one", "two"))
+        assert one == pytest.approx(two, abs=1e-5)
 
 
 @pytest.mark.parametrize("stop", [1, 3])

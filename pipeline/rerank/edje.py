@@ -28,8 +28,9 @@ ABOUT = "edje.json"
 ADAPTER = "adapter.safetensors"
 HEADS = "heads.safetensors"
 FORMAT = 1
-#: Fields of the joint encoder's spec that change no score, and where its model came from.
-NOT_IN_FINGERPRINTS = ("model", "revision", "adapter", "max_batch_tokens", "trust_remote_code")
+#: Fields of the joint encoder's spec that say where its model came from.
+FROM = ("model", "revision", "adapter")
+NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
 
 class Edje(torch.nn.Module):
@@ -64,7 +65,8 @@ class Edje(torch.nn.Module):
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
             "adapter": config.dump(self.adapter.spec),
-            "joint": config.dump(self.joint.spec) | {"model": "."},
+            # What is written is all of it, low-rank matrices included.
+            "joint": config.dump(self.joint.spec) | dict.fromkeys(FROM, None) | {"model": "."},
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
         }

@@ -137,7 +137,13 @@ CODECS = Registry(
     },
 )
 BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
-LEARNERS = Registry("learners", {"contrastive": "pipeline.train.contrastive:Contrastive"})
+LEARNERS = Registry(
+    "learners",
+    {
+        "contrastive": "pipeline.train.contrastive:Contrastive",
+        "edje": "pipeline.train.edje:EdjeLearner",
+    },
+)
 TRAINING_DATA = Registry(
     "training data",
     {

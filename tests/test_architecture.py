@@ -21,6 +21,7 @@ ORDER = [
     ("tokens", "taps", "decoding"),
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
+    ("rerank",),
     ("stage",),
     ("index",),
     ("search",),
@@ -65,7 +66,9 @@ for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_D
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens
+import pipeline.rerank.edje, pipeline.rerank.objectives, pipeline.rerank.pool
 import pipeline.train.loop, pipeline.train.contrastive, pipeline.train.shapes_data
+import pipeline.train.edje
 there = {"ray", "lance", "sentence_transformers"} & set(sys.modules)
 assert not there, there
 """

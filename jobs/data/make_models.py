@@ -1,11 +1,11 @@
-"""Makes the small visual models in jobs/data/models anew: `make models`, about two hours.
+"""Makes the small models in jobs/data/models anew: `make models`, more than two hours.
 
     python -m jobs.data.make_models
 
 A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
-the specs shapes_colpali.yaml and shapes_siglip.yaml in jobs/specs/training; then the ColPali's
-projection, through SaMer, by shapes_samer.yaml. A stopped run goes on from its last checkpoint in
-out. Other processors round otherwise: figures may differ in their last digits.
+the specs of their names in jobs/specs/training; then the ColPali's projection, through SaMer, by
+shapes_samer.yaml; and on the SigLIP an EDJE. A stopped run goes on from its last checkpoint in out.
+Other processors round otherwise: figures may differ in their last digits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "shapes_colpali": ("models", tiny.colpali),
         "shapes_siglip": ("models", tiny.siglip),
         "shapes_samer": ("training", None),  # begins with the shipped shapes_colpali
+        "shapes_edje": ("models", tiny.bert),
     }
     for name, (folder, make) in made.items():
         if make:
@@ -40,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shipped = ROOT / "jobs" / "data" / "models" / name
         shutil.rmtree(shipped, ignore_errors=True)
         shutil.copytree(run, shipped)
-        about = shipped / "training.json"
-        about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
+        for about in (shipped / "training.json", shipped / "edje.json"):
+            if about.exists():
+                about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
         print(shipped)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import pyarrow as pa
 import safetensors.torch
 import torch
 from pydantic import Field, model_validator
@@ -20,7 +19,6 @@ from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
 from pipeline.encoders import Trainable
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
-from pipeline.encoders.sequences import join
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
@@ -28,6 +26,7 @@ from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import distributed, lora
 from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
+from pipeline.train.frozen import encoded, kept, query_key
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 Score = Literal["late", "single", "hybrid"]
 #: What is trained behind a model that stays as it is.
 FREEZE = ("projection", "adapter")
-#: Queries or documents whose states are written at once.
-STATES_AT_ONCE = 256
 
 #: What the encoder reads; for an adapter the texts or items themselves; or kept states.
 Inputs = Sequence[Any] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
@@ -197,40 +194,18 @@ class Contrastive(Learner):
         """
         if self.spec.states is None:
             return
-        if not data.repeats:
-            legal = "null, or data whose epochs have the same queries and documents"
-            raise SpecError("learner.states", self.spec.states, legal)
-        from pipeline.train.states import States
-
         about = {
             "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [tap.name for tap in self._taps],
         }
-        # A folder has those of all models and settings that it was named for.
-        folder = f"{self.spec.states}/{config.digest(about)}.lance"
-        self._states = States(folder, about, self.spec.states_dtype)
-        queries: dict[str, str] = {}
-        documents: dict[str, Mapping[str, Any]] = {}
-        for batch in _everything(data):
-            for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
-                if query_key(text) not in self._states:
-                    queries[query_key(text)] = text
-            for key, item in zip(batch.document_keys, batch.documents, strict=True):
-                if key not in self._states:
-                    documents[key] = item
-            self._keep(queries, documents, at_least=STATES_AT_ONCE)
-        self._keep(queries, documents)
-        distributed.wait_for_all()
-        self._states.reopen()
-
-    def _keep(self, queries: dict[str, Any], documents: dict[str, Any], at_least: int = 1) -> None:
-        """Runs the model on what waits, if it is enough, and keeps what it gives."""
-        for waiting, read in ((queries, self._read_queries), (documents, self._read_documents)):
-            if len(waiting) >= at_least:
-                states = self._frozen(read(list(waiting.values())), self._taps)
-                self._states.add(list(waiting), states)
-                waiting.clear()
+        self._states = kept(
+            (self.spec.states, self.spec.states_dtype),
+            about,
+            data,
+            queries=lambda texts: self._frozen(self._read_queries(texts), self._taps),
+            documents=lambda items: self._frozen(self._read_documents(items), self._taps),
+        )
 
     # -- embedding ---------------------------------------------------------------------------------
 
@@ -292,19 +267,7 @@ class Contrastive(Learner):
         """What the part of the model gives that is not trained."""
         if self.spec.trains == "projection":
             return self.encoder.states(inputs, taps)
-        if isinstance(inputs[0], str):
-            states = self.encoder.encode_queries(inputs).tokens
-            # Nothing reads a query's attention; the rows of what is kept have the same columns.
-            nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
-            states = dataclasses.replace(states, taps=nothing)
-        else:
-            table = pa.Table.from_pylist([dict(item) for item in inputs])
-            rows, batches = zip(*self.encoder.encode(table, *([taps] if taps else [])), strict=True)
-            order = torch.from_numpy(np.argsort(np.concatenate(rows)))
-            states = join(batches).take(order)
-        # Outside of inference mode, whose tensors no gradient may need.
-        pooled = None if states.pooled is None else states.pooled.clone()
-        return dataclasses.replace(states, vectors=states.vectors.clone(), pooled=pooled)
+        return encoded(self.encoder, inputs, taps)
 
     def compressed(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
@@ -440,14 +403,6 @@ class Contrastive(Learner):
         self.encoder.save(folder)
 
 
-def _everything(data: TrainingData) -> Iterator[Batch]:
-    """One worker's share of all that is trained on, and what quality is measured on."""
-    yield from data.everything(distributed.rank(), num_workers())
-    held_out = data.held_out()
-    if held_out is not None and distributed.rank() == 0:
-        yield held_out
-
-
 def weight(positive_QB: torch.Tensor) -> torch.Tensor:
     """What a worker's mean over its queries counts for in the mean over workers.
 
@@ -455,11 +410,6 @@ def weight(positive_QB: torch.Tensor) -> torch.Tensor:
     """
     count = positive_QB.any(dim=1).sum().float()
     return count / distributed.mean(count).clamp_min(1e-6)
-
-
-def query_key(text: str) -> str:
-    """The key of a query's states; documents have others."""
-    return f"query: {text}"
 
 
 def taken(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:

@@ -1,4 +1,4 @@
-"""Two small visual models, before they are trained: the classes and files of large ones.
+"""Small models, before they are trained: the classes and files of large ones.
 
 They are trained on shapes (`pipeline.train.shapes`), so that everything visual can be seen to work
 where no weights can be downloaded: `make models`.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     ColPaliConfig,
     ColPaliForRetrieval,
     ColPaliProcessor,
@@ -96,6 +98,27 @@ def siglip(folder: Path, seed: int = 0) -> None:
     SiglipProcessor(_images(), tokenizer).save_pretrained(folder)
 
 
+def bert(folder: Path, seed: int = 0) -> None:
+    """A BERT of 0.3 million weights, 2 layers of 128 numbers, for EDJE's joint encoder."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    tokenizer = _word_level(
+        dict(zip(("pad", "unk", "cls", "sep", "mask"), special, strict=True)),
+        processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)]),
+    )
+    settings = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,  # what it is trained on does not end
+        attention_probs_dropout_prob=0.0,
+    )
+    _save(folder, BertForMaskedLM, settings, seed)
+    tokenizer.save_pretrained(folder)
+
+
 def _save(folder: Path, model_class: type, settings: object, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -111,11 +134,19 @@ def _images() -> SiglipImageProcessorPil:
 
 def _tokenizer(*more: str) -> PreTrainedTokenizerFast:
     """A token a word of the captions."""
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    every = dict.fromkeys([*special, *more, *words()])
+    special = {name: f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+    return _word_level(special, None, *more)
+
+
+def _word_level(
+    special: dict[str, str], processor: processors.PostProcessor | None, *more: str
+) -> PreTrainedTokenizerFast:
+    every = dict.fromkeys([*special.values(), *more, *words()])
     vocabulary = {word: number for number, word in enumerate(every)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk"]))
     made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {name.strip("<>") + "_token": name for name in special}
+    if processor is not None:
+        made.post_processor = processor
+    names = {f"{name}_token": token for name, token in special.items()}
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)

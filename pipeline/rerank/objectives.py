@@ -1,0 +1,88 @@
+"""What EDJE is trained by (section 4): matching, masked words, text embeddings, distillation.
+
+Shapes: Q texts of L tokens, B items, P pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def matching(logits_P: torch.Tensor, is_match_P: torch.Tensor) -> torch.Tensor:
+    """(P,) image-text matching: the binary cross-entropy of each pair.
+
+    >>> matching(torch.tensor([0.0]), torch.tensor([True])).tolist()
+    [0.6931471824645996]
+    """
+    target_P = is_match_P.float()
+    return functional.binary_cross_entropy_with_logits(logits_P.float(), target_P, reduction="none")
+
+
+def distillation(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tensor:
+    """(P,) local-to-compressed distillation, of the logits of each pair:
+
+    -[y_t log(y_s) + (1 - y_t) log(1 - y_s)], y = sigmoid(logit)            (section 4)
+    """
+    target_P = teacher_P.float().sigmoid()
+    return functional.binary_cross_entropy_with_logits(
+        student_P.float(), target_P, reduction="none"
+    )
+
+
+def recovery(made_QP: torch.Tensor, embedding_QP: torch.Tensor) -> torch.Tensor:
+    """(Q,) text-embedding recovery: 1 - cos(f(t), g(t))                        (section 4)
+
+    >>> recovery(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]])).tolist()
+    [0.0]
+    """
+    return 1 - functional.cosine_similarity(made_QP.float(), embedding_QP.float(), dim=-1)
+
+
+def masked(
+    ids_QL: torch.Tensor, is_word_QL: torch.Tensor, mask_id: int, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts with some of their words masked, each with the probability `share`, and which.
+
+    Args:
+        is_word_QL: bool, what may be masked: no padding and no special token.
+    """
+    # Drawn on the CPU, whose generator a checkpoint has.
+    drawn_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
+    is_masked_QL = drawn_QL & is_word_QL
+    return ids_QL.masked_fill(is_masked_QL, mask_id), is_masked_QL
+
+
+def masked_words(logits_TW: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """(T,) masked language modelling: the cross-entropy of each masked word."""
+    return functional.cross_entropy(logits_TW.float(), ids_T, reduction="none")
+
+
+def hard_negatives(
+    similarity_AB: torch.Tensor,
+    allowed_AB: torch.Tensor,
+    count: int,
+    temperature: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The candidates most like each anchor that are no matches, int64 (A, K), and which there are.
+
+    Args:
+        similarity_AB: by the embedding model.
+        allowed_AB: bool, which are no matches.
+        count: K; of fewer candidates all.
+        temperature: None: the K most similar; a number: K are drawn without replacement, each with
+            probability softmax(similarity / temperature) among those that are left.
+
+    >>> similarity = torch.tensor([[0.9, 0.1, 0.5]])
+    >>> rows, there = hard_negatives(similarity, torch.tensor([[False, True, True]]), 3)
+    >>> rows.tolist(), there.tolist()
+    ([[2, 1, 0]], [[True, True, False]])
+    """
+    key_AB = similarity_AB.double()
+    if temperature is not None:
+        # The largest of logits with Gumbel noise are a draw without replacement (Vieira, 2014).
+        noise_AB = -torch.empty(key_AB.shape, dtype=torch.float64).exponential_().log()
+        key_AB = key_AB / temperature + noise_AB.to(key_AB.device)
+    key_AB = key_AB.masked_fill(~allowed_AB, -torch.inf)
+    key_AK, row_AK = key_AB.topk(min(count, key_AB.shape[1]), dim=1)
+    return row_AK, key_AK > -torch.inf

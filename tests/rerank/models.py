@@ -1,0 +1,77 @@
+"""Tiny random language models, and EDJEs of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from pipeline.rerank.adapter import Adapter
+from pipeline.rerank.edje import Edje
+from pipeline.rerank.joint import JointEncoder
+from tests.encoders.checkpoints import tokenizer
+
+#: By name: the classes of a checkpoint, and what its settings have besides.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "bert": (BertConfig, BertForMaskedLM, {}),
+    "bert_without_head": (BertConfig, BertModel, {}),
+    "roberta": (RobertaConfig, RobertaForMaskedLM, {"type_vocab_size": 1}),
+    "electra": (ElectraConfig, ElectraForMaskedLM, {"embedding_size": 16}),
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,  # so that equal batches have equal losses
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def language_model(folder: Path, family: str = "bert", seed: int = 0) -> str:
+    """The folder of a tiny checkpoint with a tokenizer."""
+    config_class, model_class, more = FAMILIES[family]
+    words = tokenizer(
+        "[CLS]", "[MASK]", pad="[PAD]", eos="[SEP]", sep_token="[SEP]", cls_token="[CLS]"
+    )
+    words.mask_token = "[MASK]"
+    ids = [(name, words.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", None, ids
+    )
+    settings = config_class(vocab_size=len(words), pad_token_id=words.pad_token_id, **SMALL, **more)
+    torch.manual_seed(seed)
+    model = model_class(settings)
+    with torch.no_grad():
+        for weights in model.parameters():  # also biases, which begin as zeros
+            weights.add_(torch.randn_like(weights) * 0.2)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+def joint_encoder(folder: Path, family: str = "bert", text_dim: int = 6, **spec: Any):
+    """A joint encoder with random heads, ready for use."""
+    model = language_model(folder, family)
+    given = {"max_text_tokens": 24, **spec}
+    return JointEncoder(JointEncoder.Spec(model=model, **given), text_dim).eval()
+
+
+def edje(folder: Path, width: int = 16, **adapter: Any) -> Edje:
+    """An EDJE of a tiny BERT."""
+    joint = joint_encoder(folder / "language")
+    spec = Adapter.Spec(**{"num_tokens": 3, "hidden": 12, "heads": 2, **adapter})
+    made = Edje(Adapter(spec, width, joint.dim), joint, {"spec": {}, "fingerprint": "of a tower"})
+    return made.eval()

@@ -122,7 +122,10 @@ class Pairs(RowData):
     ) -> Iterator[TableRow]:
         """The rows of files, each of which has the needed column and one that tells a document."""
         names = self.spec.columns
-        optional = names.model_fields_set - {"query"}
+        # A spec that was written out and read again names all of them.
+        own = type(names).model_fields.items()
+        optional = {field for field, about in own if getattr(names, field) != about.default}
+        optional -= {"query"}
         if needed != "query" or self.spec.documents is not None:
             optional -= set(names.model_fields)  # either kind of file has some of them
         for file in files(uri, self.suffixes):

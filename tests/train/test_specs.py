@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from jobs import train
 from pipeline import config
 from pipeline.registry import ENCODERS
+from pipeline.train.loop import TrainSpec
 from tests.conftest import ROOT
 from tests.train.files import IMAGES, NAMES, pages
 from tests.train.media import msrvtt, multivent
@@ -60,17 +61,31 @@ def test_every_spec_for_real_data_is_tried():
     assert own == set(CASES)
 
 
+@pytest.fixture
+def command_of(checkpoint, tmp_path, monkeypatch):
+    """The command of a spec, beside its data."""
+
+    def of(name: str) -> list[str]:
+        files, family = CASES[name]
+        files(tmp_path / "data")
+        monkeypatch.chdir(tmp_path)
+        small = ["batch_size=4", "epochs=3", "max_steps=2", "evaluate_every=1", "log_every=1"]
+        given = [f"learner.encoder.model={checkpoint(family)}", "learner.encoder.dtype=float32"]
+        return [str(SPECS / f"{name}.yaml"), *given, *small, *SMALL.get(name, ())]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run(name, command_of, tmp_path, capsys):
+    train.main([*command_of(name), "--dry-run"])
+    assert name in capsys.readouterr().out and not (tmp_path / "out/training" / name).exists()
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CASES)
-def test_a_spec_trains(name, checkpoint, tmp_path, monkeypatch, capsys):
-    files, family = CASES[name]
-    files(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    small = ["batch_size=4", "epochs=3", "max_steps=2", "evaluate_every=1", "log_every=1"]
-    given = [f"learner.encoder.model={checkpoint(family)}", "learner.encoder.dtype=float32"]
-    command = [str(SPECS / f"{name}.yaml"), *given, *small, *SMALL.get(name, ())]
-    train.main([*command, "--dry-run"])
-    assert name in capsys.readouterr().out and not (tmp_path / "out/training" / name).exists()
+def test_a_spec_trains(name, command_of, tmp_path):
+    command = command_of(name)
     train.main(command)
     folder = tmp_path / "out/training" / name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +95,7 @@ def test_a_spec_trains(name, checkpoint, tmp_path, monkeypatch, capsys):
     (weights,) = (folder / "model").glob("*.safetensors")
     assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
     # An encoder reads back what was trained.
-    spec = config.dump(config.load(train_spec(), command[0], command[1:]).learner.encoder)
+    spec = config.dump(config.load(TrainSpec, command[0], command[1:]).learner.encoder)
     trained = {
         "flickr30k_samer": {**spec, "projection": str(folder / "model")},
         "multivent_adapter": {"name": "smart", "encoder": spec, "adapter": str(folder / "model")},
@@ -89,9 +104,3 @@ def test_a_spec_trains(name, checkpoint, tmp_path, monkeypatch, capsys):
     before = ENCODERS.build(ENCODERS.resolve(spec)).encode_queries(["a red car"])
     one, other = found.tokens.vectors, before.tokens.vectors
     assert one.shape != other.shape or (one - other).abs().max() > 1e-6
-
-
-def train_spec():
-    from pipeline.train.loop import TrainSpec
-
-    return TrainSpec

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 
+import fsspec
 import lance
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -68,7 +70,21 @@ def test_sound_is_that_of_its_own_file(tmp_path):
     assert both["span"]["end"] == pytest.approx(2, abs=0.1)
 
 
-def test_pairs_of_videos_and_sound(tmp_path):
+def test_files_of_another_file_system(tmp_path):
+    video = clip(tmp_path / "a.mp4")
+    fs = fsspec.filesystem("memory")
+    fs.put(str(video), "/clips/a.mp4")
+    found, expected = (
+        decoded(Decoding(), uri, None) for uri in ("memory://clips/a.mp4", str(video))
+    )
+    assert found == expected
+    fs.pipe_file("/clips/pairs.jsonl", b'{"query": "a", "video": "a.mp4"}\n')
+    (batch,) = every(built(1, name="pairs", path="memory://clips/pairs.jsonl"))
+    assert batch["documents"][0] == {"text": None, **expected}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_pairs_of_videos_and_sound(form, tmp_path):
     clip(tmp_path / "a.mp4")
     clip(tmp_path / "b.mp4", has_sound=False)
     sound(tmp_path / "c.wav")
@@ -80,7 +96,12 @@ def test_pairs_of_videos_and_sound(tmp_path):
         {"query": "photo", "image": str(IMAGES / NAMES[0])},
     ]
     media = {"sampling": "uniform", "num_frames": 2}
-    data = built(5, name="pairs", path=lines(tmp_path / "pairs.jsonl", rows), media=media)
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    if form == "parquet":
+        names = ("query", "text", "image", "video", "audio", "document_id")
+        path = tmp_path / "pairs.parquet"
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
+    data = built(5, name="pairs", path=path, media=media)
     (batch,) = data.batches(0, 0, 0, 1)
     documents = dict(zip(batch.queries, batch.documents, strict=True))
     has = {

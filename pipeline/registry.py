@@ -150,6 +150,8 @@ TRAINING_DATA = Registry(
         "binding": "pipeline.train.binding_data:Binding",
         "captions": "pipeline.train.captions:Captions",
         "colpali_train": "pipeline.train.pairs:ColPaliTrain",
+        "msrvtt": "pipeline.train.videos:Msrvtt",
+        "multivent": "pipeline.train.videos:Multivent",
         "pairs": "pipeline.train.pairs:Pairs",
         "shapes": "pipeline.train.shapes_data:Shapes",
     },

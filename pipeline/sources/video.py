@@ -8,12 +8,33 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from pipeline.config import Spec
 from pipeline.schema import FRAME
 from pipeline.sources.media import MediaSpec
 from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
 
 #: What only one way to sample reads.
 OPTIONS_OF = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
+
+
+class FramesSpec(Spec):
+    """How the frames that stand for a window of a video are chosen, see `Video`.
+
+    Attributes:
+        sampling: how frames are chosen.
+        fps: frames a second, for `fps`.
+        num_frames: frames of an item; for `fps` and `scenes`, at most.
+        look_fps: looks a second, for `scenes`.
+        scene_threshold: what makes a cut: the mean difference of pixel values in [0, 1].
+        max_pixels: larger frames are made smaller.
+    """
+
+    sampling: Literal["uniform", "fps", "scenes"] = "fps"
+    fps: float = Field(0.5, gt=0, le=1000)
+    num_frames: int = Field(16, ge=1, le=4096)
+    look_fps: float = Field(2.0, gt=0, le=100)
+    scene_threshold: float = Field(0.1, gt=0, lt=1)
+    max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
 
 
 class Video(WindowSource):
@@ -41,25 +62,10 @@ class Video(WindowSource):
     `has_audio`, `audio_duration`.
     """
 
-    class Spec(WindowSpec):
-        """Options of the video source; `WindowSpec` has more.
-
-        Attributes:
-            sampling: how frames are chosen.
-            fps: frames a second, for `fps`.
-            num_frames: frames of an item; for `fps` and `scenes`, at most.
-            look_fps: looks a second, for `scenes`.
-            scene_threshold: what makes a cut: the mean difference of pixel values in [0, 1].
-            max_pixels: larger frames are made smaller.
-        """
+    class Spec(WindowSpec, FramesSpec):
+        """Options of the video source; see `WindowSpec` and `FramesSpec`."""
 
         name: Literal["video"] = "video"
-        sampling: Literal["uniform", "fps", "scenes"] = "fps"
-        fps: float = Field(0.5, gt=0, le=1000)
-        num_frames: int = Field(16, ge=1, le=4096)
-        look_fps: float = Field(2.0, gt=0, le=100)
-        scene_threshold: float = Field(0.1, gt=0, lt=1)
-        max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
 
     spec: Spec
     gives = ("item_id", "frames", "audio")

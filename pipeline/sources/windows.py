@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import SpecError
+from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item
 from pipeline.sources.media import MediaFile, MediaSource, MediaSpec
@@ -21,18 +21,26 @@ LEAST_SECONDS = 1.0
 UNIT_BYTES = 128 << 20
 
 
-class WindowSpec(MediaSpec):
-    """What the sources of video and audio share.
+class SoundSpec(Spec):
+    """How sound is given.
+
+    Attributes:
+        sample_rate: what sound is converted to, in samples a second.
+    """
+
+    sample_rate: int = Field(16_000, ge=1000, le=192_000)
+
+
+class WindowSpec(MediaSpec, SoundSpec):
+    """What the sources of video and audio share; `SoundSpec` has more.
 
     Attributes:
         window_seconds: how long an item lasts; None: a whole file is one item.
         overlap_seconds: how much of a window the next one has too.
-        sample_rate: what sound is converted to, in samples a second.
     """
 
     window_seconds: float | None = Field(30.0, ge=LEAST_SECONDS, le=86_400)
     overlap_seconds: float = Field(0.0, ge=0, le=86_400)
-    sample_rate: int = Field(16_000, ge=1000, le=192_000)
 
     @field_validator("window_seconds", "overlap_seconds")
     @classmethod

@@ -140,7 +140,7 @@ def _of_ids(uri: str, entities: Entities | None) -> Iterator[Captioned]:
     if entities is None:
         legal = "a folder of Flickr30K Entities, which has the captions of the ids in `path`"
         raise SpecError("entities", None, legal, "is missing")
-    for number, line in enumerate(_text(uri, "path").decode("utf-8-sig").splitlines(), start=1):
+    for number, line in enumerate(read_file(uri, "path").decode("utf-8-sig").splitlines(), start=1):
         if own := line.strip():
             captions = [text for text, _ in entities.read(own)]
             yield Captioned(own, f"{own}.jpg", captions, f"line {number} of {uri}")
@@ -167,7 +167,7 @@ def read_json(uri: str, field: str) -> Any:
     Raises:
         SpecError: for `field`: it is not there, or damaged; names the line.
     """
-    data = _text(uri, field)
+    data = read_file(uri, field)
     try:
         return parse_line(data)
     except json.JSONDecodeError as error:
@@ -180,7 +180,12 @@ def read_json(uri: str, field: str) -> Any:
         raise SpecError(field, uri, "a JSON file", f"is none ({error})") from None
 
 
-def _text(uri: str, field: str) -> bytes:
+def read_file(uri: str, field: str) -> bytes:
+    """What a file holds.
+
+    Raises:
+        SpecError: for `field`: it is not there, or cannot be read.
+    """
     try:
         fs, path = existing_root(uri)
         return fs.cat_file(path)

@@ -18,7 +18,10 @@ from pipeline.train.rows import NO_BOXES, Document, Listing, Row, hash_of, logge
 from pipeline.train.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
 
 #: What a column of hard negatives may name.
-Named = Literal["documents", "texts", "images"]
+Named = Literal["documents", "texts", "images", "videos", "sounds"]
+
+#: What of a document negatives name by paths.
+PLACES = {"images": "picture", "videos": "video", "sounds": "sound"}
 
 
 class Columns(config.Spec):
@@ -27,6 +30,8 @@ class Columns(config.Spec):
     query: str = "query"
     text: str = "text"
     image: str = "image"
+    video: str = "video"
+    audio: str = "audio"
     document_id: str = "document_id"
     negatives: str = "negatives"
     scores: str = "scores"
@@ -36,13 +41,15 @@ class Columns(config.Spec):
 class Pairs(RowData):
     """Rows of a query and a document that is relevant to it, and perhaps some that are not.
 
-    A row has `query`; and `text` or `image` or both, or the `document_id` of one that another row
-    or the file `documents` has. `image` is a path, or in Parquet the bytes, or a struct of bytes
-    and path. Rows with the same query share their documents: all are relevant. Rows with the same
-    document (the same `document_id`; without one the same path of a picture, or else the same text)
-    are about one document; a picture in a table without an id and a path is one of its own.
+    A row has `query`; and one or several of `text`, `image` or `video`, and `audio`, or the
+    `document_id` of a document that another row or the file `documents` has. They are paths;
+    `image` in Parquet also the bytes, or a struct of bytes and path. A video has the sound of
+    `audio`, or else its own. Rows with the same query share their documents: all are relevant. Rows
+    with the same document (the same `document_id`; without one the same path of a picture, a video
+    or sound, or else the same text) are about one document; a picture in a table without an id and
+    a path is one of its own.
 
-    `negatives` lists ids of documents; or texts, or paths of pictures, if `negatives_are` says so.
+    `negatives` lists ids of documents; or texts or paths, if `negatives_are` says so.
     `scores` lists a teacher's scores, of the document and then of each negative. `boxes` lists
     boxes of what the query speaks of, [x0, y0, x1, y1] as shares of the picture.
     """
@@ -52,10 +59,10 @@ class Pairs(RowData):
 
         Attributes:
             path: a file, a folder or a glob of .jsonl, .jsonl.gz or .parquet.
-            root: the folder that paths of pictures start from; null: that of the file.
+            root: the folder that paths start from; null: that of the file.
             columns: names of the columns.
-            documents: files of documents that rows and negatives name: `document_id` with `text`,
-                `image` or both.
+            documents: files of documents that rows and negatives name: `document_id` with what a
+                document has.
             negatives_are: what the column `negatives` lists.
         """
 
@@ -115,7 +122,10 @@ class Pairs(RowData):
     ) -> Iterator[TableRow]:
         """The rows of files, each of which has the needed column and one that tells a document."""
         names = self.spec.columns
-        optional = names.model_fields_set - {"query"}
+        # A spec that was written out and read again names all of them.
+        own = type(names).model_fields.items()
+        optional = {field for field, about in own if getattr(names, field) != about.default}
+        optional -= {"query"}
         if needed != "query" or self.spec.documents is not None:
             optional -= set(names.model_fields)  # either kind of file has some of them
         for file in files(uri, self.suffixes):
@@ -124,25 +134,32 @@ class Pairs(RowData):
                 for field in (needed, *sorted(optional)):
                     if getattr(names, field) not in there:
                         raise _no_column(f"columns.{field}", getattr(names, field), file, there)
-                if not {names.text, names.image, names.document_id} & set(there):
-                    several = f"{names.text}, {names.image} or {names.document_id}"
+                content = self._content
+                if not {*content, names.document_id} & set(there):
+                    several = f"{', '.join(content)} or {names.document_id}"
                     raise _no_column("columns", several, file, there)
             yield from read_rows(file, tuple(names.model_dump().values()), names.image)
 
     # -- documents ---------------------------------------------------------------------------------
+
+    @property
+    def _content(self) -> tuple[str, ...]:
+        """The columns that a document is in."""
+        names = self.spec.columns
+        return (names.text, names.image, names.video, names.audio)
 
     def _number(self, listing: Listing, row: TableRow) -> int:
         """The number of a row's document."""
         names = self.spec.columns
         own = self._id_of(row)
         has_content = row.cell is not None or any(
-            row.fields.get(name) is not None for name in (names.text, names.image)
+            row.fields.get(name) is not None for name in self._content
         )
         if has_content:
             return listing.add(self._document(row, own))
         if own in listing.numbers:
             return listing.numbers[own]
-        legal = f"a document in each row: {names.text}, {names.image}"
+        legal = f"a document in each row: {', '.join(self._content)}"
         if own is None:
             raise SpecError("path", None, legal, f"in {row.where} has no positive")
         legal = f"{legal}, or the {names.document_id} of one that stands before or in `documents`"
@@ -169,16 +186,30 @@ class Pairs(RowData):
         if image is not None and row.cell is None and not is_path:
             legal = "the path of a picture, or in Parquet its bytes"
             raise SpecError(f"columns.image ({names.image})", image, legal, f"in {row.where}")
-        if text is None and row.cell is None and not is_path:
-            legal = f"{names.text}, {names.image} or both"
+        video, audio = self._path("video", row), self._path("audio", row)
+        if image is not None and video is not None:
+            legal = f"{names.image} or {names.video}, the other null"
+            raise SpecError(f"columns.video ({names.video})", video, legal, f"in {row.where}")
+        places = [path if is_path else row.where if row.cell else None, video, audio]
+        if text is None and not any(places):
+            legal = f"one or several of {', '.join(self._content)}"
             raise SpecError("path", own_id, legal, f"in {row.where} is no document")
         if own_id is None:
-            own_id = _id(text, path if is_path else row.where if row.cell else None)
+            own_id = _id(text, next(filter(None, places), None))
         picture = row.cell or (self._place(path, row.folder) if is_path else None)
-        return Document(own_id, text, picture, row.where)
+        media = [own and self._place(own, row.folder) for own in (video, audio)]
+        return Document(own_id, text, picture, row.where, NO_BOXES, *media)
+
+    def _path(self, field: str, row: TableRow) -> str | None:
+        """What a column of paths has."""
+        name = getattr(self.spec.columns, field)
+        path = row.fields.get(name)
+        if path is not None and (not isinstance(path, str) or not path.strip()):
+            raise SpecError(f"columns.{field} ({name})", path, "a path, or null", f"in {row.where}")
+        return path
 
     def _place(self, path: str, folder: str) -> str:
-        """The URI of a picture that a row names."""
+        """The URI of a file that a row names."""
         return path if "://" in path else posixpath.join(self.spec.root or folder, path)
 
     # -- negatives and boxes -----------------------------------------------------------------------
@@ -207,9 +238,10 @@ class Pairs(RowData):
             if self.spec.negatives_are == "texts":
                 document = Document(_id(value, None), value, None, row.where)
                 negatives.append(listing.add(document))
-            elif self.spec.negatives_are == "images":
-                place = self._place(value, row.folder)
-                negatives.append(listing.add(Document(_id(None, value), None, place, row.where)))
+            elif self.spec.negatives_are in PLACES:
+                place = {PLACES[self.spec.negatives_are]: self._place(value, row.folder)}
+                document = replace(Document(_id(None, value), None, None, row.where), **place)
+                negatives.append(listing.add(document))
             elif value in listing.numbers:
                 negatives.append(listing.numbers[value])
             else:

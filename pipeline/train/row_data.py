@@ -22,6 +22,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
 from pipeline.encoders.sequences import ahead
 from pipeline.train.data import NOTHING, Batch, Phrases, TrainingData, own_share
+from pipeline.train.media import Decoding, decoded, settings_of
 from pipeline.train.rows import (
     NO_BOXES,
     Document,
@@ -29,21 +30,23 @@ from pipeline.train.rows import (
     Row,
     groups_of,
     hash_of,
+    with_files,
     with_negatives,
-    with_pictures,
     with_some_negatives,
     without_positives,
 )
-from pipeline.train.tables import Cells
+from pipeline.train.tables import Cell, Cells
 
 logger = logging.getLogger(__name__)
 
-#: The key of a document that only fills up a batch, and of one whose picture cannot be read.
+#: The key of a document that only fills up a batch, and of one that cannot be read.
 NO_DOCUMENT = "nothing"
 #: A picture that claims more is not decoded.
 MAX_INPUT_PIXELS = 200_000_000
-#: Pictures that are decoded at the same time.
+#: Files that are decoded at the same time.
 DECODERS = 4
+#: Documents of video or sound that are read at once where no batch needs more in memory.
+MEDIA_AT_ONCE = 64
 
 
 class HeldOut(config.Spec):
@@ -66,6 +69,7 @@ class RowSpec(config.Spec):
         mixed_groups: where tables hold the pictures, rows are shuffled among so many row groups
             at a time, which stay in memory.
         max_pixels: a larger picture is made smaller.
+        media: what is decoded of videos and sound, and how.
     """
 
     path: Uri
@@ -74,6 +78,7 @@ class RowSpec(config.Spec):
     held_out: float | HeldOut | None = None
     mixed_groups: int = Field(16, ge=1)
     max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
+    media: Decoding = Decoding()
 
     @field_validator("held_out", mode="before")
     @classmethod
@@ -93,9 +98,10 @@ class RowData(TrainingData):
     one would have; who has fewer documents than another is filled up with some that have no tokens
     and are relevant to nothing: no candidates in the loss.
 
-    **Pictures.** They are read when their batch is. One that is not there when the rows are listed
-    is left out with its rows. One that cannot be read later becomes a document without tokens, so
-    that batches stay what they are for all workers: its queries have no positive, and no loss.
+    **Pictures, videos, sound.** They are read when their batch is. What is not there when the rows
+    are listed is left out with its rows. What cannot be read later becomes a document without
+    tokens, so that batches stay what they are for all workers: its queries have no positive, and no
+    loss.
     """
 
     spec: RowSpec
@@ -109,12 +115,20 @@ class RowData(TrainingData):
             listing = self.listing()
             if spec.hard_negatives is not None:
                 listing = with_negatives(listing, spec.hard_negatives)
-            self.rows, self._held_out = self._split(with_pictures(without_positives(listing)))
+            self.rows, self._held_out = self._split(with_files(without_positives(listing)))
+            if "audio" not in spec.media.wants and any(
+                document.sound is not None and document.video is None
+                for document in self._documents
+            ):
+                problem = "leaves nothing of documents that are sound"
+                raise SpecError("media.wants", list(spec.media.wants), "audio, too", problem)
             if len(self.rows.rows) < batch_size:
                 problem = f"has {len(self.rows.rows)} rows to train on"
                 raise SpecError("path", spec.path, f"at least {batch_size}, a batch", problem)
         self._positives = self.rows.positives()
         self._group_R = groups_of(self.rows)
+        # Kept: each of its threads has processes of its own that decode videos.
+        self._pool = ThreadPoolExecutor(DECODERS)
 
     @abstractmethod
     def listing(self) -> Listing:
@@ -140,7 +154,7 @@ class RowData(TrainingData):
             return listing, None
         if not isinstance(share, float):
             with config.within("held_out"):
-                return listing, with_pictures(self.held_out_listing())
+                return listing, with_files(self.held_out_listing())
         own = {row.document for row in listing.rows}
         order = sorted(own, key=lambda number: hash_of(f"held out: {listing.documents[number].id}"))
         held = set(order[: max(1, round(share * len(own)))])
@@ -204,8 +218,9 @@ class RowData(TrainingData):
         used = {number: None for row in rows for number in (row.document, *row.negatives)}
         numbers = [NOTHING, *used][worker::num_workers]
         queries = list(self._positives)[worker::num_workers]
-        for start in range(0, max(len(numbers), len(queries)), self.batch_size):
-            own = slice(start, start + self.batch_size)
+        size = min(self.batch_size, MEDIA_AT_ONCE) if self._has_media else self.batch_size
+        for start in range(0, max(len(numbers), len(queries)), size):
+            own = slice(start, start + size)
             yield self._read(self.rows, [(query, ()) for query in queries[own]], numbers[own])
 
     def _batch(self, rows: Sequence[Row], worker: int, num_workers: int) -> Batch:
@@ -265,16 +280,16 @@ class RowData(TrainingData):
         """Queries with their relevant documents, and documents, `NOTHING` for one without tokens.
 
         Raises:
-            JobError: of several pictures none can be read.
+            JobError: of several files none can be read.
         """
         wanted = [None if n == NOTHING else listing.documents[n] for n in numbers]
-        with ThreadPoolExecutor(DECODERS) as pool:
-            items = list(pool.map(self._item, wanted))
+        items = list(self._pool.map(self._item, wanted))
         is_there = [item is not None for item in items]
-        shown = [place for place, own in enumerate(wanted) if own and own.picture is not None]
-        if len(shown) > 1 and not any(is_there[place] for place in shown):
-            first = wanted[shown[0]]
-            raise JobError(f"none of {len(shown)} pictures of a batch can be read: {first.where}")
+        files = [place for place, own in enumerate(wanted) if own and own.places]
+        if len(files) > 1 and not any(is_there[place] for place in files):
+            first = wanted[files[0]]
+            kind = next(iter(first.places))
+            raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.where}")
 
         if num_facts is None:
             num_facts = max((len(own) for _, own in queries), default=1)
@@ -292,8 +307,11 @@ class RowData(TrainingData):
             teacher[:, ~torch.tensor(is_there)] = torch.nan
         return Batch(
             [query for query, _ in queries],
-            [item or {"text": None} for item in items],
-            [d.key if there else NO_DOCUMENT for d, there in zip(wanted, is_there, strict=True)],
+            [self._nothing | (item or {}) for item in items],
+            [
+                self._key(d) if there else NO_DOCUMENT
+                for d, there in zip(wanted, is_there, strict=True)
+            ],
             query_facts,
             document_facts,
             boxes=boxes,
@@ -303,23 +321,54 @@ class RowData(TrainingData):
     # -- what a batch has of a document ------------------------------------------------------------
 
     def _item(self, document: Document | None) -> dict[str, Any] | None:
-        """A document as encoders read it; None: nothing, or its picture cannot be read."""
+        """A document as encoders read it; None: nothing, or a file of it cannot be read."""
         if document is None:
             return None
         item: dict[str, Any] = {"text": document.text}
-        place = document.picture
-        if place is None:
-            return item
         try:
-            if isinstance(place, str):
-                with fsspec.open(place, "rb") as file:
-                    data = file.read()
-            else:
-                data = self._cells.read(place)
-            return {**item, "image": decode(data, self.spec.max_pixels, MAX_INPUT_PIXELS)["image"]}
+            if document.picture is not None:
+                item["image"] = self._picture(document.picture)
+            if _is_media(document):
+                item |= decoded(self.spec.media, document.video, document.sound)
         except (Unreadable, OSError) as error:
             self._say_unreadable(document, error)
             return None
+        return item
+
+    def _picture(self, place: str | Cell) -> bytes:
+        if isinstance(place, str):
+            with fsspec.open(place, "rb") as file:
+                data = file.read()
+        else:
+            data = self._cells.read(place)
+        return decode(data, self.spec.max_pixels, MAX_INPUT_PIXELS)["image"]
+
+    def _key(self, document: Document) -> str:
+        """The document's key; of what is decoded by settings, with those."""
+        return f"{document.key} {self._settings}" if _is_media(document) else document.key
+
+    @functools.cached_property
+    def _settings(self) -> str:
+        return config.digest(settings_of(self.spec.media))
+
+    @functools.cached_property
+    def _has_media(self) -> bool:
+        return any(map(_is_media, self._documents))
+
+    @functools.cached_property
+    def _nothing(self) -> dict[str, None]:
+        """All that documents of the data may have: a table is made by the first one's columns."""
+        names = ["text"]
+        if any(document.picture is not None for document in self._documents):
+            names.append("image")
+        if self._has_media:
+            names += [*self.spec.media.wants, "span"]
+        return dict.fromkeys(names)
+
+    @property
+    def _documents(self) -> list[Document]:
+        held_out = self._held_out.documents if self._held_out else []
+        return [*self.rows.documents, *held_out]
 
     def _say_unreadable(self, document: Document, error: Exception) -> None:
         """Says the first, the tenth, the hundredth ...: there may be one in every batch."""
@@ -328,7 +377,8 @@ class RowData(TrainingData):
             count = self._num_unreadable
         if str(count).strip("0") == "1":
             logger.warning(
-                "the picture of %s (%s) cannot be read: %s; its queries have no positive (%d so)",
+                "the %s of %s (%s) cannot be read: %s; its queries have no positive (%d so)",
+                next(iter(document.places)),
                 document.id,
                 document.where,
                 error,
@@ -369,6 +419,10 @@ class RowData(TrainingData):
             every = [self.rows.documents[number].boxes, *(row.boxes for row in own)]
             found.append(np.unique(np.concatenate(every), axis=0))
         return found
+
+
+def _is_media(document: Document) -> bool:
+    return document.video is not None or document.sound is not None
 
 
 def teacher_of(rows: Sequence[Row], numbers: Sequence[int]) -> torch.Tensor:

@@ -23,12 +23,13 @@ NO_BOXES = np.zeros((0, 4), dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a query is to find: a text, a picture or both.
+    """What a query is to find: a text, a picture or a video, sound, or several of them.
 
     Attributes:
         picture: the URI of a file, or a cell of a table.
         where: which line or row names it first.
         boxes: (M, 4) boxes of what is in the picture, whatever is said of it.
+        video, sound: URIs of files; a video with a file of its sound is heard by that.
     """
 
     id: str
@@ -36,6 +37,14 @@ class Document:
     picture: str | Cell | None
     where: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
+    video: str | None = None
+    sound: str | None = None
+
+    @property
+    def places(self) -> dict[str, str | Cell]:
+        """What it has beside its text, and where."""
+        every = {"picture": self.picture, "video": self.video, "sound": self.sound}
+        return {kind: place for kind, place in every.items() if place is not None}
 
     @property
     def key(self) -> str:
@@ -44,7 +53,9 @@ class Document:
         place = self.picture
         if isinstance(place, Cell):
             place = f"{place.table}#{place.group}/{place.row}"
-        return f"document: {place or ''} {text}"
+        others = (item for item in self.places.items() if item[0] != "picture")
+        media = "".join(f" {kind} {uri}" for kind, uri in others)
+        return f"document: {place or ''} {text}{media}"
 
     @property
     def fact(self) -> int:
@@ -97,7 +108,8 @@ class Listing:
         there = self.documents[number]
         # Tables repeat the bytes of a picture in every row: those need not be compared.
         are_cells = isinstance(there.picture, Cell) and isinstance(document.picture, Cell)
-        if there.text != document.text or (there.picture != document.picture and not are_cells):
+        other = replace(document, picture=there.picture) if are_cells else document
+        if (there.text, there.places) != (other.text, other.places):
             problem = f"in {document.where} is another document than in {there.where}"
             raise SpecError("path", document.id, "one document for an id", problem)
         return number
@@ -177,8 +189,8 @@ def with_negatives(listing: Listing, uri: str) -> Listing:
     return listing.with_rows(rows)
 
 
-def with_pictures(listing: Listing) -> Listing:
-    """The same without the rows, and the negatives, whose picture's file is not there.
+def with_files(listing: Listing) -> Listing:
+    """The same without the rows, and the negatives, of which a file is not there.
 
     Raises:
         SpecError: for `path`: that leaves no row.
@@ -193,40 +205,45 @@ def with_pictures(listing: Listing) -> Listing:
         if row.document not in missing:
             kept = [place for place, number in enumerate(row.negatives) if number not in missing]
             rows.append(with_some_negatives(row, kept))
-    first = listing.documents[missing[0]]
+    number, (kind, uri) = next(iter(missing.items()))
+    where = listing.documents[number].where
     if not rows:
-        problem = f"in {first.where} is not there, nor is any other picture"
-        raise SpecError("path", first.picture, "the paths of pictures that are there", problem)
+        problem = f"in {where} is not there, nor is any other {kind}"
+        raise SpecError("path", uri, f"the paths of {kind}s that are there", problem)
     if distributed.rank() == 0:
         logger.warning(
-            "%d of %d rows and %d of %d documents are left out: there is no picture %s (%s)",
+            "%d of %d rows and %d of %d documents are left out: there is no %s %s (%s)",
             len(listing.rows) - len(rows),
             len(listing.rows),
             len(missing),
             len(used),
-            first.picture,
-            first.where,
+            kind,
+            uri,
+            where,
         )
     return listing.with_rows(rows)
 
 
-def _missing(listing: Listing, numbers: Sequence[int]) -> list[int]:
-    """The documents whose files are not there; a folder is listed once, wherever it lies."""
+def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
+    """The documents of which a file is not there, with the first that is not.
+
+    A folder is listed once, wherever it lies.
+    """
     there: dict[str, set[str]] = {}
-    missing = []
+    missing: dict[int, tuple[str, str]] = {}
     for number in numbers:
-        uri = listing.documents[number].picture
-        if not isinstance(uri, str):
-            continue
-        folder, name = posixpath.split(uri)
-        if folder not in there:
-            fs, path = open_root(folder)
-            try:
-                there[folder] = {posixpath.basename(own) for own in fs.ls(path, detail=False)}
-            except OSError:
-                there[folder] = set()
-        if name not in there[folder]:
-            missing.append(number)
+        for kind, uri in listing.documents[number].places.items():
+            if not isinstance(uri, str):
+                continue
+            folder, name = posixpath.split(uri)
+            if folder not in there:
+                fs, path = open_root(folder)
+                try:
+                    there[folder] = {posixpath.basename(own) for own in fs.ls(path, detail=False)}
+                except OSError:
+                    there[folder] = set()
+            if name not in there[folder]:
+                missing.setdefault(number, (kind, uri))
     return missing
 
 

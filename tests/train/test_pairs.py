@@ -22,7 +22,7 @@ def content(data) -> dict[str, tuple[str | None, bool]]:
         for query, row in zip(batch.queries, relevant, strict=True):
             (place,) = row.nonzero().flatten().tolist()
             document = batch.documents[place]
-            found[query] = document["text"], document.get("image", b"")[:2] == b"\xff\xd8"
+            found[query] = document["text"], (document.get("image") or b"")[:2] == b"\xff\xd8"
     return found
 
 
@@ -137,11 +137,12 @@ BAD_LINES = {
         " row"
     ),
     '{"query": "q"}': (
-        "path: None in line 2 of {} has no positive; legal: a document in each row: text, image"
+        "path: None in line 2 of {} has no positive; legal: a document in each row: text, image,"
+        " video, audio"
     ),
     '{"query": "q", "document_id": "x"}': (
-        "path: 'x' in line 2 of {} is unknown; legal: a document in each row: text, image, or the"
-        " document_id of one that stands before or in `documents`"
+        "path: 'x' in line 2 of {} is unknown; legal: a document in each row: text, image, video,"
+        " audio, or the document_id of one that stands before or in `documents`"
     ),
     '{"query": "q", "text": ""}': (
         "columns.text (text): '' in line 2 of {}; legal: a text with at least one word, or null"
@@ -149,6 +150,15 @@ BAD_LINES = {
     '{"query": "q", "image": 7}': (
         "columns.image (image): 7 in line 2 of {};"
         " legal: the path of a picture, or in Parquet its bytes"
+    ),
+    '{"query": "q", "video": 7}': (
+        "columns.video (video): 7 in line 2 of {}; legal: a path, or null"
+    ),
+    '{"query": "q", "audio": ""}': (
+        "columns.audio (audio): '' in line 2 of {}; legal: a path, or null"
+    ),
+    '{"query": "q", "image": "a.jpg", "video": "a.mp4"}': (
+        "columns.video (video): 'a.mp4' in line 2 of {}; legal: image or video, the other null"
     ),
     '{"query": "q", "text": "t", "document_id": []}': (
         "columns.document_id (document_id): [] in line 2 of {}; legal: a text or a whole number"
@@ -239,7 +249,7 @@ def test_bad_files(tmp_path):
         (
             {"path": table, "columns": {"queri": "question"}},
             "columns.queri: 'question' stands under an unknown key; legal: query, text, image,"
-            " document_id, negatives, scores, boxes",
+            " video, audio, document_id, negatives, scores, boxes",
         ),
     ]
     for given, message in cases:
@@ -255,7 +265,7 @@ def test_bad_files(tmp_path):
     with pytest.raises(SpecError) as error:
         built(1, name="pairs", path=nothing)
     assert str(error.value) == (
-        f"data.columns: 'text, image or document_id' is no column of {nothing};"
+        f"data.columns: 'text, image, video, audio or document_id' is no column of {nothing};"
         " legal: query, answer"
     )
 

@@ -259,7 +259,7 @@ def test_a_corrupt_picture_does_not_end_a_run(tmp_path, caplog):
         batch = next(data.batches(0, 0, 0, 1))
     lost = whole["queries"].index("query 2")
     assert said(batch)["queries"] == whole["queries"]
-    assert batch.documents[lost] == {"text": None}
+    assert batch.documents[lost] == {"text": None, "image": None}
     assert batch.document_keys[lost] == NO_DOCUMENT
     relevant = data.relevant(batch.query_facts, batch.document_facts)
     assert relevant.sum(dim=1).tolist() == [int(row != lost) for row in range(6)]

@@ -1,0 +1,282 @@
+"""Videos and queries that they are relevant to: the forms of MSR-VTT and of MultiVENT 2.0."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import posixpath
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from pipeline.config import SpecError, Uri
+from pipeline.sources.files import existing_root, files_below
+from pipeline.train import distributed
+from pipeline.train.captions import read_file, read_json
+from pipeline.train.row_data import HeldOut, RowData, RowSpec
+from pipeline.train.rows import NO_BOXES, Document, Listing, Row, logger
+from pipeline.train.tables import LINES, files_of, read_rows
+
+VIDEO, SOUND = ".mp4", ".m4a"
+
+
+class Msrvtt(RowData):
+    """The form of MSR-VTT: videos as documents, the sentences about them as queries.
+
+    `path` is `MSRVTT_data.json`. What is held out is a file in the form of
+    `MSRVTT_JSFUSION_test.csv`, whose rows have a `video_id` and a `sentence`. A document's id is
+    its `video_id`, its file `<video_id>.mp4`, in whichever folder below `videos`. Videos with the
+    same sentence are all relevant to it.
+    """
+
+    class Spec(RowSpec):
+        """Which files.
+
+        Attributes:
+            path: .json with `videos` and `sentences`.
+            videos: the folder of the files.
+            ids: a .csv with the videos that are trained on as `video_id`, such as
+                `MSRVTT_train.9k.csv`; null: those of `splits`.
+            splits: the splits that are trained on, of the videos' own, such as [train].
+        """
+
+        name: Literal["msrvtt"] = "msrvtt"
+        videos: Uri
+        ids: Uri | None = None
+        splits: list[str] | None = None
+
+        @model_validator(mode="after")
+        def _says_which(self) -> Self:
+            if (self.ids is None) == (self.splits is None):
+                legal = "a file of ids, such as MSRVTT_train.9k.csv; or splits, and ids null"
+                raise SpecError("ids", self.ids, legal)
+            return self
+
+    spec: Spec
+
+    def listing(self) -> Listing:
+        """The sentences of `path` about the videos of `ids` or `splits`."""
+        uri = self.spec.path
+        splits, sentences = _msrvtt(uri)
+        if self.spec.ids is None:
+            there = sorted(set(splits.values()))
+            for split in self.spec.splits:
+                if split not in there:
+                    legal = f"splits of {uri}: {', '.join(there)}"
+                    raise SpecError("splits", split, legal, "is not there")
+            wanted = {video for video, split in splits.items() if split in self.spec.splits}
+        else:
+            wanted = set()
+            for where, row in read_csv(self.spec.ids, ("video_id",), "ids"):
+                if row["video_id"] not in splits:
+                    legal = f"ids of the videos of {uri}"
+                    raise SpecError("ids", row["video_id"], legal, f"in {where} is none")
+                wanted.add(row["video_id"])
+        return self._listed(uri, (each for each in sentences if each[1] in wanted))
+
+    def held_out_listing(self) -> Listing:
+        """The sentences of `held_out.path`."""
+        uri = self.spec.held_out.path
+        rows = read_csv(uri, ("video_id", "sentence"), "path")
+        return self._listed(uri, ((where, r["video_id"], r["sentence"]) for where, r in rows))
+
+    def _listed(self, uri: str, sentences: Iterator[tuple[str, str, str]]) -> Listing:
+        """Rows of where each sentence stands, the id of its video, and what it says."""
+        files, listing = Files(self.spec.videos), Listing()
+        for where, video, sentence in sentences:
+            _check_text(sentence, "path", where)
+            number = listing.numbers.get(video)
+            if number is None:
+                number = listing.add(files.document(video, where))
+            listing.rows.append(Row(sentence.strip(), number))
+        if not listing.rows:
+            raise SpecError("path", uri, "a file with at least one sentence", "has none")
+        return listing
+
+
+def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """The split of each video of MSR-VTT's JSON; and of each sentence where, of what, and it."""
+    value = read_json(uri, "path")
+    legal = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
+    parts = [
+        value.get(name) if isinstance(value, dict) else None for name in ("videos", "sentences")
+    ]
+    if not all(isinstance(part, list) for part in parts):
+        raise SpecError("path", uri, legal, "has another form")
+    splits: dict[str, str] = {}
+    for number, video in enumerate(parts[0]):
+        where = f"video {number} of {uri}"
+        own = video.get("video_id") if isinstance(video, dict) else video
+        if not isinstance(own, str) or not own or not isinstance(video, dict):
+            raise SpecError("path", own, legal, f"stands in {where}")
+        splits[own] = str(video.get("split", ""))
+    sentences = []
+    for number, sentence in enumerate(parts[1]):
+        where = f"sentence {number} of {uri}"
+        if not isinstance(sentence, dict):
+            raise SpecError("path", sentence, legal, f"stands in {where}")
+        own = sentence.get("video_id")
+        if not isinstance(own, str) or own not in splits:
+            raise SpecError("path", own, "the video_id of a video", f"in {where} is none")
+        sentences.append((where, own, sentence.get("caption")))
+    return splits, sentences
+
+
+class MultiventHeldOut(HeldOut):
+    """Queries and judgments of the same form; of other videos, where they lie elsewhere."""
+
+    judgments: Uri
+    videos: Uri | None = None
+
+
+class Multivent(RowData):
+    """The form of MultiVENT 2.0: queries in CSV, and in JSON lines which videos are relevant.
+
+    `path` has the columns `Query_id` and `query`; `judgments` lines {"query_id", "doc_id",
+    "relevance"}: what is more than 0 is relevant. A query that nothing is relevant to is left out.
+    A document's id is its `doc_id`, its file `<doc_id>.mp4`, in whichever folder below `videos`,
+    such as one for each shard. Its sound is that of `<doc_id>.m4a`, if there is one, else its own.
+    """
+
+    class Spec(RowSpec):
+        """Which files.
+
+        Attributes:
+            path: .csv of queries.
+            judgments: .jsonl.
+            videos: the folder of the videos.
+        """
+
+        name: Literal["multivent"] = "multivent"
+        judgments: Uri
+        videos: Uri
+        held_out: float | MultiventHeldOut | None = None
+
+    spec: Spec
+
+    def listing(self) -> Listing:
+        """The judged queries of `path`."""
+        return self._list(self.spec.path, self.spec.judgments, self.spec.videos)
+
+    def held_out_listing(self) -> Listing:
+        """The judged queries of `held_out.path`."""
+        held_out = self.spec.held_out
+        return self._list(held_out.path, held_out.judgments, held_out.videos or self.spec.videos)
+
+    def _list(self, uri: str, judgments: str, videos: str) -> Listing:
+        queries: dict[str, str] = {}
+        for where, row in read_csv(uri, ("Query_id", "query"), "path"):
+            _check_text(row["query"], "path", where)
+            if row["Query_id"] in queries:
+                raise SpecError(
+                    "path", row["Query_id"], "a query for an id", f"is again in {where}"
+                )
+            queries[row["Query_id"]] = row["query"].strip()
+        files, listing = Files(videos), Listing()
+        judged: set[str] = set()
+        pairs: set[tuple[str, str]] = set()
+        for where, query, own in _relevant(judgments):
+            if query not in queries:
+                legal = f"ids of the queries of {uri}"
+                raise SpecError("judgments", query, legal, f"in {where} is none")
+            if (query, own) not in pairs:
+                pairs.add((query, own))
+                judged.add(query)
+                number = listing.numbers.get(own)
+                if number is None:
+                    number = listing.add(files.document(own, where))
+                listing.rows.append(Row(queries[query], number))
+        if not listing.rows:
+            legal = "a file with at least one relevance of more than 0"
+            raise SpecError("judgments", judgments, legal, "has none")
+        if len(judged) < len(queries) and distributed.rank() == 0:
+            text = "%d of %d queries of %s are left out: nothing is relevant to them"
+            logger.warning(text, len(queries) - len(judged), len(queries), uri)
+        return listing
+
+
+def _relevant(uri: str) -> Iterator[tuple[str, str, str]]:
+    """Where each relevant pair stands, and the ids of its query and its video."""
+    legal = 'lines {"query_id": "...", "doc_id": "...", "relevance": a number of at least 0}'
+    try:
+        for file in files_of(uri, LINES, "judgments"):
+            for line in read_rows(file, ("query_id", "doc_id", "relevance")):
+                query, own, grade = map(line.fields.get, ("query_id", "doc_id", "relevance"))
+                is_grade = isinstance(grade, int | float) and not isinstance(grade, bool)
+                if not (_is_id(query) and _is_id(own) and is_grade and 0 <= grade < math.inf):
+                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                if grade > 0:
+                    yield line.where, str(query), str(own)
+    except SpecError as error:
+        raise SpecError("judgments", error.value, error.legal, error.problem) from None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+
+
+def _check_text(text: Any, field: str, where: str) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise SpecError(field, text, "a text with at least one word", f"stands in {where}")
+
+
+class Files:
+    """The videos below a folder, and the files of their sound, by their names without suffix.
+
+    Raises:
+        SpecError: for `videos`: there is no such folder.
+    """
+
+    def __init__(self, folder: str):
+        try:
+            fs, root = existing_root(folder)
+        except SpecError as error:
+            raise SpecError("videos", error.value, error.legal, error.problem) from None
+        if not fs.isdir(root):
+            raise SpecError("videos", folder, "a folder of videos", "is none")
+        self._folder = folder
+        self._found: dict[str, str] = {}
+        for path, _ in files_below(folder, (VIDEO, SOUND)):
+            self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
+
+    def document(self, own_id: str, where: str) -> Document:
+        """A video as a document; one that is not there as if it lay in the folder."""
+        name = f"{own_id}{VIDEO}"
+        video = self._found.get(name) or posixpath.join(self._folder, name)
+        sound = self._found.get(f"{own_id}{SOUND}")
+        return Document(own_id, None, None, where, NO_BOXES, video, sound)
+
+
+def read_csv(
+    uri: str, columns: Collection[str], field: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Where each row of a CSV file with a header stands, and what it has in some columns.
+
+    Raises:
+        SpecError: for `field`: the file is not there or damaged, or has no such column.
+    """
+    data = read_file(uri, field)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SpecError(field, uri, "a file in UTF-8", f"is none in line {line}") from None
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(rows, [])
+        for column in columns:
+            if column not in header:
+                legal = ", ".join(header) or "a file with a header"
+                raise SpecError(field, column, legal, f"is no column of {uri}")
+        for row in filter(None, rows):
+            where = f"line {rows.line_num} of {uri}"
+            if len(row) != len(header):
+                shown = ", ".join(header)
+                raise SpecError(field, row, f"a row of {shown}", f"stands in {where}")
+            own = dict(zip(header, row, strict=True))
+            yield where, {column: own[column] for column in columns}
+    except csv.Error as error:
+        problem = f"is damaged in line {rows.line_num} ({error})"
+        raise SpecError(field, uri, "a whole CSV file", problem) from None

@@ -1,0 +1,106 @@
+"""The specs for real data, on small files in the same form: each is checked, and trains."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from jobs import train
+from pipeline import config
+from pipeline.registry import ENCODERS
+from pipeline.train.loop import TrainSpec
+from tests.conftest import ROOT
+from tests.train.files import IMAGES, NAMES, pages
+from tests.train.media import msrvtt, multivent
+from tests.train.test_boxes import SENTENCE, THINGS
+
+SPECS = ROOT / "jobs/specs/training"
+
+
+def flickr30k(folder):
+    """Four photographs with two captions each, in the lists of training and of validation."""
+    (folder / "flickr30k/images").mkdir(parents=True)
+    for part in ("Sentences", "Annotations"):
+        (folder / "flickr30k_entities" / part).mkdir(parents=True)
+    size = "<size><width>200</width><height>100</height><depth>3</depth></size>"
+    xml = f"<annotation>{size}{THINGS.format(1)}</annotation>"
+    for number, name in enumerate(NAMES[:4]):
+        (folder / f"flickr30k/images/{number}.jpg").symlink_to(IMAGES / name)
+        (folder / f"flickr30k_entities/Annotations/{number}.xml").write_text(xml)
+        own = f"{SENTENCE} {number}\nPhoto {number} .\n"
+        (folder / f"flickr30k_entities/Sentences/{number}.txt").write_text(own)
+    (folder / "flickr30k_entities/train.txt").write_text("0\n1\n2\n")
+    (folder / "flickr30k_entities/val.txt").write_text("3\n")
+
+
+def colpali(folder):
+    """Twelve pages."""
+    (folder / "colpali_train_set").mkdir(parents=True)
+    pages(folder / "colpali_train_set/data")
+
+
+#: By spec: its data, and the tiny checkpoint in the place of the real one.
+CASES = {
+    "flickr30k_samer": (flickr30k, "colpali"),
+    "colpali_light": (colpali, "colqwen2"),
+    "msrvtt_smart": (lambda folder: msrvtt(folder / "msrvtt"), "qwen3_vl"),
+    "multivent_adapter": (lambda folder: multivent(folder / "multivent", 8), "qwen2_5_omni"),
+}
+#: What a tiny model needs: its window is short, and it has few tokens to be merged.
+SMALL = {
+    "flickr30k_samer": ["learner.compressor.num_vectors=4"],
+    "msrvtt_smart": ["learner.encoder.max_pixels=1024", "learner.encoder.min_pixels=64"],
+    "multivent_adapter": ["learner.encoder.max_pixels=1024"],
+}
+
+
+def test_every_spec_for_real_data_is_tried():
+    own = {path.stem for path in SPECS.glob("*.yaml") if "path: data/" in path.read_text("utf-8")}
+    assert own == set(CASES)
+
+
+@pytest.fixture
+def command_of(checkpoint, tmp_path, monkeypatch):
+    """The command of a spec, beside its data."""
+
+    def of(name: str) -> list[str]:
+        files, family = CASES[name]
+        files(tmp_path / "data")
+        monkeypatch.chdir(tmp_path)
+        small = ["batch_size=4", "epochs=3", "max_steps=2", "evaluate_every=1", "log_every=1"]
+        given = [f"learner.encoder.model={checkpoint(family)}", "learner.encoder.dtype=float32"]
+        return [str(SPECS / f"{name}.yaml"), *given, *small, *SMALL.get(name, ())]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run(name, command_of, tmp_path, capsys):
+    train.main([*command_of(name), "--dry-run"])
+    assert name in capsys.readouterr().out and not (tmp_path / "out/training" / name).exists()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CASES)
+def test_a_spec_trains(name, command_of, tmp_path):
+    command = command_of(name)
+    train.main(command)
+    folder = tmp_path / "out/training" / name
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 2 and losses[0] > 0
+    assert [row for row in rows if "R@1" in row]
+    (weights,) = (folder / "model").glob("*.safetensors")
+    assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
+    # An encoder reads back what was trained.
+    spec = config.dump(config.load(TrainSpec, command[0], command[1:]).learner.encoder)
+    trained = {
+        "flickr30k_samer": {**spec, "projection": str(folder / "model")},
+        "multivent_adapter": {"name": "smart", "encoder": spec, "adapter": str(folder / "model")},
+    }.get(name, {**spec, "adapter": str(folder / "model")})
+    found = ENCODERS.build(ENCODERS.resolve(trained)).encode_queries(["a red car"])
+    before = ENCODERS.build(ENCODERS.resolve(spec)).encode_queries(["a red car"])
+    one, other = found.tokens.vectors, before.tokens.vectors
+    assert one.shape != other.shape or (one - other).abs().max() > 1e-6

@@ -1,0 +1,464 @@
+"""Videos and sound as documents: what encoders are given of them, and the forms on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import fsspec
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config import JobError, SpecError
+from pipeline.registry import SOURCES
+from pipeline.schema import ITEM
+from pipeline.train.media import Decoding, decoded
+from pipeline.train.row_data import NO_DOCUMENT
+from pipeline.train.videos import read_csv
+from tests.conftest import ROOT
+from tests.media import heard, spoil, tone_of
+from tests.train.files import IMAGES, NAMES, built, every, lines
+from tests.train.media import QUERY, clip, msrvtt, multivent, sound
+from tests.train.runs import spec_of, trained
+
+#: Twenty seconds of slides, with speech.
+TALK = ROOT / "jobs/data/clips/talk.mp4"
+
+
+def indexed(name, path, wants, **options):
+    """What indexing gives an encoder of the only item of a source."""
+    spec = SOURCES.resolve({"name": name, "path": str(path), "window_seconds": None, **options})
+    source = SOURCES.build(spec, wants)
+    (shard,) = source.shards()
+    (item,) = source.decode(shard, [(0, item) for item in source.scan(shard)])
+    columns = pa.schema([ITEM.field("span"), *source.payload])
+    (row,) = pa.Table.from_pylist([item.row()], columns).to_pylist()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("wants", "options", "number"),
+    [
+        (("frames", "audio"), {}, 10),
+        (("frames",), {"sampling": "uniform", "num_frames": 3, "max_pixels": 10_000}, 3),
+        (
+            ("frames", "audio"),
+            {"sampling": "scenes", "scene_threshold": 0.01, "num_frames": 3, "sample_rate": 8000},
+            3,
+        ),
+        (("audio",), {}, 0),
+    ],
+)
+def test_an_encoder_is_given_what_indexing_gives_it(wants, options, number):
+    found = decoded(Decoding(wants=wants, **options), str(TALK), None)
+    assert found == indexed("video", TALK, wants, **options)
+    assert found["span"] == {"unit": "seconds", "start": 0.0, "end": pytest.approx(20, abs=0.1)}
+    assert len(found.get("frames", [])) == number
+
+
+def test_sound_is_that_of_its_own_file(tmp_path):
+    own = sound(tmp_path / "s.flac", 1.5)
+    found = decoded(Decoding(wants=("audio",)), None, str(own))
+    assert found == indexed("audio", own, ("audio",))
+    video = clip(tmp_path / "v.mp4")
+    both = decoded(Decoding(sampling="uniform", num_frames=2), str(video), str(own))
+    assert both["audio"] == found["audio"] and len(both["frames"]) == 2
+    assert both["span"]["end"] == pytest.approx(2, abs=0.1)
+
+
+def test_files_of_another_file_system(tmp_path):
+    video = clip(tmp_path / "a.mp4")
+    fs = fsspec.filesystem("memory")
+    fs.put(str(video), "/clips/a.mp4")
+    found, expected = (
+        decoded(Decoding(), uri, None) for uri in ("memory://clips/a.mp4", str(video))
+    )
+    assert found == expected
+    fs.pipe_file("/clips/pairs.jsonl", b'{"query": "a", "video": "a.mp4"}\n')
+    (batch,) = every(built(1, name="pairs", path="memory://clips/pairs.jsonl"))
+    assert batch["documents"][0] == {"text": None, **expected}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_pairs_of_videos_and_sound(form, tmp_path):
+    clip(tmp_path / "a.mp4")
+    clip(tmp_path / "b.mp4", has_sound=False)
+    sound(tmp_path / "c.wav")
+    rows = [
+        {"query": "a", "video": "a.mp4", "text": "a title"},
+        {"query": "b", "video": "b.mp4"},
+        {"query": "b with c", "video": "b.mp4", "audio": "c.wav", "document_id": "both"},
+        {"query": "c", "audio": "c.wav", "document_id": "c"},
+        {"query": "photo", "image": str(IMAGES / NAMES[0])},
+    ]
+    media = {"sampling": "uniform", "num_frames": 2}
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    if form == "parquet":
+        names = ("query", "text", "image", "video", "audio", "document_id")
+        path = tmp_path / "pairs.parquet"
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
+    data = built(5, name="pairs", path=path, media=media)
+    (batch,) = data.batches(0, 0, 0, 1)
+    documents = dict(zip(batch.queries, batch.documents, strict=True))
+    has = {
+        query: [name for name in ("text", "image", "frames", "audio") if document[name]]
+        for query, document in documents.items()
+    }
+    assert has == {
+        "a": ["text", "frames", "audio"],
+        "b": ["frames"],
+        "b with c": ["frames", "audio"],
+        "c": ["audio"],
+        "photo": ["image"],
+    }
+    # A table of them has all columns, whichever is first.
+    assert len({tuple(document) for document in batch.documents}) == 1
+    assert [frame["seconds"] for frame in documents["b"]["frames"]] == [0.5, 1.5]
+    assert len(set(batch.document_keys)) == 5
+
+
+def test_negatives_are_videos(tmp_path):
+    for name in "ab":
+        clip(tmp_path / f"{name}.mp4")
+    rows = [{"query": "q", "video": "a.mp4", "negatives": ["b.mp4"]}] * 2
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    data = built(2, name="pairs", path=path, negatives_are="videos", media={"wants": ["frames"]})
+    (batch,) = every(data)
+    assert [sorted(d) for d in batch["documents"]] == [["frames", "span", "text"]] * 2
+
+
+def test_keys_say_how_files_were_decoded(tmp_path):
+    clip(tmp_path / "a.mp4")
+    rows = [{"query": "a", "video": "a.mp4"}, {"query": "t", "text": "t"}]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+
+    def keys(**media):
+        (batch,) = built(2, name="pairs", path=path, media=media).batches(0, 0, 0, 1)
+        return dict(zip(batch.queries, batch.document_keys, strict=True))
+
+    one, other = keys(), keys(num_frames=1)
+    assert one["t"] == other["t"] and one["a"] != other["a"]
+    assert one == keys(look_fps=1.0)  # of another way to sample
+
+
+def test_documents_of_sound_want_it(tmp_path):
+    sound(tmp_path / "c.wav")
+    path = lines(tmp_path / "pairs.jsonl", [{"query": "c", "audio": "c.wav"}])
+    with pytest.raises(SpecError) as error:
+        built(1, name="pairs", path=path, media={"wants": ["frames"]})
+    assert str(error.value) == (
+        "data.media.wants: ['frames'] leaves nothing of documents that are sound; legal: audio, too"
+    )
+    with pytest.raises((SpecError, ValidationError), match="media.wants"):
+        built(1, name="pairs", path=path, media={"wants": []})
+
+
+def test_a_missing_and_a_damaged_video(tmp_path, caplog):
+    for name in "abc":
+        clip(tmp_path / f"{name}.mp4", has_sound=False)
+    spoil(tmp_path / "b.mp4")
+    rows = [{"query": name, "video": f"{name}.mp4"} for name in "abcd"]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    data = built(3, name="pairs", path=path)
+    assert caplog.messages == [
+        "1 of 4 rows and 1 of 4 documents are left out:"
+        f" there is no video {tmp_path}/d.mp4 (line 4 of {path})"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        (batch,) = data.batches(0, 0, 0, 1)
+    (message,) = caplog.messages
+    assert message.startswith(f"the video of b.mp4 (line 2 of {path}) cannot be read: ")
+    lost = batch.queries.index("b")
+    assert [key == NO_DOCUMENT for key in batch.document_keys] == [n == lost for n in range(3)]
+    assert batch.documents[lost]["frames"] is None
+    relevant = data.relevant(batch.query_facts, batch.document_facts)
+    assert relevant.sum(dim=1).tolist() == [int(row != lost) for row in range(3)]
+    for name in "abc":
+        (tmp_path / f"{name}.mp4").write_bytes(b"no video")
+    with pytest.raises(JobError, match="^none of 3 videos of a batch can be read: line "):
+        next(data.batches(0, 0, 0, 1))
+
+
+# -- MSR-VTT ---------------------------------------------------------------------------------------
+
+NINE, TESTS = "MSRVTT_train.9k.csv", "MSRVTT_JSFUSION_test.csv"
+
+
+def of_msrvtt(folder, batch_size=2, **more):
+    if "splits" not in more:
+        more = {"ids": folder / NINE, **more}
+    path, videos = folder / "MSRVTT_data.json", folder / "videos"
+    return built(batch_size, name="msrvtt", path=path, videos=videos, **more)
+
+
+def test_the_form_of_msrvtt(tmp_path):
+    folder = msrvtt(tmp_path, trained=2, tested=2, has_sound=False)
+    (folder / "videos/all").mkdir()  # in whichever folder
+    (folder / "videos/video1.mp4").rename(folder / "videos/all/video1.mp4")
+    data = of_msrvtt(folder, 4, held_out={"path": str(folder / TESTS)}, media={"wants": ["frames"]})
+    asked = {(row.query, data.rows.documents[row.document].id) for row in data.rows.rows}
+    assert asked == {
+        (f"{words} {n}", f"video{n}")
+        for n in range(2)
+        for words in ("a car drives", "somebody sings")
+    }
+    (batch,) = data.batches(0, 0, 0, 1)
+    assert len(batch.documents) == 2 and all(own["frames"] for own in batch.documents)
+    held_out = data.held_out()
+    assert held_out.queries == ["a car, red"] and len(held_out.documents) == 2
+    assert data.relevant(held_out.query_facts, held_out.document_facts).all()
+    splits = of_msrvtt(folder, splits=["train"])
+    assert [row.query for row in splits.rows.rows] == [row.query for row in data.rows.rows]
+    # As a spreadsheet writes it.
+    text = (folder / NINE).read_text().replace("\n", "\r\n")
+    (folder / NINE).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert len(of_msrvtt(folder).rows.rows) == 4
+
+
+def changed(folder, name, change):
+    """A file with something changed."""
+    path = folder / name
+    if name.endswith(".json"):
+        value = json.loads(path.read_text())
+        change(value)
+        path.write_text(json.dumps(value))
+    else:
+        path.write_bytes(change(path.read_bytes()))
+
+
+FORM = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
+BAD_MSRVTT = [
+    (
+        *("MSRVTT_data.json", lambda value: value.pop("videos")),
+        f"data.path: '{{}}/MSRVTT_data.json' has another form; legal: {FORM}",
+    ),
+    (
+        *("MSRVTT_data.json", lambda value: value["videos"].append({"id": 9})),
+        f"data.path: None stands in video 3 of {{}}/MSRVTT_data.json; legal: {FORM}",
+    ),
+    (
+        *("MSRVTT_data.json", lambda value: value["sentences"][3].update(video_id="video9")),
+        "data.path: 'video9' in sentence 3 of {}/MSRVTT_data.json is none;"
+        " legal: the video_id of a video",
+    ),
+    (
+        *("MSRVTT_data.json", lambda value: value["sentences"][1].update(caption=" ")),
+        "data.path: ' ' stands in sentence 1 of {}/MSRVTT_data.json;"
+        " legal: a text with at least one word",
+    ),
+    (
+        *(NINE, lambda data: data + b"video77\n"),
+        f"data.ids: 'video77' in line 4 of {{}}/{NINE} is none;"
+        " legal: ids of the videos of {}/MSRVTT_data.json",
+    ),
+    (
+        *(NINE, lambda data: data.replace(b"video_id", b"id")),
+        f"data.ids: 'video_id' is no column of {{}}/{NINE}; legal: id",
+    ),
+    (
+        *(NINE, lambda data: data + b'"video1'),
+        f"data.ids: '{{}}/{NINE}' is damaged in line 4 (unexpected end of data);"
+        " legal: a whole CSV file",
+    ),
+    (
+        *(NINE, lambda data: data + b"vid\xff"),
+        f"data.ids: '{{}}/{NINE}' is none in line 4; legal: a file in UTF-8",
+    ),
+    (
+        *(TESTS, lambda data: data + b"ret9,msr9,video9\n"),
+        "data.held_out.path: ['ret9', 'msr9', 'video9'] stands in line 3 of {}/"
+        f"{TESTS}; legal: a row of key, vid_key, video_id, sentence",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def small_msrvtt(tmp_path_factory):
+    return msrvtt(tmp_path_factory.mktemp("msrvtt"), trained=2, tested=1, has_sound=False)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD_MSRVTT)
+def test_bad_files_of_msrvtt(name, change, message, small_msrvtt, tmp_path):
+    for path in small_msrvtt.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(data)
+    changed(tmp_path, name, change)
+    with pytest.raises(SpecError) as error:
+        of_msrvtt(tmp_path, held_out={"path": str(tmp_path / TESTS)})
+    assert str(error.value) == message.replace("{}", str(tmp_path))
+
+
+def test_what_msrvtt_is_to_name(small_msrvtt, tmp_path):
+    cases = {
+        "data.splits: 'val' is not there; legal: splits of {}/MSRVTT_data.json: test, train": {
+            "splits": ["val"]
+        },
+        "ids: None is not legal; legal: a file of ids, such as MSRVTT_train.9k.csv; or splits, and"
+        " ids null": {"ids": None},
+    }
+    for message, given in cases.items():
+        with pytest.raises(SpecError) as error:
+            of_msrvtt(small_msrvtt, **given)
+        assert str(error.value) == message.replace("{}", str(small_msrvtt))
+    with pytest.raises(SpecError, match="^data.videos: '/nowhere' does not exist; legal: an exist"):
+        path = small_msrvtt / "MSRVTT_data.json"
+        built(2, name="msrvtt", path=path, videos="/nowhere", splits=["train"])
+
+
+# -- MultiVENT 2.0 ---------------------------------------------------------------------------------
+
+QUERIES, JUDGED = "multivent_2_train_queries.csv", "multivent_2_train_judgments.jsonl"
+
+
+def of_multivent(folder, batch_size=2, **more):
+    return built(
+        batch_size,
+        name="multivent",
+        path=folder / QUERIES,
+        judgments=folder / JUDGED,
+        videos=folder / "train",
+        **more,
+    )
+
+
+def test_the_form_of_multivent(tmp_path, caplog):
+    graded = [
+        {"query_id": QUERY.format(0), "doc_id": "247", "relevance": 3, "video_language": "korean"},
+        {"query_id": QUERY.format(1), "doc_id": "aB3_dE-fG10", "relevance": 0},
+    ]
+    folder = multivent(tmp_path, 2, graded)
+    clip(folder / "train/000000/247.mp4", has_sound=False)
+    own = sound(folder / "train/000000/247.wav", 1)
+    own.rename(own.with_suffix(".m4a"))  # known by what it holds
+    data = of_multivent(folder, 5)
+    asked = {(row.query, data.rows.documents[row.document].id) for row in data.rows.rows}
+    assert asked == {
+        ("Vote 0, spring 2021", "aB3_dE-fG10"),
+        ("Vote 0, spring 2021", "247"),
+        ("Vote 1, spring 2021", "aB3_dE-fG11"),
+        ("both of the first", "aB3_dE-fG10"),
+        ("both of the first", "aB3_dE-fG11"),
+    }
+    assert caplog.messages == [
+        f"1 of 4 queries of {folder / QUERIES} are left out: nothing is relevant to them"
+    ]
+    (batch,) = data.batches(0, 0, 0, 1)
+    relevant = data.relevant(batch.query_facts, batch.document_facts)
+    both = relevant[batch.queries.index("both of the first")]
+    assert both.sum() == 2 and len(batch.documents) == 3
+    found = {
+        key.split("/")[-1].split()[0]: document["audio"]
+        for key, document in zip(batch.document_keys, batch.documents, strict=True)
+    }
+    assert found["aB3_dE-fG10.mp4"] is None and len(found["aB3_dE-fG11.mp4"]["samples"])
+    heard_there = found["247.m4a"]["samples"]  # of the file beside the video
+    assert len(heard_there) == 4 * 16_000
+    assert heard(np.frombuffer(heard_there, "<f4"), 16_000) == pytest.approx(tone_of(0.5), abs=5)
+
+
+def test_what_is_held_out_lies_elsewhere(tmp_path):
+    one, other = multivent(tmp_path / "one", 2), multivent(tmp_path / "other", 2)
+    held_out = {"path": str(other / QUERIES), "judgments": str(other / JUDGED)}
+    batch = of_multivent(one, held_out={**held_out, "videos": str(other / "train")}).held_out()
+    assert len(batch.queries) == 3 and all(str(other) in key for key in batch.document_keys)
+    batch = of_multivent(one, held_out=held_out).held_out()
+    assert all(str(one) in key for key in batch.document_keys)
+    share = of_multivent(one, held_out=0.5)
+    assert len(share.held_out().documents) == 1
+
+
+LEGAL = 'lines {"query_id": "...", "doc_id": "...", "relevance": a number of at least 0}'
+BAD_MULTIVENT = [
+    (
+        *(QUERIES, lambda data: data.replace(b"Query_id", b"id")),
+        f"data.path: 'Query_id' is no column of {{}}/{QUERIES}; legal: id, query",
+    ),
+    (
+        *(QUERIES, lambda data: data + b"x,Vote, spring\r\n"),
+        f"data.path: ['x', 'Vote', ' spring'] stands in line 6 of {{}}/{QUERIES};"
+        " legal: a row of Query_id, query",
+    ),
+    (
+        *(QUERIES, lambda data: data + data.splitlines(keepends=True)[1]),
+        f"data.path: '{QUERY.format(0)}' is again in line 6 of {{}}/{QUERIES};"
+        " legal: a query for an id",
+    ),
+    (
+        *(QUERIES, lambda data: data + b"x,\r\n"),
+        f"data.path: '' stands in line 6 of {{}}/{QUERIES}; legal: a text with at least one word",
+    ),
+    (
+        *(JUDGED, lambda data: b'{"query_id": "x", "doc_id": "y", "relevance": 1}\n' + data),
+        f"data.judgments: 'x' in line 1 of {{}}/{JUDGED} is none;"
+        f" legal: ids of the queries of {{}}/{QUERIES}",
+    ),
+    (
+        *(JUDGED, lambda data: b'{"query_id": "x", "doc_id": "y", "relevance": "1"}\n' + data),
+        "data.judgments: {'query_id': 'x', 'doc_id': 'y', 'relevance': '1'} stands in line 1 of"
+        f" {{}}/{JUDGED}; legal: {LEGAL}",
+    ),
+    (
+        *(JUDGED, lambda data: data.replace(b'"relevance": 1', b'"relevance": 0')),
+        f"data.judgments: '{{}}/{JUDGED}' has none;"
+        " legal: a file with at least one relevance of more than 0",
+    ),
+    (
+        *(JUDGED, lambda data: data[:-20]),
+        f" in line 4 of {{}}/{JUDGED} is cut off: the file ends in the middle of it;",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def small_multivent(tmp_path_factory):
+    return multivent(tmp_path_factory.mktemp("multivent"), 2)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD_MULTIVENT)
+def test_bad_files_of_multivent(name, change, message, small_multivent, tmp_path):
+    for path in small_multivent.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(change(data))
+    with pytest.raises(SpecError) as error:
+        of_multivent(tmp_path)
+    assert message.replace("{}", str(tmp_path)) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_texts_with_commas_quotes_and_lines(tmp_path):
+    path = tmp_path / "q.csv"
+    path.write_bytes(b'id,query\r\n\r\n1,"a, ""b""\r\nc"\r\n2,d\r\n')
+    rows = list(read_csv(str(path), ("query",), "path"))
+    assert rows == [
+        (f"line 4 of {path}", {"query": 'a, "b"\r\nc'}),
+        (f"line 5 of {path}", {"query": "d"}),
+    ]
+
+
+# -- in training -----------------------------------------------------------------------------------
+
+
+def test_an_adapter_has_states_of_pictures_and_videos(checkpoint, tmp_path):
+    """The first of what is kept has nothing in it, which no other one may suffer from."""
+    clip(tmp_path / "a.mp4", has_sound=False)
+    rows = [{"query": "a", "video": "a.mp4"}, {"query": "p", "image": str(IMAGES / NAMES[0])}]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    encoder = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
+    states = tmp_path / "states"
+    learner = {"encoder": encoder, "trains": "adapter", "states": str(states), "adapter_dim": 8}
+    data = {"name": "pairs", "path": str(path), "media": {"wants": ["frames"]}}
+    spec = spec_of(tmp_path / "out", "", learner, data=data, batch_size=2, max_steps=1)
+    trained(spec)
+    (kept,) = states.glob("*.lance")
+    lengths = {row["key"]: len(row["states"]) for row in lance.dataset(kept).to_table().to_pylist()}
+    empty = [key for key, length in lengths.items() if not length]
+    assert empty == [NO_DOCUMENT] and len(lengths) == 5

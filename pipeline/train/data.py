@@ -7,7 +7,7 @@ for all pairs of a batch, also between those of different workers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -70,6 +70,11 @@ class TrainingData(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
+
+    #: Keys of documents of which nothing but the key is needed: what costs much is not read again.
+    known: Container[str] = frozenset()
+    #: Whether those are all that can be read.
+    knows_all = False
 
     def __init__(self, spec: Spec, *, batch_size: int, seed: int):
         self.spec, self.batch_size, self.seed = spec, batch_size, seed

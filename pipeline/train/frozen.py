@@ -74,6 +74,7 @@ def kept(
     from pipeline.train.states import States
 
     states = States(f"{folder}/{config.digest(about)}.lance", about, dtype)
+    data.known = states
     texts: dict[str, str] = {}
     items: dict[str, Mapping[str, Any]] = {}
 
@@ -94,6 +95,7 @@ def kept(
     keep()
     distributed.wait_for_all()
     states.reopen()
+    data.knows_all = True
     return states
 
 

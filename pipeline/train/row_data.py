@@ -324,6 +324,10 @@ class RowData(TrainingData):
         """A document as encoders read it; None: nothing, or a file of it cannot be read."""
         if document is None:
             return None
+        if self._key(document) in self.known:
+            return self._nothing
+        if self.knows_all:
+            return None
         item: dict[str, Any] = {"text": document.text}
         try:
             if document.picture is not None:

@@ -350,19 +350,28 @@ def test_two_workers_learn_what_one_does(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [4, 6])
-def test_a_model_trains_on_them_with_a_corrupt_picture(checkpoint, tmp_path, batch_size):
-    """Also on kept states, of all rows, though some fill no batch."""
+def test_a_model_trains_on_them_with_a_corrupt_picture(
+    checkpoint, tmp_path, batch_size, monkeypatch
+):
+    """Also on kept states, of all rows, though some fill no batch; pictures are then read once."""
+    read, honest = [], row_data.decode
+    monkeypatch.setattr(row_data, "decode", lambda *given: read.append(1) or honest(*given))
     path = links(tmp_path)
     (tmp_path / NAMES[2]).unlink()
     (tmp_path / NAMES[2]).write_bytes(b"no picture")
     data = {"name": "pairs", "path": str(path), "held_out": {"path": str(path)}}
     more = {"data": data, "batch_size": batch_size, "epochs": 4, "evaluate_every": 2}
     found = []
-    for name in ("read", "kept"):
-        states = str(tmp_path / "states") if name == "kept" else None
+    for name in ("read", "kept", "again"):
+        read.clear()
+        states = None if name == "read" else str(tmp_path / "states")
         learner = {"trains": "projection", "states": states}
         trained(spec_of(tmp_path / name, checkpoint("colpali"), learner, **more))
         assert len(logged(tmp_path / name, "R@1")) == 3  # also before training
         found.append(logged(tmp_path / name, "loss"))
+        # The corrupt one is tried again, in training data as in what is held out.
+        most = {"read": np.inf, "kept": len(NAMES) + 1, "again": 2}[name]
+        assert 0 < len(read) <= most
     assert len(found[0]) == 4 and np.isfinite(found).all()
     np.testing.assert_allclose(found[0], found[1], atol=1e-2)  # states are kept as float16
+    assert found[1] == found[2]

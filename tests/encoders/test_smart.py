@@ -145,6 +145,7 @@ def test_what_is_no_adapter_of_it_is_refused(tmp_path, write, said):
         ENCODERS.build(of(tmp_path))
 
 
+@pytest.mark.heavy
 def test_an_index_through_an_adapter_is_searched_through_it(cluster, tmp_path):
     (tmp_path / "texts").mkdir()
     for name, text in {"wing": "the lift of a wing", "heat": "heat flows in a plate"}.items():

@@ -321,6 +321,7 @@ def test_the_loss_of_two_workers_rows_is_that_of_one(pairs, tmp_path):
     torch.testing.assert_close(sum(both) / 2, alone)
 
 
+@pytest.mark.heavy
 def test_two_workers_learn_what_one_does(checkpoint, tmp_path):
     """With hard negatives, documents of several captions, and one that cannot be read."""
     photos = {image["id"]: image["file_name"] for image in CAPTIONS["images"]}

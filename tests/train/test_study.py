@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from jobs import train
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.train.study import Row, Run, StudySpec, report, rows_of, runs_of
-from tests.conftest import ROOT
 from tests.train.runs import spec_of
 
 
@@ -89,19 +87,15 @@ def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
     assert isinstance(found[0], Row) and found[0].after["R@1"].shape == (2, 40)
 
 
-def test_the_job_trains_a_study(model, tmp_path):
+def test_the_job_trains_a_study(model, tmp_path, capsys):
     spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, evaluate_every=100)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
-    command = [sys.executable, "-m", "jobs.train", str(tmp_path / "spec.yaml")]
-    tried = subprocess.run([*command, "--dry-run"], cwd=ROOT, text=True, capture_output=True)
-    assert tried.returncode == 0, tried.stderr
-    assert tried.stdout.splitlines()[0].startswith("seed 0: 1 epochs of 8 documents")
+    path = str(tmp_path / "spec.yaml")
+    train.main([path, "--dry-run"])
+    assert capsys.readouterr().out.startswith("seed 0: 1 epochs of 8 documents")
     assert not (tmp_path / "study").exists()
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert "run 2 of 2: seed 1" in done.stdout and "± " in done.stdout
-    refused = subprocess.run([*command, "batch_size=1"], cwd=ROOT, text=True, capture_output=True)
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        "error: batch_size: 1 is not legal; legal: greater than or equal to 2\n"
-    )
+    train.main([path])
+    said = capsys.readouterr().out
+    assert "run 2 of 2: seed 1" in said and "± " in said
+    with pytest.raises(SpecError, match="batch_size: 1 is not legal; legal: greater than or equal"):
+        train.main([path, "batch_size=1"])

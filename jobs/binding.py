@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
     given = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
-    fields = config.override({"encoder": given.get("encoder", given)}, in_encoder)
+    own = given if "name" in given else given.get("encoder", given)  # smart has an `encoder` too
+    fields = config.override({"encoder": own}, in_encoder)
     with config.within("encoder"):
         spec = ENCODERS.resolve(fields["encoder"])
         ENCODERS.load(spec.name).check(spec)

@@ -42,7 +42,7 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
         there = there.parent
     if not there.is_dir():
         raise SpecError(field, uri, "a path under folders", f"lies under the file {there}")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
         raise SpecError(field, uri, f"a writable path ({there} is not)", "cannot be written")
 
 

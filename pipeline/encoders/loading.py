@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -304,6 +305,7 @@ def linear_in(
     Raises:
         SpecError: there is none, or it is of vectors of another width.
     """
+    check_unchanged(folder, field)
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -351,6 +353,23 @@ def hashed(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
     """The hashes of a folder's files by name."""
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return {path.name: sha256(path) for path in paths}
+
+
+def check_unchanged(folder: Path | str, field: str) -> None:
+    """Raises `SpecError` if a folder's weights are not what its `training.json` says was trained.
+
+    A folder without that file may have any.
+    """
+    about = Path(folder) / "training.json"
+    if not about.is_file():
+        return
+    try:
+        trained = json.loads(about.read_text("utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        trained = None
+    if hashed(Path(folder), ["*.safetensors"]) != trained:
+        legal = "a folder as training wrote it"
+        raise SpecError(field, str(folder), legal, "has weights that were changed, or are damaged")
 
 
 def sha256(path: Path) -> str:

@@ -28,7 +28,7 @@ import torch
 from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.encoders import Attention, EncodedQueries, Encoder
-from pipeline.encoders.loading import WEIGHTS, hashed
+from pipeline.encoders.loading import WEIGHTS, check_unchanged, hashed
 from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise
@@ -68,25 +68,31 @@ class Adapter(torch.nn.Module):
         share = (normed * self.layers).sum(dim=-1).softmax(dim=-1)
         return normalise(self.linear((share.unsqueeze(-1) * normed).sum(dim=-2)))
 
-    def save(self, folder: Path) -> None:
-        """Writes the weights into a folder."""
+    def save(self, folder: Path, encoder: str = "") -> None:
+        """Writes the weights into a folder, with the fingerprint of the encoder before it."""
         weights = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
-        safetensors.torch.save_file(weights, folder / FILE)
+        safetensors.torch.save_file(weights, folder / FILE, {"encoder": encoder})
 
     @classmethod
-    def load(cls, folder: str, width: int, num_layers: int = 1) -> Adapter:
+    def load(cls, folder: str, width: int, num_layers: int = 1, encoder: str = "") -> Adapter:
         """The adapter of a folder.
 
+        Args:
+            encoder: the fingerprint of the encoder before it.
+
         Raises:
-            SpecError: for `adapter`: there is none, or it is one of states of another width or of
-                another number of layers.
+            SpecError: for `adapter`: there is none, or it is one of states of another width, of
+                another number of layers or of another encoder, or not as training wrote it.
         """
         legal = f"a folder with the {FILE} of an adapter of {_said(width, num_layers)}"
         path = Path(folder) / FILE
         if not path.is_file():
             raise SpecError("adapter", folder, legal, f"has no {FILE}")
+        check_unchanged(folder, "adapter")
         try:
             weights = safetensors.torch.load_file(path)
+            with safetensors.safe_open(path, "pt") as file:
+                trained_on = (file.metadata() or {}).get("encoder")
             own = cls(*reversed(weights["linear.weight"].shape), len(weights.get("layers", [0])))
             own.load_state_dict(weights)
         except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError) as error:
@@ -96,6 +102,9 @@ class Adapter(torch.nn.Module):
         if there != (width, num_layers):
             problem = f"has one of {_said(*there)}"
             raise SpecError("adapter", folder, legal, problem)
+        if encoder and trained_on and trained_on != encoder:
+            legal = "a folder with an adapter that was trained behind this encoder"
+            raise SpecError("adapter", folder, legal, "has one of another, or of another layer")
         return own.eval().requires_grad_(False)
 
 
@@ -129,7 +138,8 @@ class Smart(Encoder):
         self.spec = spec
         self._inner: Encoder = ENCODERS.build(spec.encoder)
         num_layers = self._inner.num_states
-        self._adapter = Adapter.load(spec.adapter, self._inner.dim // num_layers, num_layers)
+        width, before = self._inner.dim // num_layers, self._inner.fingerprint
+        self._adapter = Adapter.load(spec.adapter, width, num_layers, before)
         self.dim = self._adapter.linear.out_features
         self.pooled_dim = self._inner.pooled_dim
         self.has_spans, self.has_extents = self._inner.has_spans, self._inner.has_extents

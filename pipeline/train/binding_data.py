@@ -53,6 +53,11 @@ class Binding(TrainingData):
         held_out: int = Field(NUM_PAIRS, ge=1)
 
     @property
+    def gives(self) -> frozenset[str]:
+        """Texts or pictures."""
+        return frozenset({"text" if self.spec.form == "text" else "image"})
+
+    @property
     def repeats(self) -> bool:
         """Unless the pairs are fresh."""
         return not self.spec.fresh

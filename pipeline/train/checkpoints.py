@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from pipeline import config
-from pipeline.config import Spec, SpecError
+from pipeline.config import JobError, Spec, SpecError
 from pipeline.encoders.loading import hashed
 from pipeline.train import distributed
 from pipeline.train.sharding import load_state, whole, whole_state
@@ -74,11 +78,12 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return 0
-        about = json.loads((last / "about.json").read_text("utf-8"))
+        with _undamaged(last):
+            about = json.loads((last / "about.json").read_text("utf-8"))
+            weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         for field, own, there in differences(self._lasting(), about["spec"]):
             legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
             raise SpecError(field, own, legal)
-        weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         own = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = [{n: tuple(t.shape) for n, t in some.items()} for some in (own, weights)]
         for name, ours, theirs in differences(*shapes):
@@ -95,7 +100,8 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return
-        state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
+        with _undamaged(last):
+            state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
         load_state(optimiser, state)
         own_random = last / f"random-{distributed.rank()}.pt"
         if own_random.exists():  # there may be more workers than before
@@ -132,6 +138,42 @@ class Checkpoints:
         """What of the spec has to be the same for a run to go on, as JSON has it."""
         fields = {k: v for k, v in config.dump(self.spec).items() if k not in MAY_CHANGE}
         return json.loads(json.dumps(fields))
+
+
+@contextlib.contextmanager
+def _undamaged(checkpoint: Path) -> Iterator[None]:
+    """What cannot be read inside is an error of the checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        before = "remove it to go on from the one before, or to begin anew"
+        raise JobError(f"the checkpoint {checkpoint} is damaged ({said}): {before}") from None
+
+
+def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
+    """Keeps other processes from writing a run's folder, until what is given is closed.
+
+    Args:
+        seconds: another process may take to end.
+
+    Raises:
+        SpecError: for `output`: another process writes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                legal = "a folder that no other process writes"
+                raise SpecError("output", str(folder), legal, "is that of a run now") from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return file
 
 
 def differences(one: Any, other: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline import config
+from pipeline.atomic import check_writable
 from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
 from pipeline.encoders import Trainable
@@ -171,6 +172,8 @@ class Contrastive(Learner):
             raise SpecError("encoder.name", spec.encoder.name, legal)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
+        if spec.states is not None:
+            check_writable(spec.states, "states")
         if spec.trains == "lora":
             lora.check()
             if spec.encoder.name == "jina_v4":
@@ -183,6 +186,14 @@ class Contrastive(Learner):
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
             legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
             raise SpecError("compressor.name", spec.compressor.name, legal)
+
+    @classmethod
+    def check_data(cls, spec: Spec, data: TrainingData) -> None:
+        """Also raises `SpecError` if there is nothing to distill."""
+        super().check_data(spec, data)
+        if spec.distillation is not None and not data.has_teacher:
+            legal = "null, or data with the scores of a teacher"
+            raise SpecError("distillation", spec.distillation.kind, legal)
 
     # -- the states of a frozen model --------------------------------------------------------------
 
@@ -388,7 +399,7 @@ class Contrastive(Learner):
     def save(self, folder: Path) -> None:
         """The model with its processor, or what was trained of it, for an encoder's spec."""
         if self.spec.trains == "adapter":
-            self.model.save(folder)
+            self.model.save(folder, self.encoder.fingerprint)
             return
         if self._tuned is not None:
             lora.save(self._tuned, folder, self.encoder.part_of_checkpoint)

@@ -85,6 +85,16 @@ class TrainingData(ABC):
         return True
 
     @property
+    def gives(self) -> frozenset[str]:
+        """What documents are, kinds of `schema.PAYLOAD`; nothing: that is not known."""
+        return frozenset()
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether batches have scores of another model."""
+        return False
+
+    @property
     @abstractmethod
     def num_batches(self) -> int:
         """Batches of an epoch."""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch.utils.checkpoint import checkpoint
 
 from pipeline import config
+from pipeline.atomic import check_writable
 from pipeline.config import SpecError, Uri
 from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.rerank import objectives
@@ -167,6 +168,8 @@ class EdjeLearner(Learner):
         """Raises `SpecError` if a part of it is not there, or does not fit."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
+        if spec.states is not None:
+            check_writable(spec.states, "states")
         if spec.start is not None:
             about_of(spec.start, "start")
         else:

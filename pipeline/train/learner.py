@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.config import Spec
+from pipeline.config import Spec, SpecError
+from pipeline.registry import ENCODERS
 from pipeline.train.data import Batch, TrainingData
 from pipeline.train.quality import Quality
 
@@ -31,6 +32,16 @@ class Learner(torch.nn.Module, ABC):
     @abstractmethod
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if it cannot be built here; no weights are loaded."""
+
+    @classmethod
+    def check_data(cls, spec: Spec, data: TrainingData) -> None:
+        """Raises `SpecError` if its encoder reads nothing of what the data's documents are."""
+        encoder = spec.encoder
+        wants = ENCODERS.load(encoder.name).wants(encoder)
+        if data.gives and not data.gives & set(wants):
+            legal = f"an encoder of {' or '.join(sorted(data.gives))}, which the documents are"
+            problem = f"reads {', '.join(wants)}"
+            raise SpecError("encoder.name", encoder.name, legal, problem)
 
     def prepare(self, data: TrainingData) -> None:
         """Does what is done once for each query and document, before the first step."""

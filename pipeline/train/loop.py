@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
 from pipeline.train import distributed, sharding
-from pipeline.train.checkpoints import Checkpoints, random_state, set_random_state
+from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.data import Batch, TrainingData
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.metrics import Metrics
@@ -29,6 +29,9 @@ from pipeline.train.quality import means
 
 #: The folder of a run that has each measure of each held-out query, a file a measured step.
 HELD_OUT = "held_out"
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimiser(config.Spec):
@@ -41,9 +44,9 @@ class Optimiser(config.Spec):
         clip: the largest norm of all gradients together; null: any.
     """
 
-    learning_rate: float = Field(2e-4, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(2e-4, gt=0, le=1e30)
     weight_decay: float = Field(1e-5, ge=0, allow_inf_nan=False)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     warmup: float = Field(0.1, ge=0, le=1)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     clip: float | None = Field(1.0, gt=0)
@@ -125,10 +128,11 @@ def check(spec: TrainSpec) -> TrainingData:
     if data.num_batches < spec.accumulate:
         legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
         if data.num_batches == 0:
-            raise SpecError(
-                "batch_size", spec.batch_size, "a batch that the data give at least once"
-            )
+            legal = "a batch that the data give at least once (an epoch is smaller)"
+            raise SpecError("batch_size", spec.batch_size, legal)
         raise SpecError("accumulate", spec.accumulate, legal)
+    with config.within("learner"):
+        LEARNERS.load(spec.learner.name).check_data(spec.learner, data)
     return data
 
 
@@ -167,6 +171,8 @@ class Loop:
         self.num_steps = min(num_steps, spec.max_steps or num_steps)
         self.folder = Path(spec.output)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
+        if distributed.rank() == 0:
+            self._lock = only_one(self.folder)
         self.step = self.checkpoints.restore_weights(self.learner)
         self.metrics = Metrics(self.folder, self.step) if distributed.rank() == 0 else None
         self.learner.prepare(self.data)  # with the whole model, before it is spread

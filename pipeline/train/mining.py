@@ -76,6 +76,9 @@ def mine(
                 line = {"query": text, "negatives": known}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             say(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
+        if not num_negatives:
+            legal = "ranks that searches of this index have"
+            raise SpecError("ranks", list(ranks), legal, "leave no negative")
     if num_strange:
         say(f"{num_strange:,} items of the index are none of the data's documents: left out")
     return Mined(num_queries, num_negatives)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,9 @@ from pipeline.train.boxes import checked
 from pipeline.train.row_data import HeldOut, RowData, RowSpec
 from pipeline.train.rows import NO_BOXES, Document, Listing, Row, hash_of, logger
 from pipeline.train.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
+
+#: A score that float32 has.
+LARGEST = 3e38
 
 #: What a column of hard negatives may name.
 Named = Literal["documents", "texts", "images", "videos", "sounds"]
@@ -227,7 +229,7 @@ class Pairs(RowData):
             raise SpecError(field, values, legal, f"in {row.where}")
         if scores is not None:
             is_list = isinstance(scores, list) and all(
-                isinstance(s, int | float) and math.isfinite(s) for s in scores
+                isinstance(s, int | float) and abs(s) <= LARGEST for s in scores
             )
             if not is_list or len(scores) != 1 + len(values):
                 legal = f"{1 + len(values)} numbers: of the document and of each negative"

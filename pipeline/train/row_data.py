@@ -248,7 +248,7 @@ class RowData(TrainingData):
             numbers,
             num_facts=max(map(len, relevant)),
             boxes=self._boxes(rows, numbers) if self._has_boxes else None,
-            teacher=teacher_of(rows[own], numbers) if self._has_teacher else None,
+            teacher=teacher_of(rows[own], numbers) if self.has_teacher else None,
         )
 
     def held_out(self) -> Batch | None:
@@ -390,7 +390,16 @@ class RowData(TrainingData):
             )
 
     @functools.cached_property
-    def _has_teacher(self) -> bool:
+    def gives(self) -> frozenset[str]:
+        """Texts, pictures, and what is decoded of videos and sound; whatever any document is."""
+        kinds = {"text"} if any(document.text for document in self._documents) else set()
+        if any(document.picture is not None for document in self._documents):
+            kinds.add("image")
+        return frozenset(kinds | (set(self.spec.media.wants) if self._has_media else set()))
+
+    @functools.cached_property
+    def has_teacher(self) -> bool:
+        """Whether rows have scores."""
         return any(row.scores is not None for row in self.rows.rows)
 
     @functools.cached_property

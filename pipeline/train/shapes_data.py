@@ -48,6 +48,11 @@ class Shapes(TrainingData):
         held_out: int = Field(1000, ge=2)
 
     @property
+    def gives(self) -> frozenset[str]:
+        """Pictures."""
+        return frozenset({"image"})
+
+    @property
     def repeats(self) -> bool:
         """Unless they are fresh, or their captions change from epoch to epoch."""
         return not self.spec.fresh and len(set(self.spec.single)) == 1

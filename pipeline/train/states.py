@@ -64,8 +64,14 @@ class States:
     def add(self, keys: Sequence[str], batch: TokenBatch) -> None:
         """Appends rows, in one commit."""
         table = self._table(keys, batch.to("cpu"))
-        mode = "append" if self._dataset is not None else "create"
-        self._dataset = lance.write_dataset(table, self.uri, mode=mode)
+        try:
+            mode = "append" if self._dataset is not None else "create"
+            self._dataset = lance.write_dataset(table, self.uri, mode=mode)
+        except OSError:
+            if self._dataset is not None:
+                raise
+            self.reopen()  # another run was faster to create it
+            self._dataset = lance.write_dataset(table, self.uri, mode="append")
         # Other workers may have appended too.
         self.reopen()
 

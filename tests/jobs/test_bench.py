@@ -150,6 +150,7 @@ assert not there, there
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+@pytest.mark.heavy
 def test_the_rerank_bench(tmp_path):
     record = tmp_path / "figures.json"
     only = ("--only", "paths", "passes", "latency", "--layers", "1", "--tokens", "4")

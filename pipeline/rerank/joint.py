@@ -99,7 +99,8 @@ class JointEncoder(torch.nn.Module):
             token_type: of the vision tokens, for models that know two.
             quantise: `int8`: on a CPU, `scores` multiplies in 8 bits: weights by output, what
                 comes in by the whole pass, so that a score moves a little with its neighbours.
-            max_batch_tokens: padded tokens of one forward pass of `scores`.
+            max_batch_tokens: padded tokens of one forward pass of `scores`; on a CPU, of no more
+                than `CPU_BATCH_TOKENS`.
         """
 
         model: str = BUNDLED

@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
+from torch.nn import functional
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -38,6 +40,9 @@ MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 #: How the names of the weights of their masked-language heads begin.
 LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+#: Padded tokens of a forward pass of `scores` on a CPU, at most: what is between layers stays in
+#: its caches (8 bits lose a quarter at 5,120; float32 and bfloat16 gain little or nothing there).
+CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,10 @@ class JointEncoder(torch.nn.Module):
             max_text_tokens: of a text, special tokens included; what is behind is cut off.
             positions: `text`, the text's as it has them alone; or `sequence`, through both.
             token_type: of the vision tokens, for models that know two.
-            max_batch_tokens: padded tokens of one forward pass of `scores`.
+            quantise: `int8`: on a CPU, `scores` multiplies in 8 bits: weights by output, what
+                comes in by the whole pass, so that a score moves a little with its neighbours.
+            max_batch_tokens: padded tokens of one forward pass of `scores`; on a CPU, of no more
+                than `CPU_BATCH_TOKENS`.
         """
 
         model: str = BUNDLED
@@ -101,6 +109,13 @@ class JointEncoder(torch.nn.Module):
         max_text_tokens: int = Field(64, ge=3)
         positions: Literal["text", "sequence"] = "text"
         token_type: Literal[0, 1] = 1
+        quantise: Literal["int8"] | None = None
+
+        @model_validator(mode="after")
+        def _quantised_from_float32(self) -> Self:
+            if self.quantise and self.dtype != "float32":
+                raise SpecError("quantise", self.quantise, "null, or dtype float32")
+            return self
 
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
         super().__init__()
@@ -129,6 +144,9 @@ class JointEncoder(torch.nn.Module):
         self.to(weight.device)
         self.match.to(weight.dtype)
         self.recover.to(weight.dtype)
+        if spec.quantise and weight.device.type != "cpu":
+            raise SpecError("quantise", spec.quantise, f"null on {weight.device.type}")
+        self._laid_out: tuple[Any, _Layers | None] = (None, None)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -202,6 +220,18 @@ class JointEncoder(torch.nn.Module):
         if not len(words_PLD):  # of which transformers makes an error
             size = self.language.config.hidden_size
             return words_PLD.new_zeros(*words_PLD.shape[:2], size)
+        inputs, mask_PS = self._inputs(words_PLD, text_mask_PL, tokens_PVD, mask_PV)
+        read = self.language.base_model(**inputs, attention_mask=mask_PS.long())
+        return read.last_hidden_state[:, mask_PV.shape[1] :]
+
+    def _inputs(
+        self,
+        words_PLD: torch.Tensor,
+        text_mask_PL: torch.Tensor,
+        tokens_PVD: torch.Tensor,
+        mask_PV: torch.Tensor,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """What the model's embeddings take of sequences, and which tokens are real (P, S)."""
         num_vision = mask_PV.shape[1]
         mask_PS = torch.cat([mask_PV, text_mask_PL], dim=1)
         if self.spec.positions == "sequence":
@@ -213,18 +243,15 @@ class JointEncoder(torch.nn.Module):
         else:
             place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
             place_PS = place_S.clamp_min(0).expand_as(mask_PS)
-        more = {}
+        inputs = {
+            "inputs_embeds": torch.cat([tokens_PVD.to(words_PLD.dtype), words_PLD], dim=1),
+            "position_ids": place_PS + self._first,
+        }
         if self._type is not None:
             types_PS = torch.zeros_like(place_PS)
             types_PS[:, :num_vision] = self._type
-            more["token_type_ids"] = types_PS
-        read = self.language.base_model(
-            inputs_embeds=torch.cat([tokens_PVD.to(words_PLD.dtype), words_PLD], dim=1),
-            attention_mask=mask_PS.long(),
-            position_ids=place_PS + self._first,
-            **more,
-        )
-        return read.last_hidden_state[:, num_vision:]
+            inputs["token_type_ids"] = types_PS
+        return inputs, mask_PS
 
     def of_texts(self, texts: Texts) -> torch.Tensor:
         """(Q, L, H) the states of texts alone."""
@@ -277,7 +304,9 @@ class JointEncoder(torch.nn.Module):
     ) -> torch.Tensor:
         """(P,) float32: how well texts and items match; what pairs share is moved and read once.
 
-        Pairs of like length are computed together, without the padding that they do not need.
+        Pairs of like length are computed together, without the padding that they do not need, and
+        of the last layer [CLS] alone. In float32 and without `quantise` they are those of `logits`
+        but for rounding.
 
         Args:
             tokens_BVD: cached tokens, of any dtype; the real ones stand first.
@@ -303,21 +332,158 @@ class JointEncoder(torch.nn.Module):
         pairs_P2 = pairs_P2.to(self.device)
         scores_P = words_QLD.new_zeros(len(pairs_P2), dtype=torch.float32)
         sizes_P = (length_P + vision_P).numpy()
-        for rows in batches_by_size(sizes_P, self.spec.max_batch_tokens):
+        layers, budget = self._layers(), self.spec.max_batch_tokens
+        if self.device.type == "cpu":
+            budget = min(budget, CPU_BATCH_TOKENS)
+        for rows in batches_by_size(sizes_P, budget):
             own = torch.from_numpy(rows)
             most = int(length_P[own].max())
+            shown = int(vision_P[own].max())
+            own_pairs_P2 = pairs_P2[own.to(self.device)]
             part = Texts(
                 texts.ids[:, :most], texts.mask[:, :most], texts.is_word[:, :most], texts.num_cut
             )
-            shown = slice(int(vision_P[own].max()))
-            scores_P[own.to(self.device)] = self.logits(
+            read = (
                 part,
-                tokens_BVD[:, shown],
-                mask_BV[:, shown],
-                pairs_P2[own.to(self.device)],
+                tokens_BVD[:, :shown],
+                mask_BV[:, :shown],
+                own_pairs_P2,
                 words_QLD[:, :most],
             )
+            is_padded = int(sizes_P[rows].min()) < most + shown
+            scores_P[own.to(self.device)] = (
+                self.logits(*read) if layers is None else self._fast(layers, is_padded, *read)
+            )
         return scores_P
+
+    def _fast(
+        self,
+        layers: _Layers,
+        is_padded: bool,
+        texts: Texts,
+        tokens_BVD: torch.Tensor,
+        mask_BV: torch.Tensor,
+        pairs_P2: torch.Tensor,
+        words_QLD: torch.Tensor,
+    ) -> torch.Tensor:
+        """(P,) float32: as `logits`, through layers laid out anew."""
+        text_P, item_P = pairs_P2.unbind(1)
+        inputs, mask_PS = self._inputs(
+            words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
+        )
+        base = self.language.base_model
+        states_PSH = base.embeddings(**inputs)
+        if hasattr(base, "embeddings_project"):
+            states_PSH = base.embeddings_project(states_PSH)
+        mask_P11S = mask_PS[:, None, None] if is_padded else None
+        return self.match(layers(states_PSH, mask_P11S, mask_BV.shape[1])).squeeze(1).float()
+
+    def _layers(self) -> _Layers | None:
+        """The layers laid out for speed; None where they are not the plain ones, or are training.
+
+        They are laid out once, and again when weights have changed.
+        """
+        base = self.language.base_model
+        weights = list(base.encoder.parameters())
+        if self.language.training or self.spec.attention != "sdpa":
+            return None
+        now = [(own.data_ptr(), 0 if own.is_inference() else own._version) for own in weights]
+        if self._laid_out[0] != now:
+            linear = {type(one) for one in base.encoder.modules() if hasattr(one, "in_features")}
+            is_plain = linear == {torch.nn.Linear}  # and no low-rank matrices beside one
+            layers = _Layers(base, self.spec.quantise == "int8") if is_plain else None
+            self._laid_out = now, layers
+        return self._laid_out[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is laid out for one machine stays there.
+        return {**super().__getstate__(), "_laid_out": (None, None)}
+
+
+class _Layers:
+    """The layers of a language model of BERT's kind, for inference.
+
+    Queries, keys and values are one product; on a CPU weights lie as oneDNN reads them, or in 8
+    bits; padding is masked only where there is some; of the last layer one place is computed.
+
+    Args:
+        base: the model without its head.
+        in_int8: whether products are of 8 bits.
+    """
+
+    def __init__(self, base: torch.nn.Module, in_int8: bool):
+        self.layers = []
+        for layer in base.encoder.layer:
+            read, act = layer.attention.self, layer.intermediate.intermediate_act_fn
+            self.heads = read.num_attention_heads
+            up = [layer.intermediate.dense]
+            products = (
+                _product([read.query, read.key, read.value], in_int8),
+                _product([layer.attention.output.dense], in_int8),
+                _product(up, in_int8, act, base.config.hidden_act == "gelu"),
+                _product([layer.output.dense], in_int8),
+            )
+            norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
+            self.layers.append((products, norms))
+
+    def __call__(
+        self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, place: int
+    ) -> torch.Tensor:
+        """(P, H) the states at one place after all layers."""
+        for number, ((qkv, out, up, down), (between, after)) in enumerate(self.layers, 1):
+            rows = slice(place, place + 1) if number == len(self.layers) else slice(None)
+            split = qkv(states_PSH).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            query, key, value = split
+            seen = functional.scaled_dot_product_attention(
+                query[:, :, rows], key, value, attn_mask=mask_P11S
+            )
+            states_PSH = between(out(seen.transpose(1, 2).flatten(2)) + states_PSH[:, rows])
+            states_PSH = after(down(up(states_PSH)) + states_PSH)
+        return states_PSH[:, 0]
+
+
+def _product(
+    linear: Sequence[torch.nn.Linear],
+    in_int8: bool,
+    act: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    is_gelu: bool = False,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Linear layers of one input side by side, and what follows them."""
+    weight = torch.cat([one.weight.detach() for one in linear])
+    bias = torch.cat([one.bias.detach() for one in linear])
+    if in_int8:
+        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+        zero = torch.zeros(len(scale), dtype=torch.int64)
+        with warnings.catch_warnings():  # of a later torch, which is to have no tensors like this
+            warnings.simplefilter("ignore", UserWarning)
+            small = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(small, bias)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.quantized.linear_dynamic(x, packed)
+
+    elif weight.device.type == "cpu" and _onednn_has(weight.dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        after = ("gelu", [], "none") if is_gelu else ("none", [], "")
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *after)
+
+        if is_gelu:
+            return product
+    else:
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, weight, bias)
+
+    return product if act is None else lambda x: act(product(x))
+
+
+def _onednn_has(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    is_brain = dtype == torch.bfloat16
+    return dtype == torch.float32 or (is_brain and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager

@@ -150,6 +150,37 @@ assert not there, there
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+@pytest.mark.heavy
+def test_the_rerank_bench(tmp_path):
+    record = tmp_path / "figures.json"
+    only = ("--only", "paths", "passes", "latency", "--layers", "1", "--tokens", "4")
+    few = ("--queries", "2", "--pool", "3", "--batch-tokens", "60", "--repeats", "1", "--calls")
+    process = start_job("jobs.bench", "rerank", *only, *few, "2", "--out", str(record))
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    paths, passes, latency = json.loads(record.read_text())["figures"].values()
+    runs = paths["paths"]
+    assert {"plain loop, float32", "scores, float32", "scores, int8"} <= set(runs)
+    for name, run in runs.items():
+        assert run["pairs_a_second"]["median"] > 0
+        assert run["max_off"] < (1e-5 if "float32" in name else 0.2)
+    assert runs["scores, float32"]["ranks"] == pytest.approx(1)
+    sides = {"plain loop", "scores", "a pass, eager", "a pass, compiled"}
+    assert set(passes) == {"title", "peaks", *(f"4 {side}" for side in sides)}
+    assert len(latency["3 scores, int8"]["milliseconds"]) == 2
+    assert "| path | pairs/s |" in out and "| pool | path |" in out
+
+
+def test_reranking_is_measured_without_ray_and_lance():
+    code = """
+import sys
+import jobs.bench.rerank
+there = {"ray", "lance"} & set(sys.modules)
+assert not there, there
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
 def test_a_device_that_is_not_there_is_one_sentence():
     process = start_job("jobs.bench", "compress", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     _, error = process.communicate(timeout=120)

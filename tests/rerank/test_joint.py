@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import pytest
 import safetensors.torch
@@ -148,6 +150,89 @@ def test_half_precision_is_close(tmp_path, dtype):
     half = Edje.load(tmp_path / "edje", dtype=dtype).joint.scores(TEXTS, tokens.half(), mask)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, expected, atol=0.1, rtol=0.05)
+
+
+EVERY = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+
+
+@torch.no_grad()
+def test_the_layers_laid_out_anew_are_the_models_own(joint):
+    """In float64 to rounding; in float32 as near it as the model itself."""
+    tokens, mask = tokens_of(joint, 5, 2, 0)
+    same, no_padding = tokens_of(joint, 4, 4)
+    alike = joint.read(["heat heat", "wing heat"])
+    double = copy.deepcopy(joint).double()
+    exact = double.logits(joint.read(TEXTS), tokens.double(), mask, EVERY)
+    torch.testing.assert_close(
+        double.scores(TEXTS, tokens, mask, EVERY), exact, atol=1e-6, rtol=1e-6
+    )
+    assert joint._layers() is not None and double._layers() is not joint._layers()
+    torch.testing.assert_close(
+        joint.scores(TEXTS, tokens, mask, EVERY), exact, atol=2e-5, rtol=1e-5
+    )
+    pairs = torch.tensor([[0, 0], [0, 1]])
+    expected = joint.logits(alike, same, no_padding, pairs)
+    torch.testing.assert_close(
+        joint.scores(alike, same, no_padding, pairs), expected, atol=2e-5, rtol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_scores_follow_the_weights(tmp_path):
+    """They are laid out again when they change, and never while dropout is on."""
+    joint = joint_encoder(tmp_path)
+    tokens, mask = tokens_of(joint, 4, 2, 3)
+    before = joint.scores(TEXTS, tokens, mask)
+    laid_out = joint._layers()
+    assert joint._layers() is laid_out
+    for layer in joint.language.base_model.encoder.layer:
+        layer.output.dense.weight.mul_(-1)
+    after = joint.scores(TEXTS, tokens, mask)
+    own = torch.arange(3).unsqueeze(1).expand(-1, 2)
+    torch.testing.assert_close(
+        after, joint.logits(joint.read(TEXTS), tokens, mask, own), atol=2e-5, rtol=1e-5
+    )
+    assert (after - before).abs().max() > 1e-3
+    assert joint.train()._layers() is None
+    copied = pickle.loads(pickle.dumps(joint.eval()))
+    torch.testing.assert_close(copied.scores(TEXTS, tokens, mask), after, atol=0, rtol=0)
+
+
+def test_low_rank_matrices_are_read_as_they_are(tmp_path):
+    """They stand beside linear layers, which are then not laid out anew."""
+    peft = pytest.importorskip("peft")
+    joint = joint_encoder(tmp_path)
+    tokens, mask = tokens_of(joint, 4, 2, 3)
+    before = joint.scores(TEXTS, tokens, mask)
+    settings = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    peft.inject_adapter_in_model(settings, joint.language)
+    assert joint.eval()._layers() is None
+    assert (joint.scores(TEXTS, tokens, mask) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_in_int8_are_close(tmp_path, family):
+    """A few hundredths of how far scores differ, and of any neighbours."""
+    exact, small = (
+        joint_encoder(tmp_path / str(how), family, quantise=how) for how in (None, "int8")
+    )
+    for name in ("match", "recover"):
+        getattr(small, name).load_state_dict(getattr(exact, name).state_dict())
+    tokens, mask = tokens_of(exact, 6, 2, 4)
+    expected = exact.scores(TEXTS, tokens, mask, EVERY)
+    together = small.scores(TEXTS, tokens, mask, EVERY)
+    alone = [small.scores(TEXTS, tokens, mask, pair.unsqueeze(0)) for pair in EVERY]
+    for scores in (together, torch.cat(alone)):
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected, atol=0.1, rtol=0)
+        assert torch.corrcoef(torch.stack([scores, expected]))[0, 1] > 0.99
+    assert not torch.equal(together, expected)
+
+
+def test_int8_comes_of_float32(tmp_path):
+    given = {"model": language_model(tmp_path), "dtype": "bfloat16", "quantise": "int8"}
+    with pytest.raises(SpecError, match="quantise: 'int8' .* null, or dtype float32"):
+        parse(JointEncoder.Spec, given)
 
 
 def test_the_bundled_model_gets_a_head_of_its_own():

@@ -34,8 +34,14 @@ def token_column(aspect: str, name: str) -> str:
     return name if aspect == "content" else f"{aspect}_{name}"
 
 
+#: The column of what EDJE's adapter makes of an item, see `rerank_tokens`.
+RERANK_TOKENS = "rerank_tokens"
 #: Columns that are there already: stored, or on the way from encoder to compressor.
-TAKEN = (*ITEM.names, *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS))
+TAKEN = (
+    *ITEM.names,
+    *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS),
+    RERANK_TOKENS,
+)
 
 
 class Representation(Spec):

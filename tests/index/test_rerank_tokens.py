@@ -20,6 +20,7 @@ from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter
 from pipeline.schema import metadata_of
+from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from tests.pictures import noise, png
 from tests.rerank.models import edje
 
@@ -100,6 +101,10 @@ def files(uri: Path, *columns: str) -> list[list[str]]:
     ]
 
 
+def contents(uri: Path, columns: list[str]) -> str:
+    return repr(Index(str(uri)).dataset.to_table(columns=columns).to_pylist())
+
+
 def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -162,7 +167,7 @@ def test_separate_compressing_actors_write_the_same(tmp_path, cached, photos, du
 
 def test_the_backfill_touches_no_other_column(uri, photos, dual, model):
     others = [name for name in Index(str(uri)).schema.names if name != "rerank_tokens"]
-    before, rows = files(uri, *others), Index(str(uri)).dataset.to_table(columns=others)
+    before, rows = files(uri, *others), contents(uri, others)
     key, size = Index(str(uri)).content_key(others), {}
     for file in (uri / "items.lance/data").iterdir():
         size[file.name] = (file.stat().st_size, file.stat().st_mtime_ns)
@@ -171,7 +176,7 @@ def test_the_backfill_touches_no_other_column(uri, photos, dual, model):
     for name, stat in size.items():
         file = uri / "items.lance/data" / name
         assert (file.stat().st_size, file.stat().st_mtime_ns) == stat
-    assert Index(str(uri)).dataset.to_table(columns=others) == rows
+    assert contents(uri, others) == rows
     own = files(uri, "rerank_tokens")
     assert all(len(names) == 1 for names in own)
     assert not {name for names in own for name in names} & set(size)
@@ -225,20 +230,16 @@ def test_rows_that_came_later_are_filled_by_another_run(tmp_path, photos, dual, 
     assert all(there is not None for there in tokens(uri).values())
 
 
-def test_an_item_of_which_nothing_is_made_has_null(dual, model):
-    """No token that the adapter reads, or one that float16 cannot hold."""
+def test_an_item_of_which_nothing_is_made_has_null(model):
+    """It has prompts alone, or a token beyond what float16 holds."""
     adapter = load_adapter(model)
-    from pipeline.tokens import TokenBatch
-
-    mask = torch.tensor([[True, True], [False, False], [True, False]])
-    vectors = torch.randn(3, 2, 32)
-    vectors[2] = 1e30
-    adapter.projection.weight.requires_grad_(False).mul_(1e6)
-    adapter.spec.__dict__["kind"]  # a compressed one
-    column = tokens_column(adapter, TokenBatch(vectors, mask, normalised=False))
-    assert column.is_valid().to_pylist()[1] is False
-    finite = torch.isfinite(adapter.cached(TokenBatch(vectors, mask, False))[0]).all(dim=(1, 2))
-    assert column.is_valid().to_pylist() == (finite & mask.any(dim=1)).tolist()
+    vectors, kind = torch.randn(4, 2, 32), torch.full((4, 2), VISUAL)
+    kind[1] = PROMPT
+    vectors[2] *= 1e38  # of which a sum is none
+    mask = torch.tensor([[True, True], [True, True], [True, True], [True, False]])
+    column = tokens_column(adapter, TokenBatch(vectors, mask, normalised=False, kind=kind))
+    assert column.is_valid().to_pylist() == [True, False, False, True]
+    assert [row and len(row) for row in column.to_pylist()] == [3, None, None, 3]
 
 
 def test_what_is_refused(tmp_path, uri, photos, dual, model):
@@ -264,6 +265,7 @@ def test_what_is_refused(tmp_path, uri, photos, dual, model):
             run(spec(uri, photos, dual, rerank=again))
     with pytest.raises(SpecError, match="index: .* is empty; legal: an index that has rows"):
         (tmp_path / "nothing").mkdir()
+        (tmp_path / "nothing/a.png").write_bytes(b"no picture")
         nothing = spec(tmp_path / "empty", tmp_path / "nothing", dual)
         index(nothing)
         fill(nothing.model_copy(update={"rerank": model}))

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pytest
 import torch
 
+from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.eval.metrics import read_run
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
@@ -155,7 +157,7 @@ def test_several_queries_and_shards_give_the_same(uri, model):
 
 
 def test_a_picture_finds_by_the_items_texts(uri, model, photos):
-    """Of the same photo the tokens are those that the index has; an item without text is flagged."""
+    """Of a photo the tokens are those that the index has; an item without text is flagged."""
     searcher, reranker = open_index(uri), Reranker(model, 5)
     tokens, mask = reranker.tokens_of(searcher, [photos["3.png"]])
     torch.testing.assert_close(tokens, stored(uri)["3.png"], atol=2e-3, rtol=2e-3)
@@ -255,3 +257,32 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert len(set(scores.values())) == NUM_PHOTOS
     assert replace(ranking, reranked=None).scores_by_item() != scores
+
+
+def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
+    """Printed, as JSON and as a run; a picture; and what is not legal."""
+    given = [uri, "--score", "single", "--rerank", f"edje={model}", "--pool", "4"]
+    reranker = Reranker(model, 4)
+    found = open_index(uri).search(TEXT, rerank=reranker, score="single")
+    search.main([*given, TEXT])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
+    for line, hit in zip(lines, found, strict=True):
+        assert hit.item_id in line and f"(was {hit.reranked.first_rank})" in line
+    search.main([*given, TEXT, "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["reranked"]["first_rank"] for row in rows] == [h.reranked.first_rank for h in found]
+
+    (tmp_path / "queries.tsv").write_text(f"q\t{TEXT}\n")
+    (tmp_path / "3.png").write_bytes(photos["3.png"])
+    out = str(tmp_path / "edje.trec")
+    search.main([*given, "--queries", str(tmp_path / "queries.tsv"), "--run", out])
+    assert list(read_run(out)["q"]) == [hit.item_id for hit in found]
+    assert "reranked" in capsys.readouterr().out
+    search.main([*given, "--image", str(tmp_path / "3.png")])
+    assert "(was 1" in capsys.readouterr().out
+    long = edje_of(tmp_path / "short", dual, max_text_tokens=6)
+    search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
+    assert "tokens longer than what the reranker reads" in capsys.readouterr().out
+    for wrong in ("maxsim", "edje", f"x={model}"):
+        with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
+            search.main([uri, TEXT, "--rerank", wrong])

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.index.columns import codec_name
+from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.reader import JOBS, Index, open_folder
 
 
@@ -79,6 +79,18 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         "artefact": about["artefact"],
         "codec_artefact": about.get("codec_artefact"),
     }
+
+
+def rerank_sizes(index: Index, where: str | None = None) -> tuple[float, float]:
+    """Tokens and bytes of `rerank_tokens`, mean over the items that have any; 0 without them."""
+    if RERANK_TOKENS not in index.schema.names:
+        return 0.0, 0.0
+    num_rows = num_tokens = 0
+    for batch in index.batches([RERANK_TOKENS], where=where):
+        num_rows += batch.num_rows - batch[RERANK_TOKENS].null_count
+        num_tokens += pc.sum(pc.list_value_length(batch[RERANK_TOKENS])).as_py() or 0
+    per_item = num_tokens / max(1, num_rows)
+    return per_item, per_item * bytes_of_element(index.schema.field(RERANK_TOKENS).type)
 
 
 def bytes_of_element(type: pa.ListType) -> int:

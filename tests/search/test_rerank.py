@@ -16,6 +16,7 @@ import torch
 from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import read_run
 from pipeline.index import job
 from pipeline.index.reader import Index
@@ -286,3 +287,56 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     for wrong in ("maxsim", "edje", f"x={model}"):
         with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
             search.main([uri, TEXT, "--rerank", wrong])
+
+
+def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path):
+    """With its latency and its bytes, and the values of its own order."""
+    folder, queries = tmp_path / "benchmark", {"a": TEXT, "b": "lift", "c": "a cone"}
+    (folder / "qrels").mkdir(parents=True)
+    relevant = dict(zip(queries, ["3.png", "1.png", "5.png"], strict=True))
+    lines = [f"{query}\t{item}\t1\n" for query, item in relevant.items()]
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    lines = [json.dumps({"_id": query, "text": text}) for query, text in queries.items()]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    rerank = [{"model": model, "pool": 3}, {"model": model, "pool": 7, "add_first_stage": True}]
+    rerank.append({"model": model, "score": "late", "label": "after_late"})
+    given = {
+        "index": uri,
+        "benchmark": {"name": "beir", "path": str(folder)},
+        "output": str(tmp_path / "out"),
+        "measures": ["R@1", "RR"],
+        "judged": "item",
+        "rerank": rerank,
+    }
+    spec = config.parse(EvaluateSpec, given)
+    evaluation = run(spec, lambda line: None)
+    names = [result.name for result in evaluation.results]
+    assert names[-3:] == ["after_late", "edje_3", "edje_7_added"]
+    searcher = open_index(uri)
+    for name, reranker, score in (
+        ("edje_3", Reranker(model, 3), "single"),
+        ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single"),
+        ("after_late", Reranker(model), "late"),
+    ):
+        row = evaluation.of(name)
+        for query, text in queries.items():
+            hits = searcher.search(text, score=score, rerank=reranker, explain=False)
+            rank = [hit.item_id for hit in hits].index(relevant[query]) + 1
+            assert row.values[query] == {"R@1": float(rank == 1), "RR": pytest.approx(1 / rank)}
+        first = evaluation.of(row.first_stage)
+        assert first.score == score and evaluation.standing(row).reference == first.name
+        assert row.median_ms > 0 and row.queries_per_second > 0
+        # Three tokens of 32 numbers in float16.
+        assert row.vector_bytes - first.vector_bytes == 3 * 32 * 2
+        assert row.vectors_per_item - first.vectors_per_item == 3
+    said: list[str] = []
+    run(spec, said.append)
+    assert all("(as before)" in line for line in said if line.startswith("["))
+    assert "edje_3" in (tmp_path / "out/table.md").read_text()
+    assert (tmp_path / "out/runs/edje_3.trec").is_file()
+    for wrong, sentence in (
+        ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
+        ([{"model": str(tmp_path)}], "rerank: .* has no edje.json"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

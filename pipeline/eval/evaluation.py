@@ -50,7 +50,7 @@ from pipeline.eval.topics import read_query_vectors
 from pipeline.index.columns import RERANK_TOKENS, codec_fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both
-from pipeline.index.status import rerank_sizes, stored
+from pipeline.index.status import stored, stored_tokens
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
 from pipeline.search.searcher import (
@@ -535,10 +535,10 @@ class _Ranker:
         index, where = self._searcher.index, self._spec.where
         sizes = _sizes(index, row, where)
         if row.rerank is not None:
-            num_tokens, num_bytes = rerank_sizes(index, where)
-            sizes["vectors_per_item"] += num_tokens
+            tokens = stored_tokens(index, where)
+            sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += num_bytes
+                sizes[name] += tokens["bytes"]
         return sizes
 
     def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:

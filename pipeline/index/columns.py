@@ -389,3 +389,8 @@ def by_role(schema: pa.Schema, *roles: str) -> dict[str, dict[str, Any]]:
     """The metadata of the columns that have one of the roles, by column name."""
     about = {column.name: metadata_of(column) for column in schema}
     return {name: data for name, data in about.items() if data.get("role") in roles}
+
+
+def adapter_of(about: dict[str, Any]) -> str:
+    """The fingerprint of the adapter that wrote `rerank_tokens`, by its metadata."""
+    return about.get("adapter", {}).get("fingerprint", "unknown")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.index.columns import RERANK_TOKENS, EncoderFacts
+from pipeline.index.columns import RERANK_TOKENS, EncoderFacts, adapter_of
 from pipeline.schema import FORMAT_VERSION, metadata_of, vectors_type, with_metadata
 from pipeline.tokens import ragged_to_arrow
 
@@ -58,11 +58,6 @@ def refuse_other_adapter(folder: str, stored: pa.Field) -> None:
     from pipeline.rerank.edje import check_tokens
 
     check_tokens(folder, adapter_of(metadata_of(stored)), "rerank")
-
-
-def adapter_of(about: dict[str, Any]) -> str:
-    """The fingerprint of the adapter that wrote a column, by its metadata."""
-    return about.get("adapter", {}).get("fingerprint", "unknown")
 
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:

@@ -20,9 +20,8 @@ import torch
 from pipeline.config import SpecError, absolute
 from pipeline.encoders import Encoder
 from pipeline.encoders.sequences import opened
-from pipeline.index.columns import RERANK_TOKENS
+from pipeline.index.columns import RERANK_TOKENS, adapter_of
 from pipeline.index.reader import Index
-from pipeline.index.rerank_tokens import adapter_of
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import about_of, check_tokens, load_adapter, load_joint
 from pipeline.schema import Reranked

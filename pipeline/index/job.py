@@ -742,6 +742,8 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     """
     with within("encoder"):
         facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+    if spec.rerank is not None:
+        rerank_field(spec.rerank, facts)  # raises if it is of another encoder
     plain = CODECS.resolve("float16")
     every = every_representation(spec)
     codecs = {r.id: codec for r in every if (codec := CODECS.build(r.codec)).needs_fit}

@@ -21,6 +21,7 @@ from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter
 from pipeline.schema import metadata_of
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
+from tests.media import every, write_video
 from tests.pictures import noise, png
 from tests.rerank.models import edje
 
@@ -273,3 +274,35 @@ def test_what_is_refused(tmp_path, uri, photos, dual, model):
     with pytest.raises(SpecError, match="rerank: .* legal: null, or a representation `of: con"):
         index(spec(uri, photos, dual, rerank=model, representations=captions))
     assert version < Index(str(uri)).version
+
+
+def test_a_video_has_tokens_of_each_frame_up_to_a_bound(tmp_path, dual, model):
+    """Five frames of three tokens; bound to ten tokens, those of three frames."""
+    (tmp_path / "clips").mkdir()
+    write_video(tmp_path / "clips/a.mp4", every(5, 2))
+    source = {"name": "video", "path": str(tmp_path / "clips"), "sampling": "uniform"}
+    source |= {"num_frames": 5, "window_seconds": None}
+    uri = tmp_path / "every"
+    index(spec(uri, tmp_path, dual, source=source, rerank=model))
+    (of_every,) = tokens(uri).values()
+    assert of_every.shape == (5 * 3, 32)
+    bound = spec(tmp_path / "bound", tmp_path, dual, source=source)
+    index(bound)
+    fill(bound.model_copy(update={"rerank": edje_of(tmp_path / "edje", dual, max_tokens=10)}))
+    (of_some,) = tokens(tmp_path / "bound").values()
+    assert of_some.shape == (3 * 3, 32)
+
+
+def test_the_jobs_as_a_user_runs_them(uri, photos, dual, model, tmp_path, capsys):
+    (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec(uri, photos, dual)))
+    arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
+    with pytest.raises(SpecError, match=r"legal: null; add it with `python -m jobs\.backfill`"):
+        index_job.main(arguments)
+    backfill_job.main(arguments)
+    assert "2/2 fragments  7 rows" in capsys.readouterr().out
+    status_job.main([str(uri)])
+    said = capsys.readouterr().out
+    assert "rerank_tokens: 3.0 an item, 192 B/item, 100.0%, adapter " in said
+    assert "backfill " in said
+    index_job.main([*arguments, "--dry-run"])
+    assert "rerank_tokens" in capsys.readouterr().out

@@ -11,6 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from jobs import backfill as backfill_job
+from jobs import index as index_job
+from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import backfill, job

@@ -24,6 +24,7 @@ from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter
 from pipeline.schema import metadata_of
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
+from pipeline.train.frozen import encoded
 from tests.media import every, write_video
 from tests.pictures import noise, png
 from tests.rerank.models import edje
@@ -150,6 +151,9 @@ def test_the_index_job_the_backfill_and_the_adapter_agree_bit_for_bit(
             kept, mask = adapter.cached(batch)
             for row, item, is_real in zip(rows, kept, mask, strict=True):
                 own[unit[row]] = item[is_real].numpy()
+        trained = adapter.cached(encoded(encoder, items.to_pylist()))  # what a learner feeds it
+        for name, item, is_real in zip(unit, *trained, strict=True):
+            np.testing.assert_array_equal(own[name], item[is_real].numpy())
     assert not encoder.normalised and own["0.png"].shape == (3, adapter.dim)
     same(tokens(cached), own)
 

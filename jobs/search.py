@@ -7,6 +7,7 @@
     python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
+    python -m jobs.search INDEX "a query" --score single --rerank edje=out/edje/model --pool 20
     python -m jobs.search INDEX --image photo.jpg
     python -m jobs.search INDEX "but in red" --image photo.jpg
     python -m jobs.search INDEX --query-vectors query.npy
@@ -15,6 +16,9 @@
 Prints hits, the words that matched best marked, or with --json all that is known of each as a line
 of JSON. With --run it writes a run in TREC's form instead, and says how many queries were encoded
 and scored a second. With --actors the index is searched in so many parts, each in a Ray actor.
+With --rerank the best hits (10, or --pool) are put into the order of EDJE's joint encoder, which
+reads the query with what its adapter made of each, see jobs.backfill; for a picture with the texts
+of the hits. A hit that it cannot read keeps its place and says so.
 With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
 of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
 as JSON.
@@ -37,11 +41,12 @@ from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import SpecError, Stopped
-from pipeline.schema import Composed, Hit, Parts, Place
+from pipeline.schema import Composed, Hit, Parts, Place, Reranked
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
 
+    from pipeline.search.rerank import Reranker
     from pipeline.search.searcher import AnyQuery, Ranking, Searcher
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
@@ -86,8 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.run, "run", as_file=True)
     if args.save_maps:
         check_writable(args.save_maps, "save-maps")
+    rerank = _reranker(args)
     with _opened(args) as searcher:
-        _search(searcher, queries, named, args)
+        _search(searcher, queries, named, args, rerank)
+
+
+def _reranker(args: Any) -> Reranker | None:
+    """The second stage, if one is asked for."""
+    if args.rerank is None:
+        return None
+    name, _, folder = args.rerank.partition("=")
+    if name != "edje" or not folder:
+        raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
+    from pipeline.search.rerank import Reranker
+
+    return Reranker(folder, args.pool, args.add_first_stage)
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
@@ -162,6 +180,7 @@ def _search(
     queries: Mapping[str, Any],
     named: Mapping[str, list[str] | None],
     args: Any,
+    rerank: Reranker | None,
 ) -> None:
     """Searches for each query, and writes the run, or prints the hits and writes their maps."""
     name, _ = searcher.representation(args.representation)
@@ -176,10 +195,11 @@ def _search(
     how |= {"score": args.score, "weights": tuple(args.weights)}
     if args.run:
         num_items = searcher.num_items(**restricted)
-        _write_run(args.run, searcher, queries, num_items, how)
+        _write_run(args.run, searcher, queries, num_items, how, rerank)
         return
     for part in _some_at_a_time(queries):
-        found = searcher.search(list(part.values()), explain=not args.json, **how)
+        options = {"explain": not args.json, "rerank": rerank}
+        found = searcher.search(list(part.values()), **options, **how)
         for (query_id, query), hits in zip(part.items(), found, strict=True):
             if args.json:
                 for hit in hits:
@@ -188,8 +208,17 @@ def _search(
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
             print(page(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
+            if cut := [hit.reranked.num_cut for hit in hits if hit.reranked]:
+                _say_cut(query, max(cut))
             if args.save_maps:
                 write_maps(searcher, query, hits, name, args.save_maps, args.documents)
+
+
+def _say_cut(query: Any, num_cut: int) -> None:
+    """Says that the joint encoder did not read a text to its end."""
+    if num_cut:
+        what = "the query" if isinstance(query, str) else "a hit's text"
+        print(f"{what} is {num_cut:,} tokens longer than what the reranker reads: these are cut")
 
 
 def _parser() -> jobs.Parser:
@@ -217,6 +246,13 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--ids", metavar="FILE", help="search these items alone: an id a line")
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
+    parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
+    parser.add_argument(
+        "--pool", type=jobs.positive, default=10, help="hits that are reranked; default: 10"
+    )
+    parser.add_argument(
+        "--add-first-stage", action="store_true", help="add its score to the reranker's"
+    )
     parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that scores")
     parser.add_argument(
@@ -263,16 +299,18 @@ def _write_run(
     queries: Mapping[str, Any],
     num_items: int,
     how: Mapping[str, Any],
+    rerank: Reranker | None,
 ) -> None:
     """Ranks the items for all queries, writes the run, and says how quick that was."""
     from pipeline.eval.metrics import write_run
     from pipeline.search.searcher import EQUAL
 
     signal.signal(signal.SIGTERM, _stop)
-    rank = _Rank(searcher, queries, how)
+    rank = _Rank(searcher, queries, how, rerank)
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
     weights = "".join(f"-{weight:g}" for weight in how["weights"] if how["weights"] != EQUAL)
-    write_run(out, rank.scores(), tag=f"{how['representation']}.{how['score']}{weights}")
+    tag = f"{how['representation']}.{how['score']}{weights}{'.edje' if rerank else ''}"
+    write_run(out, rank.scores(), tag=tag)
     print(f"{rank.speed()}\n{len(queries):,} queries, {rank.num_hits:,} hits: {out}")
 
 
@@ -281,14 +319,25 @@ class _Rank:
 
     Args:
         how: what `Searcher.rank` takes.
+        rerank: the second stage, if there is one.
     """
 
-    def __init__(self, searcher: Searcher, queries: Mapping[str, Any], how: Mapping[str, Any]):
-        self._searcher, self._queries, self._how = searcher, queries, how
+    def __init__(
+        self,
+        searcher: Searcher,
+        queries: Mapping[str, Any],
+        how: Mapping[str, Any],
+        rerank: Reranker | None,
+    ):
+        self._searcher, self._queries, self._how = searcher, queries, dict(how)
+        self._rerank, self._k = rerank, how["k"]
+        if rerank is not None:
+            rerank.check(searcher.index, list(queries.values()))
+            self._how["k"] = max(self._k, rerank.pool)
         self._are_encoded = all(
             isinstance(query, str | bytes | Composed) for query in queries.values()
         )
-        self._encoding = self._scoring = 0.0  # seconds
+        self._encoding = self._scoring = self._reranking = 0.0  # seconds
         self._done = self.num_hits = 0
 
     def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
@@ -315,14 +364,20 @@ class _Rank:
         ready = self._searcher.queries(queries, self._how["representation"])
         encoded = time.perf_counter()
         rankings = self._searcher.rank(ready, **self._how)
+        ranked = time.perf_counter()
         self._encoding += encoded - start
-        self._scoring += time.perf_counter() - encoded
+        self._scoring += ranked - encoded
+        if self._rerank is not None:
+            rankings = self._rerank.rerank(self._searcher, queries, rankings, self._k)
+            self._reranking += time.perf_counter() - ranked
         return rankings
 
     def speed(self) -> str:
         """How many queries were encoded and scored a second."""
         scored = f"scored {self._done / self._scoring:,.1f} queries/s"
         encoded = f"encoded {self._done / self._encoding:,.1f} queries/s, "
+        if self._rerank is not None:
+            scored += f", reranked {self._done / self._reranking:,.1f} queries/s"
         return (encoded if self._are_encoded else "") + scored
 
 
@@ -374,6 +429,7 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     lines = []
     for hit in hits:
         head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, span(hit.span), hit.title or ""]
+        head.append(moved(hit.reranked))
         lines.append("  ".join(printable(part) for part in head if part))
         if made := parts(hit.parts):
             lines.append(f"     {made}")
@@ -394,6 +450,17 @@ def parts(parts: Parts) -> str:
     if parts.late is None or parts.single is None:
         return ""
     return f"single {parts.single:.4f}, late {parts.late:.4f} (mean {parts.late_mean:.4f})"
+
+
+def moved(reranked: Reranked | None) -> str:
+    """Where a reranked hit stood before, and why it stays there if it could not be read.
+
+    >>> moved(Reranked(3, 0.5, 1.25)), moved(Reranked(2, 0.5, problem="has no text")), moved(None)
+    ('(was 3)', '(was 2; has no text)', '')
+    """
+    if reranked is None:
+        return ""
+    return f"(was {'; '.join(filter(None, [str(reranked.first_rank), reranked.problem]))})"
 
 
 def span(span: dict[str, Any] | None) -> str:

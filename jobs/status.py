@@ -46,6 +46,9 @@ def text(there: dict[str, Any]) -> str:
         lines.append(_REPRESENTATION.format(name, *cells, *sizes))
     if there["taps"]:
         lines.append(f"attention kept: {', '.join(there['taps'])}")
+    if tokens := there["rerank_tokens"]:
+        sizes = f"{tokens['tokens']:.1f} an item, {tokens['bytes']:,.0f} B/item"
+        lines.append(f"rerank_tokens: {sizes}, {tokens['filled']:.1%}, adapter {tokens['adapter']}")
     lines.append("")
     lines.append(f"rejects      {sum(there['rejects'].values()):,}")
     for reason, count in there["rejects"].items():

@@ -217,6 +217,24 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Reranked:
+    """What reranking did with a hit.
+
+    Attributes:
+        first_rank, first_score: those of the first stage.
+        joint: the joint encoder's logit that query and hit match; None: it did not read the hit.
+        num_cut: tokens of the text (the query's, or for a picture the hit's) that were too many.
+        problem: why a hit of the pool was not read; such a one keeps its first rank.
+    """
+
+    first_rank: int
+    first_score: float
+    joint: float | None = None
+    num_cut: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Composed:
     """A query of a text and a picture together, such as a photo and "but in red".
 
@@ -241,3 +259,4 @@ class Hit:
     span: dict[str, Any] | None = None
     matches: tuple[Match, ...] = ()
     parts: Parts = Parts()
+    reranked: Reranked | None = None

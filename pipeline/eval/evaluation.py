@@ -10,7 +10,7 @@ import posixpath
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 import pipeline
 from pipeline.atomic import check_writable, write_atomic
-from pipeline.config import Spec, SpecError, digest, dump, dump_yaml
+from pipeline.config import Spec, SpecError, Uri, digest, dump, dump_yaml
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25, figures, html, plot, report
 from pipeline.eval.cells import Cell, Cells, Diagnosed, Grounded
@@ -37,6 +37,7 @@ from pipeline.eval.kinds import queries_by_kind
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import (
     BM25,
+    EDJE,
     RESULTS,
     SINGLE,
     Evaluation,
@@ -46,10 +47,10 @@ from pipeline.eval.results import (
     method_name,
 )
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.columns import codec_fitted_for
+from pipeline.index.columns import RERANK_TOKENS, codec_fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both
-from pipeline.index.status import stored
+from pipeline.index.status import stored, stored_tokens
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
 from pipeline.schema import ITEM, Hit
 from pipeline.search.searcher import (
@@ -63,12 +64,41 @@ from pipeline.search.searcher import (
     open_index,
 )
 
+if TYPE_CHECKING:
+    from pipeline.search.rerank import Reranker
+
 AnyQueries = EncodedQueries | list[np.ndarray]
 
 #: So many queries are scored one at a time for the latency.
 ALONE = 50
 #: Random pruning stands for so many seeds, as in SAP's appendix C.
 NUM_SEEDS = 5
+
+
+class RerankSpec(Spec):
+    """A second stage that has a row of the table.
+
+    Attributes:
+        model: the folder of an EDJE, whose adapter's tokens are in the index.
+        pool: how many items (of parents, each the best) of the first stage are reranked.
+        add_first_stage: whether its score is added.
+        representation, score: the first stage; default: the single score if there is one, else the
+            late one of `full` or the first.
+        label: what the row is called; default: of the pool, such as edje_10.
+    """
+
+    name: Literal["edje"] = "edje"
+    model: Uri
+    pool: PositiveInt = 10
+    add_first_stage: bool = False
+    representation: str | None = None
+    score: Score | None = None
+    label: str = Field("", pattern=r"^[\w.-]*$")
+
+    @property
+    def row(self) -> str:
+        """What its row is called."""
+        return self.label or f"{EDJE}_{self.pool}{'_added' if self.add_first_stage else ''}"
 
 
 class EvaluateSpec(Spec):
@@ -94,6 +124,7 @@ class EvaluateSpec(Spec):
             and similarity; takes about as long again as ranking.
         grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
             JSONL file, or how to draw phrases from the items' own text; null for none.
+        rerank: second stages, each with a row of its own.
         kinds: an item column such as modality, or metadata.KEY: the report has a table by kind of
             the relevant documents; null for none.
     """
@@ -114,6 +145,16 @@ class EvaluateSpec(Spec):
     diagnostics: bool = True
     grounding: Generated | str | None = None
     kinds: str | None = None
+    rerank: list[RerankSpec] = Field(default_factory=list)
+
+    @field_validator("rerank")
+    @classmethod
+    def _other_names(cls, rerank: list[RerankSpec]) -> list[RerankSpec]:
+        names = [each.row for each in rerank]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError("", name, "a different `label` for each", "is named twice")
+        return rerank
 
     @field_validator("measures")
     @classmethod
@@ -146,10 +187,14 @@ class EvaluateSpec(Spec):
 
 
 class Row(NamedTuple):
-    """What a row of the table ranks by: a representation and a score, or BM25 twice."""
+    """What a row of the table ranks by: a representation and a score, or BM25 twice.
+
+    Of a reranker these are what its first stage ranks by.
+    """
 
     representation: str
     score: str
+    rerank: RerankSpec | None = None
 
 
 def run(
@@ -198,9 +243,11 @@ def run(
             cells.write(key, cell)
             speed = f"{cell.queries_per_second:,.0f} queries/s"
         result = replace(_result(searcher, row, cell), weights=ranker.weights(row.score))
-        if spec.diagnostics and row.score == "late":
+        if row.rerank is not None:
+            result = _reranked(result, row.rerank)
+        if spec.diagnostics and result.score == "late":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cells))
-        if phrases and row.score == "late":
+        if phrases and result.score == "late":
             numbers = _grounding(searcher.index, grounder, phrases, row.representation, cells)
             result = replace(result, grounding=numbers)
         results.append(result)
@@ -373,6 +420,7 @@ class _Ranker:
         self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
         self._hash_of_vectors = self._vectors and _hash_of(self._vectors)
         self._diagnoser: Diagnoser | None = None
+        self._rerankers: dict[str, Reranker] = {}
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
@@ -398,7 +446,28 @@ class _Ranker:
             k=self._spec.k,
             **({"where": self._spec.where} if self._spec.where else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
+            **({"rerank": self._decides(row.rerank)} if row.rerank else {}),
         )
+
+    def reranker(self, spec: RerankSpec) -> Reranker:
+        """The second stage of a row, loaded once.
+
+        Raises:
+            SpecError: it is not there, or cannot read what the index has.
+        """
+        if spec.row not in self._rerankers:
+            from pipeline.search.rerank import Reranker
+
+            reranker = Reranker(spec.model, spec.pool, spec.add_first_stage)
+            reranker.check(self._searcher.index, list(self._judged.queries.values()))
+            self._rerankers[spec.row] = reranker
+        return self._rerankers[spec.row]
+
+    def _decides(self, spec: RerankSpec) -> list[Any]:
+        """All of a second stage that decides what it gives."""
+        index, reranker = self._searcher.index, self.reranker(spec)
+        stored = index.content_key([RERANK_TOKENS])
+        return [stored, reranker.about["fingerprints"], spec.pool, spec.add_first_stage]
 
     def weights(self, score: str) -> list[float] | None:
         """The weights of a score, where they are not equal."""
@@ -455,11 +524,22 @@ class _Ranker:
         return Cell(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
-            **_sizes(self._searcher.index, row, self._spec.where),
+            **self._all_sizes(row),
             queries_per_second=len(everyone) / seconds,
             median_ms=float(np.median(alone)),
             p95_ms=float(np.percentile(alone, 95)),
         )
+
+    def _all_sizes(self, row: Row) -> dict[str, float]:
+        """What a row's score reads of an item; of a reranker with its tokens."""
+        index, where = self._searcher.index, self._spec.where
+        sizes = _sizes(index, row, where)
+        if row.rerank is not None:
+            tokens = stored_tokens(index, where)
+            sizes["vectors_per_item"] += tokens["tokens"]
+            for name in ("vector_bytes", "all_bytes"):
+                sizes[name] += tokens["bytes"]
+        return sizes
 
     def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
         """The best hits of some queries with all that explains them."""
@@ -479,10 +559,15 @@ class _Ranker:
     def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         self._searcher.load(name, row.score)
-        how = {"k": self._spec.k, **self._how(row.score)}
+        second, texts = row.rerank, list(self._judged.queries.values())
+        depth = self._spec.k if second is None else max(self._spec.k, second.pool)
+        how = {"k": depth, **self._how(row.score)}
 
         def rank(places: Sequence[int]) -> list[dict[str, float]]:
             rankings = self._searcher.rank(self._queries(name, places), name, **how)
+            if second is not None:
+                given = self._searcher, [texts[place] for place in places]
+                rankings = self.reranker(second).rerank(*given, rankings, self._spec.k)
             if self._group_by:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
@@ -561,6 +646,24 @@ def _plan(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         for score in scores:
             if score != SINGLE and (score == "late" or about["pooled"]):
                 yield Row(name, score)
+    for second in spec.rerank:
+        yield _first_stage(second, searcher, names)
+
+
+def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
+    """The row of a reranker, with what its first stage ranks by.
+
+    Raises:
+        SpecError: the representation is not there, or has no single vectors and the score needs
+            them.
+    """
+    name = second.representation or ("full" if "full" in names else names[0])
+    name, about = searcher.representation(name)
+    score = second.score or (SINGLE if about["pooled"] else "late")
+    if score != "late" and about["pooled"] is None:
+        problem = f"needs single vectors, and {name} has none"
+        raise SpecError("rerank.score", score, "late", problem)
+    return Row(name, score, second)
 
 
 def _filled(index: Index, where: str | None) -> list[str]:
@@ -588,6 +691,13 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     budget = compressor.get("num_vectors")
     named = row.representation, method, budget, row.score, encoder
     return Result(*named, **measured, compressor=compressor, codec=about["codec"])
+
+
+def _reranked(result: Result, second: RerankSpec) -> Result:
+    """The row of a reranker, from that of its first stage as it was measured with it."""
+    about = {"representation": second.row, "method": EDJE, "score": EDJE, "num_vectors": None}
+    about |= {"compressor": {}, "codec": {"name": "float16"}, "weights": None}
+    return replace(result, **about, first_stage=result.name)
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:

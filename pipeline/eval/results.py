@@ -19,7 +19,7 @@ from pipeline.eval.significance import holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
 
-BM25, SINGLE, FULL = "bm25", "single", "full"
+BM25, SINGLE, FULL, EDJE = "bm25", "single", "full", "edje"
 RESULTS = "results.json"
 
 #: A difference whose corrected p value is below this is called significant.
@@ -56,9 +56,9 @@ class Result:
 
     Attributes:
         representation: the searched column.
-        method: the compressor with its settings other than the budget; or full, single, bm25.
+        method: the compressor with its settings other than the budget; or full, single, bm25, edje.
         num_vectors: the budget K; None for the full tokens, BM25, and budgets that are a ratio.
-        score: late, single, hybrid, bm25.
+        score: late, single, hybrid, bm25, edje.
         encoder: the fingerprint of the query encoder; empty for BM25.
         values: each measure for each query.
         vectors_per_item: stored vectors, mean over the items; 0 for BM25, as all bytes are.
@@ -73,6 +73,7 @@ class Result:
         diagnosis: what the diagnostics say; None for other than late rows, and without them.
         grounding: the grounding measures by name; empty where they were not asked for.
         weights: of the single and the late score in a hybrid one; None where they are equal.
+        first_stage: of a reranker, the row that gives it its pool; it is held against that.
         seeds: of a row that is the mean over seeds, by representation, the means of the measures
             and the score retention; empty for methods without a seed.
     """
@@ -95,6 +96,7 @@ class Result:
     grounding: dict[str, float] = field(default_factory=dict)
     seeds: dict[str, dict[str, float]] = field(default_factory=dict)
     weights: list[float] | None = None
+    first_stage: str = ""
 
     @property
     def label(self) -> str:
@@ -106,7 +108,7 @@ class Result:
     @property
     def name(self) -> str:
         """What the run is called, and its file: full.late, full.hybrid-1-0.25."""
-        alone = self.score in (SINGLE, BM25)
+        alone = self.score in (SINGLE, BM25, EDJE)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if alone else f"{self.representation}.{score}"
 
@@ -118,7 +120,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """Whether the row has a budget, and is no reference for those that have."""
-        return self.method not in (BM25, SINGLE, FULL)
+        return self.method not in (BM25, SINGLE, FULL, EDJE)
 
     @property
     def budget(self) -> Budget:
@@ -240,7 +242,8 @@ class Standing:
 
     Attributes:
         reference: the row it is held against: the full tokens of its encoder under its score, else
-            under the late score; without full tokens the row with the most bytes.
+            under the late score; without full tokens the row with the most bytes; a reranker
+            against its first stage.
         retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
         p_reference: of the difference to the reference, corrected; None for the reference itself.
         p_bm25: of the difference to BM25, corrected; None without BM25.
@@ -375,8 +378,11 @@ def _result(row: dict[str, Any]) -> Result:
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    """BM25, single vectors and full tokens, then the methods, each from its largest budget down."""
-    kinds = {BM25: 0, SINGLE: 1, FULL: 2}
+    """BM25, single vectors and full tokens, then the methods, each from its largest budget down.
+
+    Rerankers come last.
+    """
+    kinds = {BM25: 0, SINGLE: 1, FULL: 2, EDJE: 4}
     return sorted(
         results,
         key=lambda r: (
@@ -428,8 +434,10 @@ def pareto_front(results: Sequence[Result], measure: str) -> list[Result]:
 
 
 def _reference(result: Result, results: Sequence[Result]) -> Result:
-    peers = [r for r in results if r.method != BM25 and result.encoder in ("", r.encoder)]
-    peers = peers or [result]
+    if result.first_stage:
+        return next((r for r in results if r.name == result.first_stage), result)
+    peers = [r for r in results if r.method not in (BM25, EDJE)]
+    peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],
         [r for r in peers if r.method == FULL and r.score == "late"],

@@ -34,8 +34,14 @@ def token_column(aspect: str, name: str) -> str:
     return name if aspect == "content" else f"{aspect}_{name}"
 
 
+#: The column of what EDJE's adapter makes of an item, see `rerank_tokens`.
+RERANK_TOKENS = "rerank_tokens"
 #: Columns that are there already: stored, or on the way from encoder to compressor.
-TAKEN = (*ITEM.names, *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS))
+TAKEN = (
+    *ITEM.names,
+    *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS),
+    RERANK_TOKENS,
+)
 
 
 class Representation(Spec):
@@ -383,3 +389,8 @@ def by_role(schema: pa.Schema, *roles: str) -> dict[str, dict[str, Any]]:
     """The metadata of the columns that have one of the roles, by column name."""
     about = {column.name: metadata_of(column) for column in schema}
     return {name: data for name, data in about.items() if data.get("role") in roles}
+
+
+def adapter_of(about: dict[str, Any]) -> str:
+    """The fingerprint of the adapter that wrote `rerank_tokens`, by its metadata."""
+    return about.get("adapter", {}).get("fingerprint", "unknown")

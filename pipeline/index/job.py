@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from pipeline.decoding.process import keep_memory
 from pipeline.encoders import Attention
 from pipeline.index import listing
 from pipeline.index.columns import (
+    RERANK_TOKENS,
     EncoderFacts,
     Representation,
     Sweep,
@@ -42,8 +43,9 @@ from pipeline.index.columns import (
     taps_of,
 )
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
-from pipeline.index.listing import ListingJob, ShardTally
+from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, check_location, part
+from pipeline.index.rerank_tokens import edje_of, refuse_other_adapter, rerank_field
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import (
     Compress,
@@ -83,6 +85,7 @@ class IndexSpec(Spec):
     sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
     keep_positions: bool = True  # where each token stood: needed for marked words and maps
     keep_taps: list[TapName] = Field(default_factory=list)  # attention to store, for recompress
+    rerank: Uri | None = None  # the folder of an EDJE: what its adapter makes is stored too
     unit_items: Items = 64  # items that are encoded, written and committed together
     fragment_items: Items = 512  # items of one written fragment, at most
     commit_items: Items = 1024  # the driver commits after so many items ...
@@ -211,6 +214,11 @@ def check(spec: IndexSpec) -> None:
     encoder = ENCODERS.load(spec.encoder.name)
     with within("encoder"):
         encoder.check(spec.encoder)
+    if spec.rerank is not None:
+        if "content" not in aspects_of(every_representation(spec)):
+            legal = "null, or a representation `of: content`, which it reads"
+            raise SpecError("rerank", spec.rerank, legal)
+        edje_of(spec.rerank)
     dims = getattr(spec.encoder, "dim", None), getattr(spec.source, "dim", None)
     if "vectors" in encoder.needs and dims[1] and dims[0] != dims[1]:
         raise SpecError("encoder.dim", dims[0], f"{dims[1]}, as source.dim")
@@ -302,6 +310,17 @@ def dry_run(
         )
 
 
+def listing_job(spec: IndexSpec, folder: str, retry_rejects: tuple[str, ...] = ()) -> ListingJob:
+    """What the tasks that list the source of a spec share.
+
+    Args:
+        folder: of the job, under the index.
+    """
+    deciding = digest({"source": dump(spec.source), "encoder": dump(spec.encoder)})
+    where = part(spec.index), folder
+    return ListingJob(*where, spec.source, deciding, retry_rejects, wants_of(spec))
+
+
 class Run:
     """One run of the index job, inside its session."""
 
@@ -327,25 +346,19 @@ class Run:
     def list_source(self, limit: int | None, retry_rejects: tuple[str, ...]) -> None:
         """Lists the source and finds what is left to do; meanwhile learns the encoder's facts."""
         spec = self.spec
-        self._facts = _facts.options(**self.resources.encode.of_a_task).remote(spec.encoder)
-        deciding = {"source": dump(spec.source), "encoder": dump(spec.encoder)}
-        self.listing = ListingJob(
-            part(spec.index),
-            self.session.folder,
-            spec.source,
-            digest(deciding),
-            retry_rejects,
-            wants_of(spec),
-        )
+        self._facts = facts_of.options(**self.resources.encode.of_a_task).remote(spec.encoder)
+        self.listing = listing_job(spec, self.session.folder, retry_rejects)
         light = {"num_cpus": self.resources.read.num_cpus}
         with self._phase("index ids"):
             self.writer.index_ids()
         with self._phase("plan"):
-            self.num_shards = ray.get(_plan.options(**light).remote(self.listing, limit))
+            self.num_shards = ray.get(plan.options(**light).remote(self.listing, limit))
         counts: dict[int, dict[str, int]] = {}
         self.num_unreadable = 0
         with self._phase("list"):
-            for tally in self._tallies(light):
+            at_once = self.resources.read.max_actors
+            asked = (_list.options(**light), self.listing, range(self.num_shards), at_once)
+            for tally in by_shard(*asked, self.session.check):
                 counts[tally.shard] = tally.counts
                 self.progress.rejected_before += tally.num_known_rejects
                 self.progress.rejected += tally.rejects.num_rows
@@ -368,22 +381,6 @@ class Run:
             f" {self.progress.rejected_before:,} rejected before"
         )
 
-    def _tallies(self, options: dict[str, Any]) -> Iterator[ShardTally]:
-        """Lists the shards in tasks, as many at a time as the profile lets read.
-
-        More would start a process each, and on a small machine that takes longer than the listing.
-        """
-        at_once = self.resources.read.max_actors
-        waiting, shards = [], iter(range(self.num_shards))
-        while True:
-            while len(waiting) < at_once and (shard := next(shards, None)) is not None:
-                waiting.append(_list.options(**options).remote(self.listing, shard))
-            if not waiting:
-                return
-            ready, waiting = ray.wait(waiting, timeout=1.0)
-            self.session.check()
-            yield from ray.get(ready)
-
     # -- columns -----------------------------------------------------------------------------
 
     def prepare_columns(self) -> None:
@@ -397,11 +394,12 @@ class Run:
         with self._phase("load encoder"):
             self.facts: EncoderFacts = ray.get(self._facts)
         wanted = every_representation(spec)
+        rerank = [rerank_field(spec.rerank, self.facts)] if spec.rerank else []
         empty = self.writer.dataset.count_rows() == 0
-        if empty and not self._columns_are(wanted):
+        if empty and not self._columns_are(wanted, rerank):
             self.writer.drop_columns()  # of a run with another spec that committed nothing
         schema = self.writer.dataset.schema
-        self._refuse_other_encoders(schema)
+        refuse_other_encoders(schema, self.facts)
         added = [r for r in wanted if r.id not in schema.names]
         if added and not empty:
             raise SpecError(
@@ -411,6 +409,13 @@ class Run:
                 f" `python -m jobs.recompress {spec.index}`, then index on",
                 "is not in this index, which has rows already",
             )
+        if spec.rerank and RERANK_TOKENS in schema.names:
+            refuse_other_adapter(spec.rerank, schema.field(RERANK_TOKENS))
+            rerank = []
+        elif rerank and not empty:
+            legal = "null; add it with `python -m jobs.backfill` and this very spec, then index on"
+            problem = f"would add {RERANK_TOKENS} to this index, which has rows already"
+            raise SpecError("rerank", spec.rerank, legal, problem)
         self.learned: dict[str, Learned] = {}
         for r in wanted:
             there = metadata_of(schema.field(r.id)) if r.id in schema.names else None
@@ -428,26 +433,18 @@ class Run:
                 legal = "the attention that the index keeps, or a new index"
                 raise SpecError("keep_taps", tap, legal, "is not in this index, which has rows")
         self.encoder_columns = [f.name for f in own if empty or f.name in schema.names]
+        fields += rerank
         self.writer.add_columns([f for f in own if empty and f.name not in schema.names] + fields)
 
-    def _columns_are(self, wanted: list[Representation]) -> bool:
+    def _columns_are(self, wanted: list[Representation], rerank: list[pa.Field]) -> bool:
         schema = self.writer.dataset.schema
         there = by_role(schema, "search")
+        cached = [metadata_of(column) for column in rerank]
+        if list(by_role(schema, "rerank").values()) != cached:
+            return False
         return set(there) == {r.id for r in wanted} and not any(
             other_setting(r, self.facts, there[r.id]) for r in wanted
         )
-
-    def _refuse_other_encoders(self, schema: pa.Schema) -> None:
-        for name, about in by_role(schema, "search", "single").items():
-            prefix = about.get("columns", about["encoder"]["name"])
-            if prefix == self.facts.prefix and about["fingerprint"] != self.facts.fingerprint:
-                raise SpecError(
-                    "encoder",
-                    self.facts.spec["name"],
-                    f"the encoder with which {name!r} was made (fingerprint"
-                    f" {about['fingerprint']}; this one has {self.facts.fingerprint})",
-                    "differs from the index's",
-                )
 
     def _fit(self, representation: Representation) -> Learned:
         if not needs_fit(representation):
@@ -502,7 +499,7 @@ class Run:
         configure_ray_data()
         units = read_stage(self.listing, self.shards_to_do, spec.unit_items, resources.read)
         wanted = every_representation(spec)
-        encode = encode_stage(spec, self.facts, wanted)
+        encode = encode_stage(spec, self.facts, wanted, spec.rerank)
         compress = Compress(self.facts, wanted, self.learned, self.encoder_columns)
         encode.placement = resources.placement
         groups: list[tuple[list[Stage], Resources]] = []
@@ -588,6 +585,42 @@ class Run:
             raise JobError("the sum does not hold: items were lost on the way; run it again")
 
 
+def by_shard(
+    task: Any, job: ListingJob, shards: Iterable[int], at_once: int, check: Callable[[], None]
+) -> Iterator[Any]:
+    """What a task gives of each shard, `at_once` of them at a time.
+
+    More than the profile lets read would start a process each, and on a small machine that takes
+    longer than the listing.
+
+    Args:
+        check: raises what ends the job.
+    """
+    waiting, shards = [], iter(shards)
+    while True:
+        while len(waiting) < at_once and (shard := next(shards, None)) is not None:
+            waiting.append(task.remote(job, shard))
+        if not waiting:
+            return
+        ready, waiting = ray.wait(waiting, timeout=1.0)
+        check()
+        yield from ray.get(ready)
+
+
+def refuse_other_encoders(schema: pa.Schema, facts: EncoderFacts) -> None:
+    """Raises `SpecError` if columns of the encoder's space were made by another one."""
+    for name, about in by_role(schema, "search", "single").items():
+        prefix = about.get("columns", about["encoder"]["name"])
+        if prefix == facts.prefix and about["fingerprint"] != facts.fingerprint:
+            raise SpecError(
+                "encoder",
+                facts.spec["name"],
+                f"the encoder with which {name!r} was made (fingerprint"
+                f" {about['fingerprint']}; this one has {facts.fingerprint})",
+                "differs from the index's",
+            )
+
+
 def own_fields(facts: EncoderFacts, spec: IndexSpec) -> list[pa.Field]:
     """The columns that the encoder fills once for all representations."""
     aspects = aspects_of(every_representation(spec))
@@ -601,11 +634,15 @@ def kept_taps(spec: IndexSpec, facts: EncoderFacts) -> tuple[Tap, ...]:
 
 
 def encode_stage(
-    spec: IndexSpec, facts: EncoderFacts, representations: Sequence[Representation]
+    spec: IndexSpec,
+    facts: EncoderFacts,
+    representations: Sequence[Representation],
+    rerank: str | None = None,
 ) -> Encode:
     """The stage that encodes all that representations, and the columns that are kept, are of."""
     taps = {*taps_of(representations, facts.num_layers), *kept_taps(spec, facts)}
-    return Encode(spec.encoder, facts, aspects_of(representations), sorted(taps))
+    aspects = aspects_of(representations)
+    return Encode(spec.encoder, facts, aspects, sorted(taps), rerank)
 
 
 def read_stage(
@@ -665,14 +702,15 @@ class Pending:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
 
-_plan = ray.remote(listing.plan)
+plan = ray.remote(listing.plan)
 _list = ray.remote(listing.list_shard)
 _mark = ray.remote(listing.mark_duplicates)
 _gone = ray.remote(listing.gone_rows)
 
 
 @ray.remote
-def _facts(spec: Spec) -> EncoderFacts:
+def facts_of(spec: Spec) -> EncoderFacts:
+    """The facts of the encoder of a spec, which is loaded for them."""
     with within("encoder"):
         return EncoderFacts.of(ENCODERS.build(spec), spec)
 
@@ -704,13 +742,15 @@ def _trial(spec: IndexSpec, items: pa.Table) -> dict[str, Any]:
     """
     with within("encoder"):
         facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+    if spec.rerank is not None:
+        rerank_field(spec.rerank, facts)  # raises if it is of another encoder
     plain = CODECS.resolve("float16")
     every = every_representation(spec)
     codecs = {r.id: codec for r in every if (codec := CODECS.build(r.codec)).needs_fit}
     tried = [r.model_copy(update={"codec": plain}) if r.id in codecs else r for r in every]
     tried = [r for r in tried if not needs_fit(r)]
     columns = [column.name for column in own_fields(facts, spec)]
-    encode = encode_stage(spec, facts, tried)
+    encode = encode_stage(spec, facts, tried, spec.rerank)
     stage = Represent(encode, Compress(facts, tried, {}, columns))
     stage.setup()
     start = time.perf_counter()

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ LISTED = pa.schema(
         pa.field("position", pa.int32()),  # in the scan of its shard
         pa.field("hash", pa.uint64()),  # of the item id
         pa.field("status", pa.int8()),
-        pa.field("fragment", pa.int64()),  # where the row to replace lies; -1 if there is none
+        pa.field("fragment", pa.int64()),  # where its row lies, of any revision; -1: nowhere
     ]
 )
 
@@ -153,7 +153,7 @@ def _status(
         if source != item.source:
             return FOREIGN, -1
         if revision == item.revision:
-            return DONE, -1
+            return DONE, fragment
     if known.get(item.item_id) == item.revision:
         return REJECTED, -1  # a row of an older revision, if there is one, stays
     return (NEW, -1) if stored is None else (CHANGED, fragment)
@@ -234,6 +234,48 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     if gone := len(to_do) - len(entries):
         extra = {"replaces": {}, "gone": gone}
         yield Unit(f"{shard:06d}-gone", items_table([], source.payload), extra=extra)
+
+
+def fragments_of(job: ListingJob, shard: int) -> list[int]:
+    """The fragments in which rows of a listed shard lie that are as the source has them."""
+    listed = _read_table(job.file("listed", shard))
+    return np.unique(listed["fragment"].to_numpy()[listed["status"].to_numpy() == DONE]).tolist()
+
+
+def stored_units(
+    job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
+) -> Iterator[tuple[Unit, int]]:
+    """Reads again what lies in a fragment, in the units in which the index job had it.
+
+    An item of which only some are still wanted, or there, leaves a smaller unit.
+
+    Args:
+        item_ids: those of the fragment that are wanted.
+
+    Yields:
+        (unit, how many of its items cannot be read any more).
+    """
+    source = job.build_source()
+    description = _read_json(job.file("shards", shard))
+    listed = _read_table(job.file("listed", shard))
+    own = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
+    hashes, positions = (listed[name].to_numpy()[own].tolist() for name in ("hash", "position"))
+    place_of = dict(zip(hashes[::-1], positions[::-1], strict=True))  # an id's first
+    unit_items = min(unit_items, source.unit_limit(description["shard"]))
+    entries = [
+        (place, position, entry)
+        for position, entry in _listed(job, source, shard, description)
+        if isinstance(entry, Item)
+        and entry.item_id in item_ids
+        and (place := place_of.pop(id_hash(entry.item_id), None)) is not None
+    ]
+    wanted = [(position, entry) for _, position, entry in entries]
+    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
+    for number, group in itertools.groupby(entries, lambda e: e[0] // unit_items):
+        results = [next(decoded) for _ in group]
+        items = [result for result in results if isinstance(result, Item)]
+        unit = Unit(f"{shard:06d}-{number:06d}", items_table(items, source.payload))
+        yield unit, len(results) - len(items)
 
 
 def _refused(item: Item, status: int, place: str) -> Reject:

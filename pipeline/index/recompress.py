@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import lance
 import numpy as np
@@ -74,6 +74,7 @@ class Progress:
     done_before: int = 0
     done: int = 0
     rows: int = 0
+    empty: int = 0  # rows that were tried and got nothing
     commits: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"read": 0, "compress": 0, "write": 0}
@@ -129,8 +130,16 @@ def run(
         )
         for names, fragments in left.items():
             missing = [r for r in wanted if r.id in names]
-            stage = Compress(facts, missing, learned, encoder_columns=())
-            _fill(session, spec, resources, stage, fragments, progress, report)
+            given = {
+                "index": part(spec.index),
+                "version": session.writer.dataset.version,
+                "source": spec.source,
+                "stage": Compress(facts, missing, learned, encoder_columns=()),
+                "num_threads": resources.compress.num_threads,
+            }
+            rows = [{"fragment": fragment} for fragment in fragments]
+            filled = filling(FillFragment, given, rows, resources.compress)
+            commit_filled(session, filled, spec.commit_fragments, progress, report)
     return progress
 
 
@@ -212,33 +221,38 @@ def _prepare_columns(
     return learned
 
 
-def _fill(
-    session: Session,
-    spec: RecompressSpec,
-    resources: RecompressResources,
-    stage: Compress,
-    left: list[int],
-    progress: Progress,
-    report: Callable[[str], None],
-) -> None:
+def filling(
+    actor: type, given: dict[str, Any], left: list[dict[str, Any]], pool: Resources
+) -> ray.data.Dataset:
+    """What actors write for the fragments that are left, a row each.
+
+    Args:
+        given: to each actor when it starts.
+        left: what each call is given, of a fragment.
+    """
     configure_ray_data()
-    pool = resources.compress
-    rows = ray.data.from_items(
-        [{"fragment": fragment} for fragment in left], override_num_blocks=len(left)
-    ).map_batches(
-        FillFragment,
-        fn_constructor_kwargs={
-            "index": part(spec.index),
-            "version": session.writer.dataset.version,
-            "source": spec.source,
-            "stage": stage,
-            "num_threads": pool.num_threads,
-        },
+    return ray.data.from_items(left, override_num_blocks=len(left)).map_batches(
+        actor,
+        fn_constructor_kwargs=given,
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=pool.min_actors, max_size=pool.max_actors),
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
     )
+
+
+def commit_filled(
+    session: Session,
+    filled: ray.data.Dataset,
+    commit_fragments: int,
+    progress: Progress,
+    report: Callable[[str], None],
+) -> None:
+    """Commits the columns that actors have written, some fragments at a time.
+
+    Args:
+        filled: rows with `filled`, the JSON of a `Filled`.
+    """
     pending: list[tuple[FragmentMetadata, list[int]]] = []
     start = said = time.perf_counter()
 
@@ -249,17 +263,18 @@ def _fill(
         session.record("running")
 
     try:
-        for row in rows_of(rows):
+        for row in rows_of(filled):
             if row is not None:
                 about = json.loads(row["filled"])
-                pending.append(
-                    (FragmentMetadata.from_json(json.dumps(about["fragment"])), about["fields"])
-                )
+                if about["fragment"] is not None:
+                    fragment = FragmentMetadata.from_json(json.dumps(about["fragment"]))
+                    pending.append((fragment, about["fields"]))
                 progress.done += 1
                 progress.rows += about["rows"]
+                progress.empty += about["empty"]
                 for name, spent in about["seconds"].items():
                     progress.seconds[name] += spent
-                if len(pending) >= spec.commit_fragments:
+                if len(pending) >= commit_fragments:
                     commit()
             if time.perf_counter() - said > 5:
                 said = time.perf_counter()
@@ -269,6 +284,23 @@ def _fill(
         if pending and session.may_commit:
             commit()
     report(progress.line(time.perf_counter() - start))
+
+
+class Filled(NamedTuple):
+    """What was written of a fragment.
+
+    Attributes:
+        fragment: its metadata with the new data file, as JSON has it; None: nothing was written.
+        fields: the numbers of the columns in that.
+        rows, empty: those with data, and those that were tried and got nothing.
+        seconds: by what they were spent on.
+    """
+
+    fragment: Any
+    fields: list[int]
+    rows: int
+    empty: int
+    seconds: dict[str, float]
 
 
 class FillFragment:
@@ -315,12 +347,7 @@ class FillFragment:
             "compress": compressed - read,
             "write": time.perf_counter() - compressed,
         }
-        return {
-            "fragment": metadata.to_json(),
-            "fields": modified,
-            "rows": table.num_rows,
-            "seconds": seconds,
-        }
+        return Filled(metadata.to_json(), modified, table.num_rows, 0, seconds)._asdict()
 
 
 def read_tokens(

@@ -19,6 +19,7 @@ from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.config import Spec, digest, dump
 from pipeline.index.columns import (
     ASPECTS,
+    RERANK_TOKENS,
     TOKEN_COLUMNS,
     EncoderFacts,
     Representation,
@@ -31,6 +32,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.fitting import Learned
 from pipeline.index.reader import ITEMS, part
+from pipeline.index.rerank_tokens import tokens_column
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject
 from pipeline.stage import Stage, Unit, to_ipc
@@ -75,9 +77,11 @@ class Encode(Stage):
         facts: EncoderFacts,
         aspects: Sequence[str] = ("content",),
         taps: Sequence[Tap] = (),
+        rerank: str | None = None,
     ):
         self.spec, self.facts, self.aspects = spec, facts, aspects
         self.taps = taps  # of one layer each
+        self.rerank = rerank  # the folder of an EDJE, whose adapter's tokens are added
         # Unless a stage before this one does.
         self.prepares = "content" in aspects and ENCODERS.load(spec.name).prepares
         self.placement: dict[str, Any] = {}  # on which devices; said by the resources profile
@@ -88,12 +92,18 @@ class Encode(Stage):
             for aspect in aspects
             for name in (*token_columns_of(facts.about(aspect)), *(TAP + tap.name for tap in taps))
         )
+        self.cached = (RERANK_TOKENS,) if rerank else ()
+        self.adds += self.cached
 
     def setup(self) -> None:
         self._encoder = ENCODERS.build(self.spec, **self.placement)
         self._prepare = self._encoder.preparer(self.spec) if self.prepares else None
         why = self._encoder.nothing if "content" in self.aspects else "no caption"
         self.nothing = f"{NOTHING}: {why}"
+        if self.rerank is not None:
+            from pipeline.rerank.edje import load_adapter
+
+            self.adapter = load_adapter(self.rerank, "rerank")
 
     def prepare(self, items: pa.Table) -> pa.Table:
         """The items with all that the encoder reads."""
@@ -116,6 +126,12 @@ class Encode(Stage):
                 kept = usable.nonzero().squeeze(1)
                 yield aspect, of_items[usable.numpy()], batch.take(kept) if bad else batch, bad
 
+    def with_cached(self, table: pa.Table, batch: TokenBatch, aspect: str) -> pa.Table:
+        """The columns of a batch and, of the content, the adapter's tokens if they are wanted."""
+        if self.rerank is None or aspect != "content":
+            return table
+        return table.append_column(RERANK_TOKENS, tokens_column(self.adapter, batch))
+
     def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
         items = self.prepare(items)
         found = Found()
@@ -129,7 +145,7 @@ class Encode(Stage):
             for tap in self.taps:
                 columns[TAP + tap.name] = tap_values(batch, tap)
             named = {token_column(aspect, name): column for name, column in columns.items()}
-            found.add(aspect, rows, pa.table(named), problems)
+            found.add(aspect, rows, self.with_cached(pa.table(named), batch, aspect), problems)
         self._seconds = {"encode": time.perf_counter() - start, **preparing(self)}
         return found.join(items.select(ITEM.names), self.aspects, self.nothing)
 
@@ -215,7 +231,7 @@ class Represent(Stage):
 
     def __init__(self, encode: Encode, compress: Compress):
         self.encode, self.compress = encode, compress
-        self.needs, self.adds = encode.needs, compress.adds
+        self.needs, self.adds = encode.needs, (*compress.adds, *encode.cached)
         self.num_tokens = 0  # of the last `process`
 
     def setup(self) -> None:
@@ -229,7 +245,8 @@ class Represent(Stage):
         started = time.perf_counter()
         for aspect, rows, batch, problems in self.encode.batches(items):
             start = time.perf_counter()
-            found.add(aspect, rows, self.compress.columns(batch, aspect), problems)
+            table = self.compress.columns(batch, aspect)
+            found.add(aspect, rows, self.encode.with_cached(table, batch, aspect), problems)
             self.num_tokens += int(batch.mask.sum())
             compressing += time.perf_counter() - start
         encoding = time.perf_counter() - started - compressing

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.index.columns import codec_name
+from pipeline.index.columns import RERANK_TOKENS, adapter_of, codec_name
 from pipeline.index.reader import JOBS, Index, open_folder
 
 
@@ -37,6 +37,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {name: stored(index, name) for name in index.representations()},
         "taps": list(dict.fromkeys(about["tap"] for about in index.by_role("tap").values())),
+        "rerank_tokens": stored_tokens(index),
         "rejects": dict(reasons.most_common()),
         "jobs": last_jobs(uri, num_jobs, lease and lease.job),
     }
@@ -78,6 +79,30 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         "filled": num_filled / max(1, num_rows),
         "artefact": about["artefact"],
         "codec_artefact": about.get("codec_artefact"),
+    }
+
+
+def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | None:
+    """What `rerank_tokens` takes, as `stored` has it of a representation; None without them.
+
+    Returns:
+        `tokens` and `bytes`: mean over the items that have any; `filled`; the `adapter`.
+    """
+    about = index.by_role("rerank").get(RERANK_TOKENS)
+    if about is None:
+        return None
+    num_rows = num_filled = num_tokens = 0
+    for batch in index.batches([RERANK_TOKENS], where=where):
+        num_rows += batch.num_rows
+        num_filled += batch.num_rows - batch[RERANK_TOKENS].null_count
+        num_tokens += pc.sum(pc.list_value_length(batch[RERANK_TOKENS])).as_py() or 0
+    per_item = num_tokens / max(1, num_filled)
+    element = index.schema.field(RERANK_TOKENS).type
+    return {
+        "adapter": adapter_of(about),
+        "tokens": per_item,
+        "bytes": per_item * bytes_of_element(element),
+        "filled": num_filled / max(1, num_rows),
     }
 
 

@@ -20,7 +20,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -35,12 +35,15 @@ from pipeline.index.columns import fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Composed, Hit, Match, Parts, Place
+from pipeline.schema import Composed, Hit, Match, Parts, Place, Reranked
 from pipeline.search.cache import packed_column
 from pipeline.search.explain import NO_SPAN, input_tokens, merge, place_of
 from pipeline.search.maxsim import best_matches, maxsim
 from pipeline.search.packed import PackedVectors
 from pipeline.search.queries import Queries, Unencoded, bad_query, encoded_by
+
+if TYPE_CHECKING:  # it needs transformers, and a search without it does not
+    from pipeline.search.rerank import Reranker
 
 AnyQuery = Unencoded | np.ndarray
 AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
@@ -70,14 +73,21 @@ class Ranking:
     rows: np.ndarray  # (k,) int64, positions among the items of the index
     late: np.ndarray | None = None  # (k,) float32, where the score has this part
     single: np.ndarray | None = None
+    reranked: tuple[Reranked, ...] | None = None  # of each item, where there was a second stage
 
     def scores_by_item(self) -> dict[str, float]:
         """Scores by item id, best first: one query of a run."""
-        return dict(zip(self.item_ids, self.scores, strict=True))
+        return dict(zip(self.item_ids, self._falling(), strict=True))
 
     def scores_by_parent(self) -> dict[str, float]:
         """Scores by parent id, best first, of a ranking that was grouped by parent."""
-        return dict(zip(self.parent_ids, self.scores, strict=True))
+        return dict(zip(self.parent_ids, self._falling(), strict=True))
+
+    def _falling(self) -> Sequence[float]:
+        """The scores; of two stages, which are not to be compared, what says the order alone."""
+        if self.reranked is None:
+            return self.scores
+        return [float(number) for number in range(len(self.scores), 0, -1)]
 
     def taken(self, places: Sequence[int]) -> Ranking:
         """Some of the items, in the order of their places."""
@@ -151,6 +161,7 @@ class Searcher:
         ids: Collection[str] | None = None,
         parents: Collection[str] | None = None,
         explain: bool = True,
+        rerank: Reranker | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """Finds the k best items for a query, exactly; equal scores in the order of the item ids.
 
@@ -169,6 +180,7 @@ class Searcher:
                 and `parents`, what all of them let through.
             parents: the ids of the parents whose items can be hits.
             explain: whether hits carry `matches`, one a query token.
+            rerank: a second stage, which puts its pool of the best into an order of its own.
 
         Returns:
             The hits of the query, best first; for a list of queries a list of such lists. Items
@@ -180,8 +192,16 @@ class Searcher:
         name, about = self.representation(representation)
         rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
         alone = isinstance(query, AnyQuery)
-        queries = self.queries([query] if alone else query, name)
-        rankings = self._rank(queries, name, about, k, score, weights, group_by, rows)
+        given = [query] if alone else query
+        depth = k
+        if rerank is not None:
+            check_k(k)
+            rerank.check(self.index, given)
+            depth = max(k, rerank.pool)
+        queries = self.queries(given, name)
+        rankings = self._rank(queries, name, about, depth, score, weights, group_by, rows)
+        if rerank is not None:
+            rankings = rerank.rerank(self, given, rankings, k)
         hits = self.hits(rankings, queries, name, explain=explain)
         return hits[0] if alone else hits
 
@@ -488,6 +508,7 @@ class Searcher:
                     text=row.get(text),
                     span=row.get("span"),
                     parts=_parts(ranking, i, len(queries.tokens[query])),
+                    reranked=ranking.reranked and ranking.reranked[i],
                 )
                 if explain:
                     inputs = self._inputs_of(row, about)
@@ -615,12 +636,17 @@ def _columns(name: str, about: dict[str, Any], score: str) -> list[str]:
     return [name] * late + [about["pooled"]] * (single and about["pooled"] is not None)
 
 
+def check_k(k: int) -> None:
+    """Raises `SpecError` if this is no number of hits."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise SpecError("k", k, "an integer >= 1")
+
+
 def check_options(
     queries: Queries, about: dict[str, Any], k: int, score: str, weights: Weights, group_by: Any
 ) -> None:
     """Raises `SpecError` if a search of a representation cannot be done in this way."""
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise SpecError("k", k, "an integer >= 1")
+    check_k(k)
     if group_by not in (None, "parent"):
         raise SpecError("group_by", group_by, "parent, or nothing")
     _check_score(score, about, queries)

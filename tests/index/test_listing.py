@@ -234,8 +234,8 @@ ROW_R1, ROW_R2 = ("r1", "notes", 5), ("r2", "notes", 5)
         (None, None, "new", -1),
         (None, "r1", "new", -1),
         (None, "r2", "rejected", -1),
-        (ROW_R2, None, "done", -1),
-        (ROW_R2, "r2", "done", -1),
+        (ROW_R2, None, "done", 5),
+        (ROW_R2, "r2", "done", 5),
         (ROW_R1, None, "changed", 5),
         (ROW_R1, "r2", "rejected", -1),  # the row of the older revision stays
         (("r2", "other", 5), None, "foreign", -1),

@@ -1,0 +1,34 @@
+"""Adds to an index the tokens that EDJE's adapter makes of its items, for reranking.
+
+    python -m jobs.backfill SPEC.yaml rerank=FOLDER
+    python -m jobs.backfill jobs/specs/shapes.yaml rerank=out/edje/model
+
+SPEC.yaml is the spec that the index was made with: the items are read and encoded once more. Run it
+again to go on after a stop, or to fill in rows that were indexed since without `rerank`; of an
+index of several sources, once with the spec of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+from pipeline import config
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the job."""
+    args = jobs.spec_parser(__doc__).parse(arguments)
+
+    from pipeline.index import backfill, job
+
+    spec = config.load(job.IndexSpec, args.spec, args.overrides)
+    resources = job.IndexResources()
+    if args.resources:
+        resources = config.load(job.IndexResources, args.resources, what="resources")
+    with jobs.cluster(resources.object_store_bytes):
+        backfill.run(spec, resources, job_id=jobs.job_id(), report=jobs.say)
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,196 @@
+"""The column `rerank_tokens` of an index that has rows already: by fragment, resumable.
+
+The items are read and encoded again, in the units of the index job, so that the tokens are those
+that it would have written. What is left to do are the rows without tokens that the source still
+has as they were indexed; no other column is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from pipeline.config import SpecError
+from pipeline.index import job, listing
+from pipeline.index.columns import RERANK_TOKENS, every_representation
+from pipeline.index.job import IndexResources, IndexSpec
+from pipeline.index.listing import ListingJob
+from pipeline.index.reader import Index, part
+from pipeline.index.recompress import Filled, Progress, commit_filled, filling
+from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field, tokens_column
+from pipeline.index.session import Session
+from pipeline.index.stages import Encode, Found
+from pipeline.schema import ITEM, Reject
+from pipeline.stage import Stage, run_stage
+
+log = logging.getLogger("maxray.backfill")
+
+#: The driver commits after so many fragments.
+COMMIT_FRAGMENTS = 8
+
+
+def run(
+    spec: IndexSpec,
+    resources: IndexResources,
+    *,
+    job_id: str,
+    report: Callable[[str], None] = log.info,
+    lease_seconds: float = 60.0,
+) -> Progress:
+    """Runs the job to its end in a Ray cluster that is connected already.
+
+    Args:
+        spec: that of the index job, with `rerank`.
+
+    Raises:
+        SpecError: the index, its source or the EDJE is not legal, or is of another encoder.
+        LeaseHeld: another job writes to the index.
+        Stopped: SIGTERM came; what was finished is committed and the lease is free.
+    """
+    job.check(spec)
+    if spec.rerank is None:
+        raise SpecError("rerank", None, "the folder of an EDJE, as `rerank=FOLDER`", "is missing")
+    if not len(Index(spec.index)):
+        legal = "an index that has rows; run `python -m jobs.index` with this spec"
+        raise SpecError("index", spec.index, legal, "is empty")
+    progress = Progress(seconds={"encode": 0.0, "write": 0.0})
+    with Session(spec, "backfill", job_id, progress.summary, lease_seconds) as session:
+        writer = session.writer
+        facts = ray.get(job.facts_of.options(**resources.encode.of_a_task).remote(spec.encoder))
+        column = rerank_field(spec.rerank, facts)
+        job.refuse_other_encoders(writer.dataset.schema, facts)
+        if RERANK_TOKENS in writer.dataset.schema.names:
+            refuse_other_adapter(spec.rerank, writer.dataset.schema.field(RERANK_TOKENS))
+        else:
+            writer.add_columns([column])
+        writer.index_ids()
+        listed = job.listing_job(spec, session.folder)
+        shards_of = _fragments(session, listed, resources)
+        progress.fragments = len(writer.dataset.get_fragments())
+        progress.done_before = progress.fragments - len(shards_of)
+        report(f"{len(shards_of)} of {progress.fragments} fragments have items of this source")
+        content = [r for r in every_representation(spec) if r.of == "content"]
+        encode = job.encode_stage(spec, facts, content, spec.rerank)
+        encode.placement = resources.placement
+        given = {
+            "index": part(spec.index),
+            "version": writer.dataset.version,
+            "listed": listed,
+            "stage": CacheTokens(encode),
+            "unit_items": spec.unit_items,
+            "num_threads": resources.encode.num_threads,
+        }
+        left = [{"fragment": f, "shards": json.dumps(own)} for f, own in shards_of.items()]
+        if left:
+            filled = filling(CacheFragment, given, left, resources.encode)
+            commit_filled(session, filled, COMMIT_FRAGMENTS, progress, report)
+        if progress.empty:
+            report(
+                f"{progress.empty:,} items have no tokens: the adapter makes none of them,"
+                " or they cannot be read"
+            )
+    return progress
+
+
+def _fragments(
+    session: Session, listed: ListingJob, resources: IndexResources
+) -> dict[int, list[int]]:
+    """The shards of the source by the fragment in which rows of them lie, unchanged ones."""
+    light = {"num_cpus": resources.read.num_cpus}
+    num_shards = ray.get(job.plan.options(**light).remote(listed, None))
+    shards_of: dict[int, list[int]] = {}
+    asked = (_placed.options(**light), listed, range(num_shards), resources.read.max_actors)
+    for shard, fragments in job.by_shard(*asked, session.check):
+        for fragment in fragments:
+            shards_of.setdefault(fragment, []).append(shard)
+    return {fragment: sorted(shards_of[fragment]) for fragment in sorted(shards_of)}
+
+
+@ray.remote
+def _placed(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
+    listing.list_shard(listed, shard)
+    return shard, listing.fragments_of(listed, shard)
+
+
+class CacheTokens(Stage):
+    """The adapter's tokens of items, and nothing else of them."""
+
+    name = "rerank"
+
+    def __init__(self, encode: Encode):
+        self.encode = encode
+        self.needs, self.adds = encode.needs, encode.cached
+
+    def setup(self) -> None:
+        self.encode.setup()
+
+    def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
+        items = self.encode.prepare(items)
+        found = Found()
+        for aspect, rows, batch, problems in self.encode.batches(items):
+            tokens = tokens_column(self.encode.adapter, batch)
+            found.add(aspect, rows, pa.table({RERANK_TOKENS: tokens}), problems)
+        return found.join(items.select(ITEM.names), self.encode.aspects, self.encode.nothing)
+
+
+class CacheFragment:
+    """Encodes a fragment's items that have no tokens, and writes the column's data file."""
+
+    def __init__(
+        self,
+        index: str,
+        version: int,
+        listed: ListingJob,
+        stage: CacheTokens,
+        unit_items: int,
+        num_threads: int,
+    ):
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self.index, self.listed = Index(index, version), listed
+        self.stage, self.unit_items = stage, unit_items
+        stage.setup()
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        asked = zip(batch["fragment"], batch["shards"], strict=True)
+        filled = [self.fill(int(number), json.loads(shards)) for number, shards in asked]
+        return {"filled": [json.dumps(one._asdict()) for one in filled]}
+
+    def fill(self, number: int, shards: list[int]) -> Filled:
+        """Fills the rows of one fragment that have no tokens."""
+        start = time.perf_counter()
+        fragment = self.index.dataset.get_fragment(number)
+        with self.index.reading():
+            table = fragment.to_table(
+                columns=["item_id"], filter=f"`{RERANK_TOKENS}` IS NULL", with_row_id=True
+            )
+        row_of = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
+        parts, num_tried = [], 0
+        for shard in shards:
+            units = listing.stored_units(self.listed, shard, number, row_of, self.unit_items)
+            for unit, num_unread in units:
+                num_tried += unit.items.num_rows + num_unread
+                done = run_stage(self.stage, unit).items
+                if RERANK_TOKENS in done.column_names:
+                    has_tokens = done[RERANK_TOKENS].is_valid()
+                    parts.append(done.filter(has_tokens).select(["item_id", RERANK_TOKENS]))
+        num_done = sum(part.num_rows for part in parts)
+        encoded = time.perf_counter()
+        metadata, modified = None, []
+        if num_done:
+            filled = pa.concat_tables(parts)
+            rows = pa.array([row_of[i] for i in filled["item_id"].to_pylist()], pa.uint64())
+            field = self.index.schema.field(RERANK_TOKENS)
+            columns = pa.schema([pa.field("_rowid", pa.uint64()), field])
+            filled = pa.table([rows, filled[RERANK_TOKENS]], names=columns.names).cast(columns)
+            metadata, modified = fragment.update_columns(filled)
+        seconds = {"encode": encoded - start, "write": time.perf_counter() - encoded}
+        written = metadata and metadata.to_json()
+        return Filled(written, modified, num_done, num_tried - num_done, seconds)

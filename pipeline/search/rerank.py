@@ -1,0 +1,217 @@
+"""The second stage: EDJE's joint encoder reads a query with the best items of the first.
+
+For a text the items' cached tokens are read, the column `rerank_tokens`. For a picture the items'
+texts (where an item has none: its captions) are the candidates, and the tokens are the picture's,
+made on the way as the index job makes an item's.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.config import SpecError, absolute
+from pipeline.encoders import Encoder
+from pipeline.encoders.sequences import opened
+from pipeline.index.columns import RERANK_TOKENS, adapter_of
+from pipeline.index.reader import Index
+from pipeline.registry import ENCODERS
+from pipeline.rerank.edje import about_of, check_tokens, load_adapter, load_joint
+from pipeline.schema import Reranked
+from pipeline.tokens import flat_from_arrow, pad
+
+if TYPE_CHECKING:
+    from pipeline.search.searcher import AnyQueries, Ranking, Searcher
+
+#: Queries whose candidates are read, and go through the joint encoder, together.
+QUERIES_AT_ONCE = 64
+
+NO_TOKENS = "has no rerank_tokens"
+NO_TEXT = "has no text"
+
+
+class Reranker:
+    """Reranks the `pool` best items of each query; those behind them stay as they are.
+
+    A reranked item's score is the joint encoder's logit, with the first stage's added if that is
+    asked for. An item that cannot be read (it has no tokens, or for a picture no text) keeps its
+    place of the first stage, and says so.
+
+    Args:
+        folder: of an EDJE.
+        pool: how many items of the first stage are reranked, as far as there are so many.
+        add_first_stage: whether its score counts too.
+        changes: of the joint encoder's spec: its dtype, attention or max_batch_tokens.
+
+    Raises:
+        SpecError: the folder is no EDJE's, or is damaged; the pool is none.
+    """
+
+    def __init__(self, folder: str, pool: int = 10, add_first_stage: bool = False, **changes: Any):
+        if not isinstance(pool, int) or isinstance(pool, bool) or pool < 1:
+            raise SpecError("pool", pool, "an integer >= 1")
+        self.folder, self.pool, self.add_first_stage = absolute(folder), pool, add_first_stage
+        self.about = about_of(self.folder, "rerank")
+        self.joint = load_joint(self.folder, "rerank", **changes)
+
+    def check(self, index: Index, queries: AnyQueries) -> None:
+        """Raises `SpecError` if queries, or the items of an index, cannot be read."""
+        if not isinstance(queries, Sequence) or not all(
+            isinstance(query, str | bytes) for query in queries
+        ):
+            legal = "null for such queries; a text or a picture can be reranked"
+            raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
+        if any(isinstance(query, str) for query in queries):
+            there = index.by_role("rerank")
+            if RERANK_TOKENS not in there:
+                legal = (
+                    "an index with rerank_tokens; add them by"
+                    f" `python -m jobs.backfill SPEC.yaml rerank={self.folder}`"
+                )
+                raise SpecError("rerank", self.folder, legal, "cannot be used: there are none")
+            check_tokens(self.folder, adapter_of(there[RERANK_TOKENS]), "rerank")
+
+    def rerank(
+        self,
+        searcher: Searcher,
+        queries: Sequence[str] | Sequence[bytes],
+        rankings: Sequence[Ranking],
+        k: int,
+    ) -> list[Ranking]:
+        """Rankings of the first stage, at least as deep as the pool -> the k best of each."""
+        done = []
+        for first in range(0, len(queries), QUERIES_AT_ONCE):
+            part = slice(first, first + QUERIES_AT_ONCE)
+            own, of_own = queries[part], rankings[part]
+            pools = [ranking.item_ids[: self.pool] for ranking in of_own]
+            if isinstance(own[0], str):
+                read, problem = self._of_texts(searcher, own, pools), NO_TOKENS
+            else:
+                read, problem = self._of_pictures(searcher, own, pools), NO_TEXT
+            for ranking, of_items in zip(of_own, read, strict=True):
+                done.append(self._ordered(ranking, of_items, problem, k))
+        return done
+
+    def _of_texts(
+        self, searcher: Searcher, texts: Sequence[str], pools: Sequence[list[str]]
+    ) -> list[dict[str, Reading]]:
+        """What the joint encoder says of each text's items that have tokens."""
+        stored = _stored(searcher.index, pools, [RERANK_TOKENS])
+        dim = self.about["dim"]
+        flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
+        tokens_BVD, mask_BV = pad(flat.reshape(-1, dim), lengths)
+        ids = stored["item_id"].to_pylist()
+        row_of = {ids[row]: row for row in np.flatnonzero(lengths).tolist()}
+        read = self.joint.read(texts)
+        pairs = _pairs(pools, row_of)
+        scores = self.joint.scores(read, tokens_BVD, mask_BV, pairs).tolist()
+        cuts = [int(read.num_cut[text]) for text, _ in pairs.tolist()]
+        return _by_query(pools, row_of, zip(scores, cuts, strict=True))
+
+    def _of_pictures(
+        self, searcher: Searcher, pictures: Sequence[bytes], pools: Sequence[list[str]]
+    ) -> list[dict[str, Reading]]:
+        """What the joint encoder says of each picture's items that have a text."""
+        stored = _stored(searcher.index, pools, ["text", "caption"])
+        texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
+        ids = stored["item_id"].to_pylist()
+        with_text = [i for i, text in enumerate(texts) if text and text.strip()]
+        row_of = {ids[place]: row for row, place in enumerate(with_text)}
+        tokens_QVD, mask_QV = self.tokens_of(searcher, pictures)
+        read = self.joint.read([texts[place] for place in with_text])
+        pairs = _pairs(pools, row_of)
+        scores = self.joint.scores(read, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
+        cuts = [int(read.num_cut[text]) for _, text in pairs.tolist()]
+        return _by_query(pools, row_of, zip(scores, cuts, strict=True))
+
+    def tokens_of(
+        self, searcher: Searcher, pictures: Sequence[bytes]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adapter's tokens (Q, V, dim) float16 of query pictures, read as items, and a mask.
+
+        Raises:
+            SpecError: one is no picture, or the EDJE's encoder cannot be had here.
+        """
+        encoder, kept = self._encoder(searcher), []
+        for picture in pictures:
+            file = io.BytesIO()
+            opened(picture).save(file, "PNG")
+            items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
+            for _, batch in encoder.encode(encoder.preparer(encoder.spec)(items)):
+                tokens, mask = self._adapter.cached(batch)
+                kept.append(tokens[mask].cpu())
+        return pad(torch.cat(kept), np.array([len(tokens) for tokens in kept]))
+
+    def _encoder(self, searcher: Searcher) -> Encoder:
+        """The EDJE's vision encoder: that of the index, if it is the same."""
+        wanted = self.about["vision"]["fingerprint"]
+        for name, about in searcher.index.representations().items():
+            if about["fingerprint"] == wanted:
+                return searcher.encoder(name)
+        return self._own_encoder
+
+    @functools.cached_property
+    def _own_encoder(self) -> Encoder:
+        encoder = ENCODERS.build(ENCODERS.resolve(self.about["vision"]["spec"]))
+        if encoder.fingerprint != self.about["vision"]["fingerprint"]:
+            legal = "the weights of the encoder that it was trained on"
+            raise SpecError("rerank", self.folder, legal, "finds others in their place")
+        return encoder
+
+    @functools.cached_property
+    def _adapter(self) -> Any:
+        return load_adapter(self.folder, "rerank")
+
+    def _ordered(self, ranking: Ranking, read: dict[str, Reading], problem: str, k: int) -> Ranking:
+        """A ranking with those that were read in the order of their new scores."""
+        scores, about = list(ranking.scores), []
+        for place, (item_id, first) in enumerate(
+            zip(ranking.item_ids, ranking.scores, strict=True)
+        ):
+            joint, num_cut = read.get(item_id, (None, 0))
+            is_flagged = place < self.pool and joint is None
+            about.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
+            if joint is not None:
+                scores[place] = joint + first if self.add_first_stage else joint
+        order = list(range(len(scores)))
+        slots = [place for place in order if about[place].joint is not None]
+        best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
+        for slot, place in zip(slots, best, strict=True):
+            order[slot] = place
+        order = order[:k]
+        kept = replace(ranking, scores=scores).taken(order)
+        return replace(kept, reranked=tuple(about[place] for place in order))
+
+
+#: A joint encoder's logit, and how many tokens of the text it did not read.
+Reading = tuple[float, int]
+
+
+def _stored(index: Index, pools: Sequence[list[str]], columns: list[str]) -> pa.Table:
+    """The rows of all pools, each once."""
+    item_ids = sorted({item_id for pool in pools for item_id in pool})
+    there = [name for name in columns if name in index.schema.names]
+    if item_ids:
+        return index.items(item_ids, there)
+    fields = [index.schema.field(name) for name in ("item_id", *there)]
+    return pa.schema(fields).empty_table()
+
+
+def _pairs(pools: Sequence[list[str]], row_of: dict[str, int]) -> torch.Tensor:
+    """(P, 2) int64: each query with the row of each item of its pool that has one."""
+    pairs = [[q, row_of[i]] for q, pool in enumerate(pools) for i in pool if i in row_of]
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+
+
+def _by_query(
+    pools: Sequence[list[str]], row_of: dict[str, int], readings: Any
+) -> list[dict[str, Reading]]:
+    """Readings in the order of `_pairs`, by query and item."""
+    return [{i: next(readings) for i in pool if i in row_of} for pool in pools]

@@ -1,0 +1,342 @@
+"""Search in two stages: EDJE's joint encoder over the pool of the first, in both directions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from jobs import search
+from pipeline import config, open_index
+from pipeline.config import SpecError
+from pipeline.eval.evaluation import EvaluateSpec, run
+from pipeline.eval.metrics import read_run
+from pipeline.index import job
+from pipeline.index.reader import Index
+from pipeline.registry import ENCODERS
+from pipeline.rerank.adapter import Adapter
+from pipeline.rerank.edje import Edje
+from pipeline.schema import Composed
+from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.sharded import ShardedSearcher
+from tests.pictures import noise, png
+from tests.rerank.models import joint_encoder
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+NUM_PHOTOS = 7
+TEXT = "heat at the wing"
+HOW = {"representation": "hpool_4", "score": "single", "explain": False}
+
+
+@pytest.fixture(scope="module")
+def dual(checkpoint) -> dict[str, Any]:
+    return {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
+
+
+def edje_of(folder: Path, dual: dict[str, Any], max_text_tokens: int = 24, seed: int = 0) -> str:
+    """The folder of an EDJE that tells its pairs apart."""
+    joint = joint_encoder(folder / "language", max_text_tokens=max_text_tokens)
+    torch.manual_seed(seed)
+    adapter = Adapter(Adapter.Spec(num_tokens=3, hidden=12, heads=2), 32, joint.dim)
+    encoder = ENCODERS.build(ENCODERS.resolve(dual))
+    vision = {"spec": config.dump(encoder.spec), "fingerprint": encoder.fingerprint}
+    with torch.no_grad():
+        for weights in (*adapter.parameters(), *joint.match.parameters()):
+            weights.normal_(std=0.5)
+    Edje(adapter, joint, vision).save(folder / "model")
+    return str(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def model(dual, tmp_path_factory) -> str:
+    return edje_of(tmp_path_factory.mktemp("edje"), dual)
+
+
+@pytest.fixture(scope="module")
+def photos() -> dict[str, bytes]:
+    return {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(NUM_PHOTOS)}
+
+
+@pytest.fixture(scope="module")
+def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
+    """Photos with captions, but for one, and tokens."""
+    return make(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
+
+
+def make(folder: Path, dual: dict[str, Any], photos: dict[str, bytes], **fields: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number, (name, photo) in enumerate(photos.items()):
+        (folder / name).write_bytes(photo)
+        said = {"caption": f"a wing with {number} engines"} if number else {}
+        lines.append(json.dumps({"id": name, "image": name, **said}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    given = {
+        "index": str(folder / "index"),
+        "source": {"name": "images", "path": str(folder / "rows.jsonl")},
+        "encoder": dual,
+        "representations": [{"compressor": {"name": "hpool", "num_vectors": 4}}],
+        "unit_items": 4,
+        **fields,
+    }
+    spec = config.parse(job.IndexSpec, given)
+    progress = job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    assert progress.new == len(photos)
+    return given["index"]
+
+
+def stored(uri: str) -> dict[str, torch.Tensor | None]:
+    table = Index(uri).dataset.to_table(columns=["item_id", "rerank_tokens"])
+    return {
+        row["item_id"]: row["rerank_tokens"]
+        and torch.tensor(np.array(row["rerank_tokens"], np.float16)).unsqueeze(0)
+        for row in table.to_pylist()
+    }
+
+
+def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
+    """Each item by itself."""
+    scores = {}
+    for name, tokens in stored(uri).items():
+        if tokens is not None:
+            mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
+            scores[name] = reranker.joint.scores([text], tokens, mask).item()
+    return scores
+
+
+@pytest.mark.parametrize("add_first_stage", [False, True])
+@pytest.mark.parametrize("pool", [1, 4, 100])
+def test_the_pool_is_in_the_order_of_the_joint_encoder(uri, model, pool, add_first_stage):
+    searcher, reranker = open_index(uri), Reranker(model, pool, add_first_stage)
+    first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
+    alone = joint_scores(reranker, TEXT, uri)
+    value = {h.item_id: alone[h.item_id] + add_first_stage * h.score for h in first}
+    expected = sorted(first[:pool], key=lambda h: -value[h.item_id]) + first[pool:]
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    assert [h.item_id for h in found] == [h.item_id for h in expected]
+    assert [h.rank for h in found] == list(range(1, NUM_PHOTOS + 1))
+    for hit, before in zip(found, expected, strict=True):
+        about = hit.reranked
+        assert (about.first_rank, about.first_score) == (before.rank, before.score)
+        assert about.num_cut == 0 and about.problem == ""
+        if before.rank <= pool:
+            assert about.joint == pytest.approx(alone[hit.item_id], abs=1e-5)
+            assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
+        else:
+            assert about.joint is None and hit.score == before.score
+    fewer = searcher.search(TEXT, k=2, rerank=reranker, **HOW)
+    assert [h.item_id for h in fewer] == [h.item_id for h in found[:2]]
+    if pool == 100 and not add_first_stage:
+        assert [h.item_id for h in found] != [h.item_id for h in first]
+
+
+def test_ten_are_reranked_by_default(model):
+    reranker = Reranker(model)
+    assert reranker.pool == 10 and not reranker.add_first_stage
+
+
+def test_several_queries_and_shards_give_the_same(uri, model):
+    searcher, reranker = open_index(uri), Reranker(model, 4)
+    texts = [TEXT, "lift", "a cone in a stream"]
+    together = searcher.search(texts, rerank=reranker, **HOW)
+    for text, hits in zip(texts, together, strict=True):
+        alone = searcher.search(text, rerank=reranker, **HOW)
+        assert [h.item_id for h in hits] == [h.item_id for h in alone]
+        for hit, other in zip(hits, alone, strict=True):
+            assert hit.score == pytest.approx(other.score, abs=1e-5)
+    with ShardedSearcher(uri, num_shards=2, num_cpus=0.5) as sharded:
+        assert sharded.search(texts, rerank=reranker, **HOW) == together
+    assert searcher.search([], "hpool_4", rerank=reranker) == []
+
+
+def test_a_picture_finds_by_the_items_texts(uri, model, photos):
+    """Of a photo the tokens are those that the index has; an item without text is flagged."""
+    searcher, reranker = open_index(uri), Reranker(model, 5)
+    tokens, mask = reranker.tokens_of(searcher, [photos["3.png"]])
+    torch.testing.assert_close(tokens, stored(uri)["3.png"], atol=2e-3, rtol=2e-3)
+    assert mask.all()
+
+    first = searcher.search(photos["3.png"], k=NUM_PHOTOS, **HOW)
+    found = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **HOW)
+    captions = {name: f"a wing with {i} engines" for i, name in enumerate(photos) if i}
+    value = {n: reranker.joint.scores([text], tokens, mask).item() for n, text in captions.items()}
+    pool = [h.item_id for h in first[:5]]
+    best = iter(sorted((n for n in pool if n in value), key=lambda name: -value[name]))
+    expected = [next(best) if name in value else name for name in pool]
+    assert [h.item_id for h in found] == expected + [h.item_id for h in first[5:]]
+    for hit in found:
+        is_flagged = hit.item_id == "0.png" and hit.reranked.first_rank <= 5
+        assert hit.reranked.problem == (NO_TEXT if is_flagged else "")
+
+
+def test_an_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
+    uri = make(tmp_path / "photos", dual, photos, rerank=model)
+    searcher, reranker = open_index(uri), Reranker(model, 5)
+    first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
+    second, sixth = first[1].item_id, first[5].item_id
+    dataset = Index(uri).dataset
+    table = dataset.to_table()
+    column = table["rerank_tokens"].to_pylist()
+    ids = table["item_id"].to_pylist()
+    column = [None if i in (second, sixth) else own for i, own in zip(ids, column, strict=True)]
+    field = table.schema.field("rerank_tokens")
+    place = table.schema.get_field_index("rerank_tokens")
+    table = table.set_column(place, field, pa.array(column, field.type))
+    lance.write_dataset(table, dataset.uri, mode="overwrite")
+    searcher = open_index(uri)
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    assert found[1].item_id == second and found[1].reranked.problem == NO_TOKENS
+    assert found[1].score == first[1].score and found[1].reranked.joint is None
+    value = joint_scores(reranker, TEXT, uri)
+    others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
+    assert [found[i].item_id for i in (0, 2, 3, 4)] == others
+    # Behind the pool nothing is looked at.
+    assert found[5].item_id == sixth and found[5].reranked.problem == ""
+
+
+def test_items_deleted_meanwhile_and_an_empty_pool(tmp_path, dual, model, photos):
+    uri = make(tmp_path / "photos", dual, photos, rerank=model)
+    searcher, reranker = open_index(uri), Reranker(model)
+    before = searcher.search(TEXT, rerank=reranker, **HOW)
+    best = before[0].item_id
+    Index(uri).dataset.delete(f"item_id = '{best}'")
+    assert searcher.search(TEXT, rerank=reranker, **HOW) == before  # of its own version
+    after = open_index(uri).search(TEXT, rerank=reranker, **HOW)
+    assert [h.item_id for h in after] == [h.item_id for h in before[1:]]
+    for restricted in ({"where": "modality = 'text'"}, {"ids": [best]}, {"ids": []}):
+        assert open_index(uri).search(TEXT, rerank=reranker, **restricted, **HOW) == []
+        assert open_index(uri).search(photos["3.png"], rerank=reranker, **restricted, **HOW) == []
+
+
+def test_a_text_that_is_too_long_is_cut_and_says_so(tmp_path, uri, dual):
+    short = Reranker(edje_of(tmp_path, dual, max_text_tokens=6))
+    # The adapter is the same: its tokens are those of the index.
+    hits = open_index(uri).search(TEXT, rerank=short, **HOW)
+    num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
+    assert num_tokens > 6
+    assert {hit.reranked.num_cut for hit in hits} == {num_tokens - 6}
+
+
+def test_what_is_refused(tmp_path, uri, dual, model, photos):
+    """In one sentence, and before anything is encoded."""
+    searcher, reranker = open_index(uri), Reranker(model)
+    plain = make(tmp_path / "plain", dual, photos)
+    with pytest.raises(SpecError, match=r"there are none; legal: .*jobs\.backfill SPEC.yaml rer"):
+        open_index(plain).search(TEXT, rerank=reranker, **HOW)
+    other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
+    with pytest.raises(SpecError, match="rerank: .* has the adapter .*, not that of the tokens"):
+        searcher.search(TEXT, rerank=other, **HOW)
+    for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
+        with pytest.raises(SpecError, match="rerank: .* needs the query as it was written"):
+            searcher.search(query, "hpool_4", rerank=reranker)
+    with pytest.raises(SpecError, match="pool: 0 is not legal; legal: an integer >= 1"):
+        Reranker(model, 0)
+    with pytest.raises(SpecError, match="rerank: .* has no edje.json"):
+        Reranker(str(tmp_path))
+    with pytest.raises(SpecError, match="k: 0 is not legal"):
+        searcher.search(TEXT, k=0, rerank=reranker)
+    # A picture needs no tokens of the items.
+    assert open_index(plain).search(photos["1.png"], rerank=reranker, **HOW)[0].reranked
+
+
+def test_runs_have_the_order_of_the_second_stage(uri, model):
+    searcher, reranker = open_index(uri), Reranker(model, 4)
+    how = {name: value for name, value in HOW.items() if name != "explain"}
+    rankings = searcher.rank([TEXT], k=NUM_PHOTOS, **how)
+    (ranking,) = reranker.rerank(searcher, [TEXT], rankings, NUM_PHOTOS)
+    scores = ranking.scores_by_item()
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    assert list(scores) == [hit.item_id for hit in found]
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    assert len(set(scores.values())) == NUM_PHOTOS
+    assert replace(ranking, reranked=None).scores_by_item() != scores
+
+
+def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
+    """Printed, as JSON and as a run; a picture; and what is not legal."""
+    given = [uri, "--score", "single", "--rerank", f"edje={model}", "--pool", "4"]
+    reranker = Reranker(model, 4)
+    found = open_index(uri).search(TEXT, rerank=reranker, score="single")
+    search.main([*given, TEXT])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
+    for line, hit in zip(lines, found, strict=True):
+        assert hit.item_id in line and f"(was {hit.reranked.first_rank})" in line
+    search.main([*given, TEXT, "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["reranked"]["first_rank"] for row in rows] == [h.reranked.first_rank for h in found]
+
+    (tmp_path / "queries.tsv").write_text(f"q\t{TEXT}\n")
+    (tmp_path / "3.png").write_bytes(photos["3.png"])
+    out = str(tmp_path / "edje.trec")
+    search.main([*given, "--queries", str(tmp_path / "queries.tsv"), "--run", out])
+    assert list(read_run(out)["q"]) == [hit.item_id for hit in found]
+    assert "reranked" in capsys.readouterr().out
+    search.main([*given, "--image", str(tmp_path / "3.png")])
+    assert "(was 1" in capsys.readouterr().out
+    long = edje_of(tmp_path / "short", dual, max_text_tokens=6)
+    search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
+    assert "tokens longer than what the reranker reads" in capsys.readouterr().out
+    for wrong in ("maxsim", "edje", f"x={model}"):
+        with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
+            search.main([uri, TEXT, "--rerank", wrong])
+
+
+def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path):
+    """With its latency and its bytes, and the values of its own order."""
+    folder, queries = tmp_path / "benchmark", {"a": TEXT, "b": "lift", "c": "a cone"}
+    (folder / "qrels").mkdir(parents=True)
+    relevant = dict(zip(queries, ["3.png", "1.png", "5.png"], strict=True))
+    lines = [f"{query}\t{item}\t1\n" for query, item in relevant.items()]
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    lines = [json.dumps({"_id": query, "text": text}) for query, text in queries.items()]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    rerank = [{"model": model, "pool": 3}, {"model": model, "pool": 7, "add_first_stage": True}]
+    rerank.append({"model": model, "score": "late", "label": "after_late"})
+    given = {
+        "index": uri,
+        "benchmark": {"name": "beir", "path": str(folder)},
+        "output": str(tmp_path / "out"),
+        "measures": ["R@1", "RR"],
+        "judged": "item",
+        "rerank": rerank,
+    }
+    spec = config.parse(EvaluateSpec, given)
+    evaluation = run(spec, lambda line: None)
+    names = [result.name for result in evaluation.results]
+    assert names[-3:] == ["after_late", "edje_3", "edje_7_added"]
+    searcher = open_index(uri)
+    for name, reranker, score in (
+        ("edje_3", Reranker(model, 3), "single"),
+        ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single"),
+        ("after_late", Reranker(model), "late"),
+    ):
+        row = evaluation.of(name)
+        for query, text in queries.items():
+            hits = searcher.search(text, score=score, rerank=reranker, explain=False)
+            rank = [hit.item_id for hit in hits].index(relevant[query]) + 1
+            assert row.values[query] == {"R@1": float(rank == 1), "RR": pytest.approx(1 / rank)}
+        first = evaluation.of(row.first_stage)
+        assert first.score == score and evaluation.standing(row).reference == first.name
+        assert row.median_ms > 0 and row.queries_per_second > 0
+        # Three tokens of 32 numbers in float16.
+        assert row.vector_bytes - first.vector_bytes == 3 * 32 * 2
+        assert row.vectors_per_item - first.vectors_per_item == 3
+    said: list[str] = []
+    run(spec, said.append)
+    assert all("(as before)" in line for line in said if line.startswith("["))
+    assert "edje_3" in (tmp_path / "out/table.md").read_text()
+    assert (tmp_path / "out/runs/edje_3.trec").is_file()
+    for wrong, sentence in (
+        ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
+        ([{"model": str(tmp_path)}], "rerank: .* has no edje.json"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

@@ -146,7 +146,11 @@ class _NoKeyTwice(yaml.SafeLoader):
     """YAML's plain types; a key that stands twice in a mapping is an error, not the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [
+            self.construct_object(key, deep=True)
+            for key, _ in node.value
+            if key.tag != "tag:yaml.org,2002:merge"  # `<<: *anchor`, which its own keys override
+        ]
         for key in keys:
             if keys.count(key) > 1:
                 problem = f"the key {key!r} stands twice"

@@ -166,6 +166,7 @@ def test_recompress_fits_and_resumes(uri):
     assert all(np.array_equal(found[item_id], there[item_id]) for item_id in there)
 
 
+@pytest.mark.heavy
 def test_a_fitted_compressor_and_a_fitted_codec(cluster, tmp_path, collection):
     hpc = {"name": "hpc", "num_vectors": 4, "num_centroids": 16, "saliency": "eos_row/mean/last"}
     spec = index_spec(

@@ -67,6 +67,7 @@ def installed(tmp_path: Path) -> str:
     return str(site)
 
 
+@pytest.mark.heavy
 def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
     log, late_log = tmp_path / "fits", tmp_path / "late_fits"
     log.mkdir()

@@ -216,6 +216,7 @@ def test_limit_takes_the_first_items(tmp_path, collection):
     assert run(a_spec).unchanged == 3
 
 
+@pytest.mark.heavy
 def test_separate_compression_actors_give_the_same_rows(tmp_path, collection):
     documents = {f"d{i}": f"text {i}" for i in range(5)}
     together = spec(tmp_path, collection(**documents))

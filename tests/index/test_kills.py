@@ -169,9 +169,8 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, unbroken: pa.Table):
     check_whole(index, unbroken)
 
 
-@pytest.mark.parametrize(
-    "stage", ["StageActor", pytest.param("WriteFragments", marks=pytest.mark.heavy)]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", ["StageActor", "WriteFragments"])
 def test_sigkill_to_an_actor(folder: Path, cluster: str, unbroken: pa.Table, stage: str):
     index = folder / stage.lower()
     driver = start(folder, index.name, cluster)
@@ -184,6 +183,7 @@ def test_sigkill_to_an_actor(folder: Path, cluster: str, unbroken: pa.Table, sta
     check_whole(index, unbroken)
 
 
+@pytest.mark.heavy
 def test_sigterm_commits_what_is_finished(folder: Path, cluster: str, unbroken: pa.Table):
     index = folder / "sigterm"
     driver = start(folder, index.name, cluster)

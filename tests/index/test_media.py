@@ -196,6 +196,7 @@ def test_hits_as_a_user_sees_them(uri, tmp_path, capsys):
     assert names == ["1.json", "1.png"]  # a caption has no place in the picture
 
 
+@pytest.mark.heavy
 def test_two_pools_give_the_same_rows(uri, folder, tmp_path):
     apart = {"compress": {"num_cpus": 0.5}}
     sources = [
@@ -210,6 +211,7 @@ def test_two_pools_give_the_same_rows(uri, folder, tmp_path):
     assert there.sort_by("item_id").equals(here.sort_by("item_id"))
 
 
+@pytest.mark.heavy
 def test_scanned_pages_of_an_index_without_ocr_are_read_later(cluster, tmp_path):
     (tmp_path / "pages").mkdir()
     sign("harbour\nof Lisbon").save(tmp_path / "pages/scan.pdf")  # a picture, no text layer

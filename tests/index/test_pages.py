@@ -102,6 +102,7 @@ def test_two_pools_and_recompression_see_the_same_boxes(cluster, tmp_path, folde
         assert later[item_id]["samer_3_support"] == row["samer_3_support"]
 
 
+@pytest.mark.heavy
 def test_pages_beside_texts_in_one_index(cluster, tmp_path, folder, collection):
     given = {
         "index": str(tmp_path / "index"),

@@ -195,6 +195,7 @@ def test_a_second_representation_leaves_the_first_alone(uri):
         assert data_files(uri, number)[: len(files[number])] == files[number]
 
 
+@pytest.mark.heavy
 def test_rows_that_came_later_are_filled_by_another_run(tmp_path, collection, uri):
     run(spec(uri, HPOOL))
     first = rows(uri)
@@ -209,6 +210,7 @@ def test_rows_that_came_later_are_filled_by_another_run(tmp_path, collection, ur
     assert after["bread"]["hpool_4"] != first["bread"]["hpool_4"]
 
 
+@pytest.mark.heavy
 def test_rows_without_full_tokens_stay_empty(collection, uri):
     run(spec(uri, HPOOL))
     make_index(uri, collection(**DOCUMENTS, cone="A cone in a stream."), HPOOL)

@@ -167,6 +167,7 @@ def test_the_index_job_the_backfill_and_the_adapter_agree_bit_for_bit(
     assert about["role"] == "rerank" and about["fingerprint"] == encoder.fingerprint
 
 
+@pytest.mark.heavy
 def test_separate_compressing_actors_write_the_same(tmp_path, cached, photos, dual, model):
     apart = spec(tmp_path / "apart", photos, dual, rerank=model)
     index(apart, compress={"num_cpus": 0.5})
@@ -192,6 +193,7 @@ def test_the_backfill_touches_no_other_column(uri, photos, dual, model):
     assert open_index(str(uri)).search(np.ones((1, 32)), "hpool_4", k=3, explain=False)
 
 
+@pytest.mark.heavy
 def test_a_resume_does_the_rest_and_nothing_twice(uri, photos, dual, model, cached, monkeypatch):
     commit = IndexWriter.commit_columns
 
@@ -218,6 +220,7 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri, photos, dual, model, cach
     assert (fill(a_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
 
 
+@pytest.mark.heavy
 def test_rows_that_came_later_are_filled_by_another_run(tmp_path, photos, dual, model):
     own = Path(shutil.copytree(photos, tmp_path / "photos"))
     uri = tmp_path / "index"
@@ -283,6 +286,7 @@ def test_what_is_refused(tmp_path, uri, photos, dual, model):
     assert version < Index(str(uri)).version
 
 
+@pytest.mark.heavy
 def test_a_video_has_tokens_of_each_frame_up_to_a_bound(tmp_path, dual, model):
     """Five frames of three tokens; bound to ten tokens, those of three frames."""
     (tmp_path / "clips").mkdir()

@@ -55,6 +55,7 @@ def put(key: str, text: str) -> None:
     boto3.client("s3").put_object(Bucket="bucket", Key=key, Body=text.encode())
 
 
+@pytest.mark.heavy
 def test_index_status_search_and_recompress(s3, tmp_path):
     uri = "s3://bucket/deep/index"
     put("corpus.jsonl", "\n".join(json.dumps({"_id": i, "text": t}) for i, t in CORPUS.items()))

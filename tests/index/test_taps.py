@@ -120,6 +120,7 @@ def test_bits_are_searched_with_the_bits_of_the_query(at_once):
     assert full_tokens_of(searcher.index, "sap_4") == "full"
 
 
+@pytest.mark.heavy
 def test_encoder_and_compressor_in_actors_apart(tmp_path, collection, at_once):
     resources = {"compress": {"num_cpus": 0.5}}
     index(tmp_path / "apart", collection, *REPRESENTATIONS, resources=resources)

@@ -309,7 +309,7 @@ def test_a_place_that_cannot_be_written(tmp_path, place):
     with pytest.raises(SpecError) as error:
         open_or_create(uri)
     sentence = str(error.value)
-    problems = ("cannot be written; legal: a writable URI (", "lies under the file")
+    problems = ("cannot be written; legal: a writable path (", "lies under the file")
     assert sentence.startswith(tuple(f"index: {uri!r} {problem}" for problem in problems))
     assert "\n" not in sentence and ".rs" not in sentence
 

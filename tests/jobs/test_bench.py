@@ -112,6 +112,7 @@ def test_the_pages_bench(cluster, tmp_path):
 METHODS = ("samer", "agc", "hpool,linkage=rows", "spatial", "adaptive_eos")
 
 
+@pytest.mark.heavy
 def test_the_compress_bench(tmp_path):
     record = tmp_path / "figures.json"
     sizes = ("--tokens", "40", "--dim", "8", "--vectors", "4", "--batch", "1", "3")

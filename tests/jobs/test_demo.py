@@ -3,12 +3,14 @@
 import csv
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from jobs import demo
 from pipeline.search.maps import SHEET_STEP, TRUE_COLOUR
 
 
+@pytest.mark.heavy
 def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
     folder, shown = str(tmp_path), {}
 

@@ -134,6 +134,7 @@ def add_copy(uri: str, source: str, name: str) -> None:
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
 
 
+@pytest.mark.heavy
 def test_what_is_known_is_not_computed_again(spec_file, own_index, tmp_path, capsys, monkeypatch):
     given = f"index={own_index}"
     first = progress(spec_file, capsys, given)

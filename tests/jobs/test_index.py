@@ -56,8 +56,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "sources=x",
             "sources: 'x' stands under an unknown key; legal: index, source, encoder,"
-            " representations, sweep, keep_positions, keep_taps, unit_items, fragment_items,"
-            " commit_items, commit_seconds, fit",
+            " representations, sweep, keep_positions, keep_taps, rerank, unit_items,"
+            " fragment_items, commit_items, commit_seconds, fit",
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",

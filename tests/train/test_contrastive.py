@@ -262,9 +262,15 @@ def test_distillation_needs_a_teacher(model, tmp_path):
         Loop(spec, say=lambda line: None).run()
 
 
-@pytest.mark.parametrize("score", ["late", "hybrid"])
-@pytest.mark.parametrize("layer", [-1, [-1, 1]])
-@pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "layer", "score"),
+    [
+        ("minilm", [-1, 1], "hybrid"),
+        ("qwen3_vl", -1, "late"),
+        pytest.param("minilm", -1, "late", marks=pytest.mark.heavy),
+        pytest.param("qwen3_vl", [-1, 1], "hybrid", marks=pytest.mark.heavy),
+    ],
+)
 def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, layer, score):
     encoder: dict = {"name": "minilm", "layer": layer}
     if family == "qwen3_vl":

@@ -97,8 +97,17 @@ def text_run(folder, encoder=None, **learner):
     return spec_of(folder, "", learner, data=TEXTS, batch_size=4, epochs=1, evaluate_every=2)
 
 
-@pytest.mark.parametrize("score", ["single", "late", "hybrid"])
-@pytest.mark.parametrize("trains", ["lora", "all"])
+@pytest.mark.parametrize(
+    ("trains", "score"),
+    [
+        ("lora", "late"),
+        ("all", "single"),
+        pytest.param("lora", "single", marks=pytest.mark.heavy),
+        pytest.param("lora", "hybrid", marks=pytest.mark.heavy),
+        pytest.param("all", "late", marks=pytest.mark.heavy),
+        pytest.param("all", "hybrid", marks=pytest.mark.heavy),
+    ],
+)
 def test_minilm_is_trained_and_read_back(trains, score, tmp_path):
     more = {"lora": {"rank": 2, "alpha": 4}} if trains == "lora" else {}
     spec = text_run(tmp_path, trains=trains, score=score, **more)

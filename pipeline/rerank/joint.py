@@ -372,11 +372,14 @@ class JointEncoder(torch.nn.Module):
             words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
         )
         base = self.language.base_model
-        states_PSH = base.embeddings(**inputs)
-        if hasattr(base, "embeddings_project"):
-            states_PSH = base.embeddings_project(states_PSH)
         mask_P11S = mask_PS[:, None, None] if is_padded else None
-        return self.match(layers(states_PSH, mask_P11S, mask_BV.shape[1])).squeeze(1).float()
+        # The products are of the weights' dtype; autocast does not know them.
+        with torch.autocast(self.device.type, enabled=False):
+            states_PSH = base.embeddings(**inputs)
+            if hasattr(base, "embeddings_project"):
+                states_PSH = base.embeddings_project(states_PSH)
+            states_PH = layers(states_PSH, mask_P11S, mask_BV.shape[1])
+            return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
         """The layers laid out for speed; None where they are not the plain ones, or are training.

@@ -34,8 +34,8 @@ class Metrics:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self._writer is not None:
             for name, value in figures.items():
-                # The library would say of each name that it cannot have an @.
-                self._writer.add_scalar(name.replace("@", "_"), value, step)
+                # The library would say of each name that it cannot have an @ or a space.
+                self._writer.add_scalar(name.replace("@", "_").replace(" ", "_"), value, step)
 
     def close(self) -> None:
         """Writes what waits."""

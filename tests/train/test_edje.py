@@ -152,8 +152,8 @@ def test_masked_words_are_read_with_the_tokens_of_their_item(run_of):
     assert losses.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["compressed", "local"])
-def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "precision"), [("compressed", "bfloat16"), ("local", "float32")])
+def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind, precision):
     data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "held_out": 8}
     spec = run_of(
         "run",
@@ -165,6 +165,7 @@ def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind):
         },
         data=data,
         epochs=100,
+        precision=precision,
         evaluate_every=100,
         checkpoint_every=100,
         optimiser={"learning_rate": 3e-3, "warmup": 0.1, "clip": 1.0},

@@ -4,6 +4,7 @@
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
     python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.k=100
     python -m jobs.serve --spec settings.yaml seconds.search=5
+    python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # reranks by EDJE too
     python -m jobs.serve key --name ann >> keys.yaml      # an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
@@ -134,10 +135,16 @@ def _check_indexes(settings: ServeSpec) -> None:
     from pipeline.serve.evaluations import check_folder
     from pipeline.serve.keys import Keys
 
-    for served in settings.indexes.values():
+    for index, served in settings.indexes.items():
         searcher = open_index(served.uri)
         for name in served.load:
             searcher.representation(name)
+        if served.edje is not None:
+            from pipeline.rerank.edje import about_of
+            from pipeline.search.rerank import check_stored
+
+            field = f"indexes.{index}.edje"
+            check_stored(about_of(served.edje, field), served.edje, searcher.index, field)
     check_folder(settings.evaluations)
     if settings.keys:
         Keys(settings.keys)

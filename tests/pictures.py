@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,3 +53,28 @@ def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> di
     spec = config.parse(job.IndexSpec, given)
     job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
     return photos
+
+
+def index_captioned(
+    folder: Path, encoder: dict[str, Any], photos: dict[str, bytes], **fields: Any
+) -> str:
+    """Indexes photos, all but the first with captions, in two fragments and as four vectors."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number, (name, photo) in enumerate(photos.items()):
+        (folder / name).write_bytes(photo)
+        said = {"caption": f"a wing with {number} engines"} if number else {}
+        lines.append(json.dumps({"id": name, "image": name, **said}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    given = {
+        "index": str(folder / "index"),
+        "source": {"name": "images", "path": str(folder / "rows.jsonl")},
+        "encoder": encoder,
+        "representations": [{"compressor": {"name": "hpool", "num_vectors": 4}}],
+        "unit_items": 4,
+        **fields,
+    }
+    spec = config.parse(job.IndexSpec, given)
+    progress = job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    assert progress.new == len(photos)
+    return given["index"]

@@ -175,7 +175,14 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
     Args:
         written_by: the adapter's fingerprint, as it is kept with the tokens.
     """
-    own = about_of(folder, field)["fingerprints"]["adapter"]
+    check_adapter(about_of(folder, field), folder, written_by, field)
+
+
+def check_adapter(
+    about: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
+) -> None:
+    """`check_tokens` of a folder that was looked at before: `about` is what it says of itself."""
+    own = about["fingerprints"]["adapter"]
     if own != written_by:
         legal = f"the folder of the adapter {written_by}, or tokens that are cached anew"
         raise SpecError(field, str(folder), legal, f"has the adapter {own}, not that of the tokens")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from pipeline.encoders.sequences import opened
 from pipeline.index.columns import RERANK_TOKENS, adapter_of
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
-from pipeline.rerank.edje import about_of, check_tokens, load_adapter, load_joint
+from pipeline.rerank.edje import about_of, check_adapter, load_adapter, load_joint
 from pipeline.schema import Reranked
 from pipeline.tokens import flat_from_arrow, pad
 
@@ -60,6 +60,7 @@ class Reranker:
         self.folder, self.pool, self.add_first_stage = absolute(folder), pool, add_first_stage
         self.about = about_of(self.folder, "rerank")
         self.joint = load_joint(self.folder, "rerank", **changes)
+        self._vision: Encoder | None = None
 
     def check(self, index: Index, queries: AnyQueries) -> None:
         """Raises `SpecError` if queries, or the items of an index, cannot be read."""
@@ -69,14 +70,7 @@ class Reranker:
             legal = "null for such queries; a text or a picture can be reranked"
             raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
         if any(isinstance(query, str) for query in queries):
-            there = index.by_role("rerank")
-            if RERANK_TOKENS not in there:
-                legal = (
-                    "an index with rerank_tokens; add them by"
-                    f" `python -m jobs.backfill SPEC.yaml rerank={self.folder}`"
-                )
-                raise SpecError("rerank", self.folder, legal, "cannot be used: there are none")
-            check_tokens(self.folder, adapter_of(there[RERANK_TOKENS]), "rerank")
+            check_stored(self.about, self.folder, index)
 
     def rerank(
         self,
@@ -86,17 +80,24 @@ class Reranker:
         k: int,
     ) -> list[Ranking]:
         """Rankings of the first stage, at least as deep as the pool -> the k best of each."""
-        done = []
+        read = self.read(searcher, queries, [ranking.item_ids[: self.pool] for ranking in rankings])
+        return [
+            reordered(query, ranking, of_items, self.pool, self.add_first_stage, k)
+            for query, ranking, of_items in zip(queries, rankings, read, strict=True)
+        ]
+
+    def read(
+        self,
+        searcher: Searcher,
+        queries: Sequence[str] | Sequence[bytes],
+        pools: Sequence[list[str]],
+    ) -> list[dict[str, Reading]]:
+        """What the joint encoder says of each query's items, but of those that cannot be read."""
+        done: list[dict[str, Reading]] = []
         for first in range(0, len(queries), QUERIES_AT_ONCE):
             part = slice(first, first + QUERIES_AT_ONCE)
-            own, of_own = queries[part], rankings[part]
-            pools = [ranking.item_ids[: self.pool] for ranking in of_own]
-            if isinstance(own[0], str):
-                read, problem = self._of_texts(searcher, own, pools), NO_TOKENS
-            else:
-                read, problem = self._of_pictures(searcher, own, pools), NO_TEXT
-            for ranking, of_items in zip(of_own, read, strict=True):
-                done.append(self._ordered(ranking, of_items, problem, k))
+            of_kind = self._of_texts if isinstance(queries[first], str) else self._of_pictures
+            done += of_kind(searcher, queries[part], pools[part])
         return done
 
     def _of_texts(
@@ -150,14 +151,14 @@ class Reranker:
         return pad(torch.cat(kept), np.array([len(tokens) for tokens in kept]))
 
     def _encoder(self, searcher: Searcher) -> Encoder:
-        """The EDJE's vision encoder: that of the index, if it is the same."""
-        wanted = self.about["vision"]["fingerprint"]
-        for name, about in searcher.index.representations().items():
-            if about["fingerprint"] == wanted:
-                return searcher.encoder(name)
-        return self._own_encoder
+        """The EDJE's vision encoder, had once: that of the index, if it is the same."""
+        if self._vision is None:
+            wanted = self.about["vision"]["fingerprint"]
+            representations = searcher.index.representations().items()
+            same = [name for name, about in representations if about["fingerprint"] == wanted]
+            self._vision = searcher.encoder(same[0]) if same else self._own_encoder()
+        return self._vision
 
-    @functools.cached_property
     def _own_encoder(self) -> Encoder:
         encoder = ENCODERS.build(ENCODERS.resolve(self.about["vision"]["spec"]))
         if encoder.fingerprint != self.about["vision"]["fingerprint"]:
@@ -169,29 +170,55 @@ class Reranker:
     def _adapter(self) -> Any:
         return load_adapter(self.folder, "rerank")
 
-    def _ordered(self, ranking: Ranking, read: dict[str, Reading], problem: str, k: int) -> Ranking:
-        """A ranking with those that were read in the order of their new scores."""
-        scores, about = list(ranking.scores), []
-        for place, (item_id, first) in enumerate(
-            zip(ranking.item_ids, ranking.scores, strict=True)
-        ):
-            joint, num_cut = read.get(item_id, (None, 0))
-            is_flagged = place < self.pool and joint is None
-            about.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
-            if joint is not None:
-                scores[place] = joint + first if self.add_first_stage else joint
-        order = list(range(len(scores)))
-        slots = [place for place in order if about[place].joint is not None]
-        best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
-        for slot, place in zip(slots, best, strict=True):
-            order[slot] = place
-        order = order[:k]
-        kept = replace(ranking, scores=scores).taken(order)
-        return replace(kept, reranked=tuple(about[place] for place in order))
-
 
 #: A joint encoder's logit, and how many tokens of the text it did not read.
 Reading = tuple[float, int]
+
+
+def check_stored(
+    about: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
+) -> None:
+    """Raises `SpecError` if an index has no tokens, or those of another adapter than an EDJE's.
+
+    Args:
+        about: what `about_of` gives of the EDJE's folder.
+        field: what the user names the folder by.
+    """
+    there = index.by_role("rerank")
+    if RERANK_TOKENS not in there:
+        legal = (
+            "an index with rerank_tokens; add them by"
+            f" `python -m jobs.backfill SPEC.yaml rerank={folder}`"
+        )
+        raise SpecError(field, folder, legal, "cannot be used: there are none")
+    check_adapter(about, folder, adapter_of(there[RERANK_TOKENS]), field)
+
+
+def reordered(
+    query: str | bytes,
+    ranking: Ranking,
+    read: Mapping[str, Reading],
+    pool: int,
+    add_first_stage: bool,
+    k: int,
+) -> Ranking:
+    """The k best of a ranking with those that were read in the order of their new scores."""
+    scores, about = list(ranking.scores), []
+    problem = NO_TOKENS if isinstance(query, str) else NO_TEXT
+    for place, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
+        joint, num_cut = read.get(item_id, (None, 0))
+        is_flagged = place < pool and joint is None
+        about.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
+        if joint is not None:
+            scores[place] = joint + first if add_first_stage else joint
+    order = list(range(len(scores)))
+    slots = [place for place in order if about[place].joint is not None]
+    best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
+    for slot, place in zip(slots, best, strict=True):
+        order[slot] = place
+    order = order[:k]
+    kept = replace(ranking, scores=scores).taken(order)
+    return replace(kept, reranked=tuple(about[place] for place in order))
 
 
 def _stored(index: Index, pools: Sequence[list[str]], columns: list[str]) -> pa.Table:

@@ -20,7 +20,7 @@ from pipeline.serve.evaluations import Evaluator, Store, check_folder
 from pipeline.serve.gateway import Gateway, create_app
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.serve.stages import Library, QueryEncoder, Ranker
+from pipeline.serve.stages import JointRanker, Library, QueryEncoder, Ranker
 
 #: Seconds between two looks of Ray at whether a replica lives, and how long that may take.
 HEALTH = {"health_check_period_s": 2, "health_check_timeout_s": 10}
@@ -69,6 +69,7 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     library = _deployment(Library, "Library", settings.library, drain)
     searchers: dict[str, list[Any]] = {}
     rerankers: dict[str, Any] = {}
+    edjes: dict[str, Any] = {}
     for name, served in settings.indexes.items():
         searchers[name] = [
             _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
@@ -78,12 +79,15 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
         ]
         reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
         rerankers[name] = reranker.bind(served, settings.reranker)
+        if served.edje is not None:
+            edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain)
+            edjes[name] = edje.bind(served, settings.edje)
     gateway = _deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain)
     evaluator = None
     if settings.evaluations.folder:
         evaluator = _deployment(Evaluator, "Evaluator", Scale(), drain).bind(settings)
     stages = Stages(
-        encoder.bind(settings.encoder), searchers, rerankers, library.bind(settings.indexes)
+        encoder.bind(settings.encoder), searchers, rerankers, edjes, library.bind(settings.indexes)
     )
     return gateway.bind(settings, stages, evaluator)
 

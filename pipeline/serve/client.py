@@ -246,7 +246,8 @@ class Client:
         Args:
             query: a text, a picture as the bytes of its file, a `Composed` of both, or token
                 vectors (M, D).
-            options: the fields of `wire.SearchOptions`, such as k, representation, rerank.
+            options: the fields of `wire.SearchOptions`, such as k, representation, rerank:
+                `{"depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
 
         Raises:
             ServerError: the server says that something is wrong, after all tries.
@@ -264,7 +265,7 @@ class Client:
         return self._send(_encode(queries, options))
 
     def rerank(self, query: AnyQuery, item_ids: Sequence[str], **options: Any) -> wire.RerankAnswer:
-        """Exact scores of given items; options: index, representation, k."""
+        """Scores of given items; options: index, representation, k, by: vectors or edje."""
         return self._send(_rerank(query, item_ids, options))
 
     def item(self, item_id: str, index: str | None = None) -> wire.Item:

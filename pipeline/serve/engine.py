@@ -11,6 +11,7 @@ import base64
 import binascii
 import contextlib
 import io
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,19 +24,19 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from pipeline.config import SpecError
-from pipeline.encoders import not_read
+from pipeline.encoders import QUERY_KINDS, not_read
 from pipeline.index.columns import query_kinds
 from pipeline.index.reader import Edition, Index
-from pipeline.schema import Composed
+from pipeline.schema import Composed, Reranked
 from pipeline.schema import Hit as Found
 from pipeline.search.maps import SimilarityMap
-from pipeline.search.queries import Unencoded
+from pipeline.search.queries import Unencoded, bad_query
 from pipeline.search.searcher import Ranking, Searcher, check_texts
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.settings import ServedIndex, ServeSpec
-from pipeline.serve.stages import Encoded, Options, answer
+from pipeline.serve.stages import Encoded, JointOptions, Options, answer
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -48,6 +49,8 @@ READY_SECONDS = 5.0
 RERANKED_AT_ONCE = 16
 #: Rows of shard i are counted from i times this on, where rankings of shards are merged.
 SHARD_ROWS = 1 << 40
+#: What the second stage is called in metrics and in `milliseconds`.
+STAGE_OF = {"vectors": "rerank", "edje": "edje"}
 
 
 class Handle(Protocol):
@@ -63,11 +66,13 @@ class Stages:
     Attributes:
         searchers: of each index its shards, in order.
         rerankers: of each index.
+        edjes: of each index that is served with one.
     """
 
     encoder: Handle
     searchers: Mapping[str, Sequence[Handle]]
     rerankers: Mapping[str, Handle]
+    edjes: Mapping[str, Handle]
     library: Handle
 
 
@@ -133,7 +138,7 @@ class _Outcome:
     ranking: Ranking
     options: Options
     encoded: Encoded
-    first: dict[str, wire.FirstStage] = field(default_factory=dict)
+    stood: dict[str, Reranked] = field(default_factory=dict)  # by item, where it was reranked
 
 
 class Engine:
@@ -227,13 +232,13 @@ class Engine:
         """
         name, about = served.representation(asked.representation)
         options = _options(served, name, asked)
-        depth = max(asked.rerank.depth, asked.k) if asked.rerank else asked.k
-        second = self._second(served, asked.rerank) if asked.rerank else None
+        depth = max(asked.rerank.pool, asked.k) if asked.rerank else asked.k
+        again = self._again(served, queries, asked) if asked.rerank else None
         with timer.stage("encode"):
             encoded = await self.encode(queries, name, about)
-        if second is None and len(self._stages.searchers[served.name]) == 1:
+        if again is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
-                hits = await self._search(served, encoded, options, asked.explain)
+                hits = await self._search(served, encoded, options, asked)
             return name, False, hits, []
         with timer.stage("search"):
             rankings = await self._rank(served, encoded, replace(options, k=depth))
@@ -241,29 +246,59 @@ class Engine:
             _Outcome(ranking, options, e) for ranking, e in zip(rankings, encoded, strict=True)
         ]
         reranked, warnings = False, []
-        if asked.rerank and second:
+        if again is not None:
+            stage = STAGE_OF[asked.rerank.by]
             try:
-                with timer.stage("rerank"):
-                    outcomes = await _all(
-                        (
-                            self._rerank(served, query, outcome, second, asked)
-                            for query, outcome in zip(queries, outcomes, strict=True)
-                        ),
-                        at_once=RERANKED_AT_ONCE,
-                    )
+                with timer.stage(stage):
+                    outcomes = await again(outcomes)
                 reranked = True
             except ApiError as error:
                 if not asked.rerank.optional or error.code not in ("unavailable", "timeout"):
                     raise
-                self._count("degraded", "rerank")
+                self._count("degraded", stage)
                 warnings.append(f"not reranked: {error.message}")
                 outcomes = [
                     replace(o, ranking=o.ranking.taken(range(min(asked.k, len(o.ranking.rows)))))
                     for o in outcomes
                 ]
         with timer.stage("describe"):
-            hits = await self._describe(served, outcomes, asked.explain)
+            hits = await self._describe(served, outcomes, asked)
+        if asked.rerank and asked.rerank.by == "edje":
+            cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
+            warnings += _too_long(queries, cut)
         return name, reranked, hits, warnings
+
+    def _again(
+        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions
+    ) -> Callable[[Sequence[_Outcome]], Awaitable[list[_Outcome]]]:
+        """What reranks, after a look at whether it can.
+
+        Raises:
+            ApiError: it cannot.
+        """
+        if asked.rerank.by == "edje":
+            self._check_edje(served, queries, "rerank.by")
+            return lambda outcomes: self._rerank_jointly(served, queries, outcomes, asked)
+        second = self._second(served, asked.rerank)
+        return lambda outcomes: _all(
+            (
+                self._rerank(served, query, outcome, second, asked)
+                for query, outcome in zip(queries, outcomes, strict=True)
+            ),
+            at_once=RERANKED_AT_ONCE,
+        )
+
+    def _check_edje(self, served: Served, queries: Sequence[wire.Query], field: str) -> None:
+        if served.name not in self._stages.edjes:
+            legal = f"vectors; edje where the server has a folder in indexes.{served.name}.edje"
+            message = f"{field}: 'edje' is not there for {served.name}; legal: {legal}"
+            raise ApiError("invalid_argument", message, field)
+        for place, query in enumerate(queries):
+            if isinstance(query, wire.Vectors | wire.Composed):
+                kind = wire.kind_of(query)
+                legal = "a text or a picture, which alone edje reads"
+                error = bad_query(QUERY_KINDS.get(kind, kind), legal, place, len(queries))
+                raise of_spec_error(error)
 
     def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, dict[str, Any]]:
         try:
@@ -305,9 +340,21 @@ class Engine:
         Raises:
             SpecError: it is no query, or none for the encoder.
         """
-        limits = self.settings.limits
         if isinstance(query, wire.Vectors):
             return Encoded.of_vectors(query.vectors)
+        written = self._written(query)
+        kind = {bytes: "image", Composed: "composed"}.get(type(written))
+        if kind and kind not in (kinds := query_kinds(about)):
+            raise not_read(kind, kinds, f"the encoder of {name}")
+        return written
+
+    def _written(self, query: str | wire.Image) -> Unencoded:
+        """A query that is no vectors, after a look at whether it is one.
+
+        Raises:
+            SpecError: it is none.
+        """
+        limits = self.settings.limits
         text = wire.text_of(query)
         if text is not None:
             if len(text) > limits.query_chars:
@@ -317,9 +364,6 @@ class Engine:
         if not isinstance(query, wire.Image):
             return text
         picture = _image_of(query, limits.image_pixels)
-        kind = "image" if text is None else "composed"
-        if kind not in (kinds := query_kinds(about)):
-            raise not_read(kind, kinds, f"the encoder of {name}")
         return picture if text is None else Composed(text, picture)
 
     async def check(self) -> None:
@@ -329,6 +373,7 @@ class Engine:
             ApiError: one is not.
         """
         handles = {"encode": [self._stages.encoder], "library": [self._stages.library]}
+        handles |= {f"edje {name}": [stage] for name, stage in self._stages.edjes.items()}
         for name, shards in self._stages.searchers.items():
             handles[f"search {name}"] = list(shards)
             handles[f"rerank {name}"] = [self._stages.rerankers[name]]
@@ -339,17 +384,21 @@ class Engine:
         )
 
     async def _search(
-        self, served: Served, encoded: Sequence[Encoded], options: Options, explain: str | None
+        self,
+        served: Served,
+        encoded: Sequence[Encoded],
+        options: Options,
+        asked: wire.SearchOptions,
     ) -> list[list[wire.Hit]]:
         """The hits of the only shard, ranked and described in one call."""
         seconds = self.settings.seconds.search + self.settings.seconds.describe
         (shard,) = self._stages.searchers[served.name]
         described = await self.ask(
-            "search", lambda: shard.search.remote(encoded, options, explain), seconds
+            "search", lambda: shard.search.remote(encoded, options, asked.explain), seconds
         )
         return [
             [
-                _hit(hit, rank, None, drawn, explain)
+                _hit(hit, rank, None, drawn, asked)
                 for rank, (hit, drawn) in enumerate(zip(own.hits, own.maps, strict=True), start=1)
             ]
             for own in described
@@ -395,10 +444,62 @@ class Engine:
         again = first.taken(order[: asked.k])
         again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
         stood = {
-            item_id: wire.FirstStage(rank=i + 1, score=score)
+            item_id: Reranked(i + 1, score)
             for i, (item_id, score) in enumerate(zip(first.item_ids, first.scores, strict=True))
         }
-        return replace(outcome, ranking=again, first=stood)
+        return replace(outcome, ranking=again, stood=stood)
+
+    async def _rerank_jointly(
+        self,
+        served: Served,
+        queries: Sequence[wire.Query],
+        outcomes: Sequence[_Outcome],
+        asked: wire.SearchOptions,
+    ) -> list[_Outcome]:
+        """Puts the pools into the order of EDJE's joint encoder, texts and pictures apart."""
+        second, seconds = asked.rerank, self.settings.seconds.rerank
+        options = JointOptions(served.edition, asked.k, second.pool, second.add_first_stage)
+        rerank = self._stages.edjes[served.name].rerank.remote
+        written = [await asyncio.to_thread(self._written, query) for query in queries]
+        places = [[i for i, one in enumerate(written) if isinstance(one, k)] for k in (str, bytes)]
+        given = [
+            ([written[i] for i in own], [outcomes[i].ranking for i in own]) for own in places if own
+        ]
+        parts = await _all(
+            self.ask("edje", lambda own=own: rerank(*own, options, seconds), seconds)
+            for own in given
+        )
+        found = dict(zip(itertools.chain(*places), itertools.chain(*parts), strict=True))
+        return [
+            replace(
+                outcome,
+                ranking=found[i],
+                stood=dict(zip(found[i].item_ids, found[i].reranked, strict=True)),
+            )
+            for i, outcome in enumerate(outcomes)
+        ]
+
+    async def read_jointly(
+        self, served: Served, query: wire.Query, item_ids: Sequence[str]
+    ) -> tuple[dict[str, float], list[str]]:
+        """EDJE's logits of some items, best first, but for those that it cannot read; warnings.
+
+        Raises:
+            ApiError: the index is served without one, or the query is no text or picture.
+        """
+        self._check_edje(served, [query], "by")
+        try:
+            written = await asyncio.to_thread(self._written, query)
+        except SpecError as error:
+            raise of_spec_error(error) from None
+        seconds, unique = self.settings.seconds.rerank, list(dict.fromkeys(item_ids))
+        read = self._stages.edjes[served.name].read.remote
+        found = await self.ask(
+            "edje", lambda: read(served.edition, written, unique, seconds), seconds
+        )
+        best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
+        cut = max((num_cut for _, num_cut in found.values()), default=0)
+        return {item_id: found[item_id][0] for item_id in best}, _too_long([query], [cut])
 
     async def score_again(
         self,
@@ -426,7 +527,7 @@ class Engine:
         return ranking.scores_by_item()
 
     async def _describe(
-        self, served: Served, outcomes: Sequence[_Outcome], explain: str | None
+        self, served: Served, outcomes: Sequence[_Outcome], asked: wire.SearchOptions
     ) -> list[list[wire.Hit]]:
         """The hits of each query, each described by the shard it lies in."""
         shards = self._stages.searchers[served.name]
@@ -436,7 +537,7 @@ class Engine:
             [np.flatnonzero(o.ranking.rows // SHARD_ROWS == i).tolist() for o in outcomes]
             for i in range(len(shards))
         ]
-        asked = [i for i, own in enumerate(places) if any(own)]
+        holding = [i for i, own in enumerate(places) if any(own)]
         parts = await _all(
             self.ask(
                 "describe",
@@ -444,19 +545,18 @@ class Engine:
                     encoded,
                     options,
                     [_of_shard(o.ranking, p) for o, p in zip(outcomes, places[i], strict=True)],
-                    explain,
+                    asked.explain,
                 ),
                 self.settings.seconds.describe,
             )
-            for i in asked
+            for i in holding
         )
         hits: list[dict[int, wire.Hit]] = [{} for _ in outcomes]
-        for i, described in zip(asked, parts, strict=True):
+        for i, described in zip(holding, parts, strict=True):
             for query, (own, places_of) in enumerate(zip(described, places[i], strict=True)):
-                first = outcomes[query].first
                 for place, hit, drawn in zip(places_of, own.hits, own.maps, strict=True):
-                    stood = first.get(hit.item_id)
-                    hits[query][place] = _hit(hit, place + 1, stood, drawn, explain)
+                    stood = outcomes[query].stood.get(hit.item_id)
+                    hits[query][place] = _hit(hit, place + 1, stood, drawn, asked)
         return [[found[place] for place in sorted(found)] for found in hits]
 
     async def item(self, served: Served, item_id: str) -> dict[str, Any] | None:
@@ -571,11 +671,18 @@ def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:
 def _hit(
     hit: Found,
     rank: int,
-    first: wire.FirstStage | None,
+    stood: Reranked | None,
     drawn: SimilarityMap | None,
-    explain: str | None,
+    asked: wire.SearchOptions,
 ) -> wire.Hit:
     """A hit as it travels."""
+    first = joint = None
+    if stood is not None:
+        first = wire.FirstStage(rank=stood.first_rank, score=stood.first_score)
+        if asked.rerank.by == "edje":
+            joint = wire.Joint(
+                logit=stood.joint, num_cut=stood.num_cut, problem=stood.problem or None
+            )
     matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
     return wire.Hit(
         rank=rank,
@@ -587,9 +694,25 @@ def _hit(
         span=hit.span,
         parts=wire.Parts.model_validate(asdict(hit.parts)),
         first_stage=first,
-        matches=matches if explain else None,
+        edje=joint,
+        matches=matches if asked.explain else None,
         map=wire.Map.model_validate_json(drawn.to_json()) if drawn else None,
     )
+
+
+def _too_long(queries: Sequence[wire.Query], cuts: Sequence[int]) -> list[str]:
+    """Warns where EDJE did not read a text to its end: a query, or for a picture a hit's.
+
+    >>> _too_long(["a", "b", wire.Image(image="AA")], [0, 4, 0])
+    ['queries are up to 4 tokens longer than what EDJE reads: these are cut']
+    """
+    warnings = []
+    for what, are_texts in (("queries", True), ("texts of hits", False)):
+        own = [n for q, n in zip(queries, cuts, strict=True) if isinstance(q, str) is are_texts]
+        if most := max(own, default=0):
+            said = f"{what} are up to {most} tokens longer than what EDJE reads: these are cut"
+            warnings.append(said)
+    return warnings
 
 
 def _image_of(query: wire.Image, most_pixels: int) -> bytes:

@@ -95,6 +95,7 @@ OF_SERVER = {
     "keys": "its access keys",
     "device": "its device",
     "name": "a component of the index",
+    "edje": "its EDJE, or its tokens of the index,",
 }
 
 

@@ -395,12 +395,21 @@ async def metrics(request: Request, gateway: With) -> Response:
 
 def _check_options(gateway: Gateway, asked: wire.SearchOptions, num_queries: int) -> None:
     limits = gateway.settings.limits
-    depth = max(asked.k, asked.rerank.depth if asked.rerank else 0)
+    depth = max(asked.k, asked.rerank.pool if asked.rerank else 0)
     field = "k" if asked.k >= depth else "rerank.depth"
     most = min(limits.k, max(limits.batch_hits // num_queries, 1))
     if depth > most:
         raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
+    if asked.rerank and asked.rerank.by == "edje":
+        _check_pairs(gateway, asked.rerank.pool, num_queries, "rerank.depth")
     check_weights(asked.weights, asked.score)
+
+
+def _check_pairs(gateway: Gateway, num_items: int, num_queries: int, field: str) -> None:
+    most = gateway.settings.limits.pairs // num_queries
+    if num_items > most:
+        message = f"{field}: EDJE is to read too many items, {num_items}; legal: {most} at most"
+        raise ApiError("invalid_argument", message, field)
 
 
 @_api.post("/search", tags=["search"], summary="The best items for a query")
@@ -482,22 +491,31 @@ async def encode(
     )
 
 
-@_api.post("/rerank", tags=["search"], summary="Exact scores of given items")
+@_api.post("/rerank", tags=["search"], summary="Scores of given items")
 async def rerank(
     request: Request, asked: wire.RerankRequest, key: Allowed, gateway: With
 ) -> wire.RerankAnswer:
     served = gateway.served(key, asked.index)
     request_id = _about(request, index=served.name, items=len(asked.item_ids))
-    second = served.representation(asked.representation)
-    scores = await gateway.engine.score_again(served, asked.query, None, second, asked.item_ids)
+    name, warnings = None, []
+    if asked.by == "edje":
+        _check_pairs(gateway, len(set(asked.item_ids)), 1, "item_ids")
+        scores, warnings = await gateway.engine.read_jointly(served, asked.query, asked.item_ids)
+    else:
+        second = served.representation(asked.representation)
+        name, scores = (
+            second[0],
+            await gateway.engine.score_again(served, asked.query, None, second, asked.item_ids),
+        )
     best = list(scores.items())[: asked.k]
     return wire.RerankAnswer(
         request_id=request_id,
         index=served.name,
         version=served.version,
-        representation=second[0],
+        representation=name,
         results=[wire.Scored(item_id=item_id, score=score) for item_id, score in best],
         missing=[i for i in dict.fromkeys(asked.item_ids) if i not in scores],
+        warnings=warnings,
     )
 
 
@@ -527,6 +545,7 @@ def _index_info(served: Served) -> wire.IndexInfo:
             served.representation(None)[0] if index.representations() else None
         ),
         representations=representations,
+        edje=served.spec.edje is not None,
         columns={f.name: str(f.type) for f in index.schema if f.name in ITEM.names},
     )
 

@@ -122,4 +122,8 @@ class Endpoint:
 
     def _scores(self, hits: Sequence[Any]) -> dict[str, float]:
         parent = self._judged == "parent"
-        return {(hit.parent_id if parent else hit.item_id): hit.score for hit in hits}
+        # Scores of EDJE and of its first stage are not to be compared: numbers that say the order.
+        return {
+            (hit.parent_id if parent else hit.item_id): -float(hit.rank) if hit.edje else hit.score
+            for hit in hits
+        }

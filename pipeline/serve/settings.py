@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
-from pipeline.config import Spec, SpecError
+from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
 
 #: What Ray Serve reads when it starts: stages are asked without a thread and a loop of their own in
@@ -64,6 +64,8 @@ class ServedIndex(Spec):
         load: representations whose vectors are opened before the first request; empty: the default
             one. Others are opened when they are first asked for.
         documents: where the files of a collection lie now, by its name, if they moved.
+        edje: the folder of an EDJE by which hits can be reranked too; the index has its adapter's
+            tokens, see docs/rerank.md.
     """
 
     uri: str
@@ -72,6 +74,7 @@ class ServedIndex(Spec):
     device: str = "cpu"
     load: list[str] = Field(default_factory=list)
     documents: dict[str, str] = Field(default_factory=dict)
+    edje: Uri | None = None
 
 
 class Limits(Spec):
@@ -83,6 +86,7 @@ class Limits(Spec):
         image_pixels: of a query's image.
         k: hits of a query; of a request of many, `batch_hits` in all.
         batch: queries of a request.
+        pairs: of a query and an item that EDJE reads for one request.
         in_flight: requests that a gateway works on at once; more are refused (503).
         requests_per_second: of each key, at each gateway; null: any. A key may have its own.
         burst: requests that may come at once before the rate counts.
@@ -95,6 +99,7 @@ class Limits(Spec):
     k: PositiveInt = 1_000
     batch: PositiveInt = 128
     batch_hits: PositiveInt = 20_000
+    pairs: PositiveInt = 2_000
     in_flight: PositiveInt = 64
     requests_per_second: PositiveFloat | None = None
     burst: PositiveInt = 20
@@ -105,7 +110,7 @@ class Seconds(Spec):
 
     encode: PositiveFloat = 10
     search: PositiveFloat = 20
-    rerank: PositiveFloat = 20
+    rerank: PositiveFloat = 20  # by vectors, or by EDJE
     describe: PositiveFloat = 10
     preview: PositiveFloat = 30
     #: How long a request's body may take to come in.
@@ -154,6 +159,7 @@ class ServeSpec(Spec):
     encoder: Scale = Scale()
     searcher: Scale = Scale()
     reranker: Scale = Scale()
+    edje: Scale = Scale()
     library: Scale = Scale(max_ongoing=8)
 
 

@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import soundfile
@@ -40,6 +40,9 @@ from pipeline.search.searcher import Ranking, Searcher, check_fingerprint, query
 from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.settings import Scale, ServedIndex
 
+if TYPE_CHECKING:  # it needs transformers, and the gateway does not
+    from pipeline.search.rerank import Reading
+
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
@@ -49,6 +52,8 @@ OPEN_VERSIONS = 2
 MAX_BATCH = 32
 #: Characters of queries that are encoded at once: some seconds' work, after which others may come.
 PORTION_CHARS = 8_000
+#: Pairs of a query and an item that the joint encoder reads at once.
+PORTION_PAIRS = 500
 
 
 @dataclass(frozen=True)
@@ -201,20 +206,12 @@ class QueryEncoder:
         encoder = self._encoder(asked[0].about)
         check_fingerprint(encoder, asked[0].name, asked[0].about)
         are_texts = isinstance(asked[0].queries[0], str)
-        done: list[list[Encoded]] = [[] for _ in asked]
-        every = [(i, query) for i, one in enumerate(asked) for query in one.queries]
-        for some in portions(every, lambda pair: len(pair[1]) if are_texts else PORTION_CHARS):
-            # Whoever gave up is not to hold up those behind.
-            wanted = [(i, query) for i, query in some if time.monotonic() < asked[i].end]
-            if wanted:
-                encoded = _each(encoded_by(encoder, [query for _, query in wanted]))
-                for (i, _), each in zip(wanted, encoded, strict=True):
-                    done[i].append(each)
-        too_late = Failed(TimeoutError("the queries were not encoded in time"))
-        return [
-            own if len(own) == len(one.queries) else too_late
-            for own, one in zip(done, asked, strict=True)
-        ]
+        return in_time(
+            [(one.end, one.queries) for one in asked],
+            lambda query: len(query) if are_texts else PORTION_CHARS,
+            PORTION_CHARS,
+            lambda queries: _each(encoded_by(encoder, queries)),
+        )
 
     def _encoder(self, about: Mapping[str, Any]) -> Encoder:
         key = digest(about["encoder"])
@@ -260,12 +257,41 @@ def together(
     return answers
 
 
-def portions(values: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Values in order, so many together as are not larger than `PORTION_CHARS`, or one."""
+def in_time(
+    asked: Sequence[tuple[float, Sequence[T]]],
+    size: Callable[[T], int],
+    most: int,
+    do: Callable[[list[T]], Sequence[Any]],
+) -> list[list[Any] | Failed]:
+    """Does what each request asks for while somebody waits for it, in portions.
+
+    Args:
+        asked: of each request its end, on this process's clock, and its values.
+        size: of a value; those of a portion are not more than `most` in all.
+        do: what is done with a portion, a result for each value.
+    """
+    done: list[list[Any]] = [[] for _ in asked]
+    every = [(i, value) for i, (_, values) in enumerate(asked) for value in values]
+    for some in portions(every, lambda pair: size(pair[1]), most):
+        # Whoever gave up is not to hold up those behind.
+        wanted = [(i, value) for i, value in some if time.monotonic() < asked[i][0]]
+        if wanted:
+            results = do([value for _, value in wanted])
+            for (i, _), result in zip(wanted, results, strict=True):
+                done[i].append(result)
+    too_late = Failed(TimeoutError("it was not done in time"))
+    return [
+        own if len(own) == len(values) else too_late
+        for own, (_, values) in zip(done, asked, strict=True)
+    ]
+
+
+def portions(values: Sequence[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Values in order, so many together as are not larger than `most`, or one."""
     some: list[T] = []
     total = 0
     for value in values:
-        if some and total + size(value) > PORTION_CHARS:
+        if some and total + size(value) > most:
             yield some
             some, total = [], 0
         some.append(value)
@@ -455,6 +481,118 @@ def _map(
         return similarity_map(searcher, queries, item_id, representation)
     except SpecError:
         return None
+
+
+@dataclass(frozen=True)
+class JointOptions:
+    """How EDJE reranks: its `pool` of the first stage's best, of which with the others k are given.
+
+    Attributes:
+        edition: of the index, which the first stage searched too.
+    """
+
+    edition: Edition
+    k: int
+    pool: int
+    add_first_stage: bool = False
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Queries of one request, with the items that are read with each.
+
+    Attributes:
+        queries: all texts, or all pictures.
+        pools: the ids of the items.
+        end: when nobody waits for the answer any more, on this process's clock.
+    """
+
+    edition: Edition
+    queries: Sequence[str] | Sequence[bytes]
+    pools: Sequence[list[str]]
+    end: float
+
+
+class JointRanker:
+    """Puts the best of the first stage into the order of EDJE's joint encoder, loaded once.
+
+    Raises:
+        SpecError: the settings' folder is no EDJE's.
+    """
+
+    def __init__(self, served: ServedIndex, scale: Scale):
+        from pipeline.search.rerank import Reranker
+
+        limit_threads(scale)
+        self._sizes = batch_sizes("edje")
+        self._reranker = Reranker(served.edje)
+        self._versions = Versions(lambda edition: Searcher(opened(served.uri, edition)))
+
+    async def is_there(self) -> bool:
+        """Whether it answers."""
+        return True
+
+    @tells
+    async def rerank(
+        self,
+        queries: Sequence[str] | Sequence[bytes],
+        rankings: Sequence[Ranking],
+        options: JointOptions,
+        seconds: float,
+    ) -> list[Ranking]:
+        """The k best of each query's ranking of the first stage, which say where they stood.
+
+        Args:
+            queries: all texts, or all pictures.
+            seconds: for which the answer is waited for; nothing is begun after them.
+
+        Raises:
+            SpecError: a picture cannot be read; for `edje`: the index has no tokens of this EDJE.
+        """
+        from pipeline.search.rerank import reordered
+
+        pools = [ranking.item_ids[: options.pool] for ranking in rankings]
+        read = await self._read_in_time(options.edition, queries, pools, seconds)
+        how = options.pool, options.add_first_stage, options.k
+        return [reordered(*each, *how) for each in zip(queries, rankings, read, strict=True)]
+
+    @tells
+    async def read(
+        self, edition: Edition, query: str | bytes, item_ids: list[str], seconds: float
+    ) -> dict[str, Reading]:
+        """What the joint encoder says of items, but of those that it cannot read; see `rerank`."""
+        (found,) = await self._read_in_time(edition, [query], [item_ids], seconds)
+        return found
+
+    async def _read_in_time(
+        self, edition: Edition, queries: Any, pools: Sequence[list[str]], seconds: float
+    ) -> list[dict[str, Reading]]:
+        with logged("edje", queries=len(queries), version=edition.version):
+            end = time.monotonic() + seconds
+            try:
+                return answer(await self._read(Pooled(edition, queries, pools, end)))
+            except SpecError as error:
+                if error.field in ("query", "index"):
+                    raise
+                # Of the EDJE, its encoder or its tokens: the caller can do nothing about it.
+                log.error("edje: %s", error)
+                raise SpecError("edje", error.value, error.legal, error.problem) from None
+
+    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
+    async def _read(self, asked: list[Pooled]) -> list[Any]:
+        self._sizes.observe(len(asked))
+        keys = [(one.edition, type(one.queries[0])) for one in asked]
+        return await asyncio.to_thread(together, asked, keys, self._read_all)
+
+    def _read_all(self, asked: Sequence[Pooled]) -> list[list[dict[str, Reading]] | Failed]:
+        searcher = self._versions.of(asked[0].edition)
+        self._reranker.check(searcher.index, asked[0].queries)
+        return in_time(
+            [(one.end, list(zip(one.queries, one.pools, strict=True))) for one in asked],
+            lambda pair: len(pair[1]),
+            PORTION_PAIRS,
+            lambda pairs: self._reranker.read(searcher, *map(list, zip(*pairs, strict=True))),
+        )
 
 
 class Library:

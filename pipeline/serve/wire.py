@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 
@@ -97,7 +99,7 @@ class Composed(Image):
     text: Text
 
 
-def _kind_of(query: Any) -> str:
+def kind_of(query: Any) -> str:
     """By which of its forms a query is read, so that what is wrong is said of that form."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
@@ -110,7 +112,7 @@ Query = Annotated[
     | Annotated[Vectors, Tag("vectors")]
     | Annotated[Image, Tag("image")]
     | Annotated[Composed, Tag("composed")],
-    Discriminator(_kind_of),
+    Discriminator(kind_of),
 ]
 #: What stands in the places of errors for the form of a query.
 QUERY_FORMS = ("text", "vectors", "image", "composed")
@@ -121,19 +123,47 @@ def text_of(query: Query) -> str | None:
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
+#: Items that a second stage scores again unless a request says how many.
+DEPTHS = {"vectors": 100, "edje": 10}
+#: What scores again: more vectors, exactly; or EDJE's joint encoder, where the index has one.
+By = Literal["vectors", "edje"]
+
+
+def _means_something(value: Any, info: ValidationInfo) -> Any:
+    """An option of one of the two ways to rerank alone."""
+    by = "edje" if info.field_name == "add_first_stage" else "vectors"
+    if value and info.data.get("by", by) != by:
+        raise ValueError(f"it means nothing but to `by: {by}`")
+    return value
+
+
+Representing = Annotated[Name | None, AfterValidator(_means_something)]
+
+
 class Rerank(Request):
-    """A second stage: the first ones of the ranking are scored again, exactly, by more vectors.
+    """A second stage: the first ones of the ranking are scored again.
 
     Attributes:
-        representation: by which it scores; default: `full`.
-        depth: how many of the first stage's hits are scored again.
+        by: `vectors`, exactly and by more of them; or `edje`, the joint encoder, which reads a text
+            or a picture with each item. Items that it cannot read keep their rank, and those
+            behind `depth` theirs behind the others.
+        representation: by whose vectors it scores; default: `full`.
+        depth: how many of the first stage's hits are scored again; default: 100, by edje 10.
+        add_first_stage: whether the first stage's score is added to EDJE's.
         optional: whether hits of the first stage alone are an answer where reranking fails; the
             answer says `reranked: false` then.
     """
 
-    representation: Name | None = None
-    depth: Annotated[int, Field(ge=1, le=10_000)] = 100
+    by: By = "vectors"
+    representation: Representing = None
+    depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    add_first_stage: Annotated[bool, AfterValidator(_means_something)] = False
     optional: bool = False
+
+    @property
+    def pool(self) -> int:
+        """How many hits are scored again."""
+        return self.depth or DEPTHS[self.by]
 
 
 class SearchOptions(Request):
@@ -225,6 +255,20 @@ class FirstStage(Answer):
     score: float
 
 
+class Joint(Answer):
+    """What EDJE's joint encoder said of a hit.
+
+    Attributes:
+        logit: that it matches the query; null: it was not read, or is behind `depth`.
+        num_cut: tokens of the text (the query's, or for a picture the hit's) that were too many.
+        problem: why a hit that should have been read was not; it keeps its rank.
+    """
+
+    logit: float | None
+    num_cut: int
+    problem: str | None
+
+
 class Hit(Answer):
     """One item found."""
 
@@ -237,6 +281,7 @@ class Hit(Answer):
     span: dict[str, Any] | None
     parts: Parts | None = None
     first_stage: FirstStage | None = None
+    edje: Joint | None = None
     matches: list[Match] | None = None
     map: Map | None = None
 
@@ -248,7 +293,7 @@ class SearchAnswer(Answer):
         version: of the index, which all of the answer is about.
         reranked: whether the scores are those of the second stage.
         warnings: what was asked and not done, a sentence each.
-        milliseconds: by stage: encode, search, rerank, describe, total.
+        milliseconds: by stage: encode, search, rerank or edje, describe, total.
     """
 
     request_id: str
@@ -304,10 +349,11 @@ class EncodeAnswer(Answer):
 
 
 class RerankRequest(Request):
-    """Items of an index, to be scored exactly for a query."""
+    """Items of an index, to be scored for a query: exactly by vectors, or by EDJE."""
 
     index: Name | None = None
-    representation: Name | None = None
+    by: By = "vectors"
+    representation: Representing = None
     query: Query
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
     k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(None, description="default: all")
@@ -321,14 +367,22 @@ class Scored(Answer):
 
 
 class RerankAnswer(Answer):
-    """The items by score; those that are not in the index, or have no vectors, are `missing`."""
+    """The items by score.
+
+    Attributes:
+        representation: that of the vectors; null by EDJE.
+        missing: items that are not in the index, or without what is scored: vectors, or by EDJE
+            tokens (for a picture a text).
+        warnings: what was asked and not done, a sentence each.
+    """
 
     request_id: str
     index: str
     version: int
-    representation: str
+    representation: str | None
     results: list[Scored]
     missing: list[str]
+    warnings: list[str] = []
 
 
 class Item(Answer):
@@ -367,6 +421,7 @@ class IndexInfo(Answer):
     num_items: int
     default_representation: str | None
     representations: list[Representation]
+    edje: bool = Field(False, description="whether hits can be reranked by EDJE")
     columns: dict[str, str] = Field(description="what filters can name, and its type")
 
 

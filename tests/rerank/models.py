@@ -17,6 +17,8 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
+from pipeline import config
+from pipeline.registry import ENCODERS
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import Edje
 from pipeline.rerank.joint import JointEncoder
@@ -75,3 +77,17 @@ def edje(folder: Path, width: int = 16, **adapter: Any) -> Edje:
     spec = Adapter.Spec(**{"num_tokens": 3, "hidden": 12, "heads": 2, **adapter})
     made = Edje(Adapter(spec, width, joint.dim), joint, {"spec": {}, "fingerprint": "of a tower"})
     return made.eval()
+
+
+def edje_of(folder: Path, dual: dict[str, Any], max_text_tokens: int = 24, seed: int = 0) -> str:
+    """The folder of an EDJE that tells its pairs apart."""
+    joint = joint_encoder(folder / "language", max_text_tokens=max_text_tokens)
+    torch.manual_seed(seed)
+    adapter = Adapter(Adapter.Spec(num_tokens=3, hidden=12, heads=2), 32, joint.dim)
+    encoder = ENCODERS.build(ENCODERS.resolve(dual))
+    vision = {"spec": config.dump(encoder.spec), "fingerprint": encoder.fingerprint}
+    with torch.no_grad():
+        for weights in (*adapter.parameters(), *joint.match.parameters()):
+            weights.normal_(std=0.5)
+    Edje(adapter, joint, vision).save(folder / "model")
+    return str(folder / "model")

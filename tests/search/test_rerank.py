@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lance
@@ -18,16 +17,12 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import read_run
-from pipeline.index import job
 from pipeline.index.reader import Index
-from pipeline.registry import ENCODERS
-from pipeline.rerank.adapter import Adapter
-from pipeline.rerank.edje import Edje
 from pipeline.schema import Composed
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
-from tests.pictures import noise, png
-from tests.rerank.models import joint_encoder
+from tests.pictures import index_captioned, noise, png
+from tests.rerank.models import edje_of
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -39,20 +34,6 @@ HOW = {"representation": "hpool_4", "score": "single", "explain": False}
 @pytest.fixture(scope="module")
 def dual(checkpoint) -> dict[str, Any]:
     return {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
-
-
-def edje_of(folder: Path, dual: dict[str, Any], max_text_tokens: int = 24, seed: int = 0) -> str:
-    """The folder of an EDJE that tells its pairs apart."""
-    joint = joint_encoder(folder / "language", max_text_tokens=max_text_tokens)
-    torch.manual_seed(seed)
-    adapter = Adapter(Adapter.Spec(num_tokens=3, hidden=12, heads=2), 32, joint.dim)
-    encoder = ENCODERS.build(ENCODERS.resolve(dual))
-    vision = {"spec": config.dump(encoder.spec), "fingerprint": encoder.fingerprint}
-    with torch.no_grad():
-        for weights in (*adapter.parameters(), *joint.match.parameters()):
-            weights.normal_(std=0.5)
-    Edje(adapter, joint, vision).save(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +49,7 @@ def photos() -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
     """Photos with captions, but for one, and tokens."""
-    return make(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
-
-
-def make(folder: Path, dual: dict[str, Any], photos: dict[str, bytes], **fields: Any) -> str:
-    folder.mkdir(exist_ok=True)
-    lines = []
-    for number, (name, photo) in enumerate(photos.items()):
-        (folder / name).write_bytes(photo)
-        said = {"caption": f"a wing with {number} engines"} if number else {}
-        lines.append(json.dumps({"id": name, "image": name, **said}))
-    (folder / "rows.jsonl").write_text("\n".join(lines))
-    given = {
-        "index": str(folder / "index"),
-        "source": {"name": "images", "path": str(folder / "rows.jsonl")},
-        "encoder": dual,
-        "representations": [{"compressor": {"name": "hpool", "num_vectors": 4}}],
-        "unit_items": 4,
-        **fields,
-    }
-    spec = config.parse(job.IndexSpec, given)
-    progress = job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
-    assert progress.new == len(photos)
-    return given["index"]
+    return index_captioned(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
 
 
 def stored(uri: str) -> dict[str, torch.Tensor | None]:
@@ -178,7 +137,7 @@ def test_a_picture_finds_by_the_items_texts(uri, model, photos):
 
 
 def test_an_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
-    uri = make(tmp_path / "photos", dual, photos, rerank=model)
+    uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
     searcher, reranker = open_index(uri), Reranker(model, 5)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
     second, sixth = first[1].item_id, first[5].item_id
@@ -203,7 +162,7 @@ def test_an_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
 
 
 def test_items_deleted_meanwhile_and_an_empty_pool(tmp_path, dual, model, photos):
-    uri = make(tmp_path / "photos", dual, photos, rerank=model)
+    uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
     searcher, reranker = open_index(uri), Reranker(model)
     before = searcher.search(TEXT, rerank=reranker, **HOW)
     best = before[0].item_id
@@ -228,7 +187,7 @@ def test_a_text_that_is_too_long_is_cut_and_says_so(tmp_path, uri, dual):
 def test_what_is_refused(tmp_path, uri, dual, model, photos):
     """In one sentence, and before anything is encoded."""
     searcher, reranker = open_index(uri), Reranker(model)
-    plain = make(tmp_path / "plain", dual, photos)
+    plain = index_captioned(tmp_path / "plain", dual, photos)
     with pytest.raises(SpecError, match=r"there are none; legal: .*jobs\.backfill SPEC.yaml rer"):
         open_index(plain).search(TEXT, rerank=reranker, **HOW)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))

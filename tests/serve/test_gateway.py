@@ -65,6 +65,7 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"group_by": "source"}, "group_by", "parent"),
         ({"rerank": {"depth": 101}}, "rerank.depth", "legal: 100"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
+        ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "Extra"),
     ],
 )

@@ -1,0 +1,294 @@
+"""EDJE behind a server: what it finds is what a search in this process finds."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import lance
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from jobs.serve import _check_indexes
+from pipeline import Composed, open_index
+from pipeline.config import SpecError, parse
+from pipeline.index.reader import Index
+from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.searcher import Searcher
+from pipeline.serve import wire
+from pipeline.serve.client import AsyncClient, Client, ServerError
+from pipeline.serve.mteb import Endpoint
+from pipeline.serve.settings import ServeSpec
+from tests.pictures import index_captioned, noise, png
+from tests.rerank.models import edje_of
+
+TEXT = "heat at the wing"
+HOW = {"representation": "hpool_4", "score": "single"}
+NUM_PHOTOS = 8
+#: Of the photos the first has no caption, and this one no tokens.
+WITHOUT_TOKENS = "3.png"
+CUT = "{} are up to {} tokens longer than what EDJE reads: these are cut"
+
+
+@pytest.fixture(scope="module")
+def dual(checkpoint) -> dict[str, Any]:
+    return {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(dual, tmp_path_factory) -> str:
+    return edje_of(tmp_path_factory.mktemp("edje"), dual, max_text_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def photos() -> dict[str, bytes]:
+    return {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(NUM_PHOTOS)}
+
+
+@pytest.fixture(scope="module")
+def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
+    uri = index_captioned(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
+    dataset = Index(uri).dataset
+    table = dataset.to_table()
+    field = table.schema.field("rerank_tokens")
+    rows = zip(table["item_id"].to_pylist(), table["rerank_tokens"].to_pylist(), strict=True)
+    column = pa.array([None if i == WITHOUT_TOKENS else own for i, own in rows], field.type)
+    place = table.schema.get_field_index("rerank_tokens")
+    table = table.set_column(place, field, column)
+    lance.write_dataset(table, dataset.uri, mode="overwrite", max_rows_per_file=4)
+    return uri
+
+
+@pytest.fixture(scope="module")
+def url(serving, uri, model) -> str:
+    settings = {
+        "indexes": {"photos": {"uri": uri, "shards": 2, "edje": model}},
+        "limits": {"pairs": 40},
+        "seconds": {"reload": 0.5},
+    }
+    return serving(settings, "edje")
+
+
+@pytest.fixture
+def client(url) -> Iterator[Client]:
+    with Client(url, tries=10) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def searcher(uri) -> Searcher:
+    return open_index(uri)
+
+
+def assert_same(hits: list[wire.Hit], expected) -> None:
+    assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
+    assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-4)
+    for hit, other in zip(hits, expected, strict=True):
+        about = other.reranked
+        assert hit.first_stage.rank == about.first_rank
+        assert hit.first_stage.score == pytest.approx(about.first_score, abs=1e-5)
+        assert hit.edje.logit == (about.joint and pytest.approx(about.joint, abs=1e-4))
+        assert (hit.edje.num_cut, hit.edje.problem or "") == (about.num_cut, about.problem)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("query", ["text", "picture"])
+def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
+    query = TEXT if query == "text" else photos["5.png"]
+    flagged = set()
+    for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
+        second = {} if depth is None else {"depth": depth}
+        second |= {"add_first_stage": True} if add else {}
+        found = client.search(query, k=k, rerank={"by": "edje", **second}, **HOW)
+        reranker = Reranker(model, depth or 10, add)
+        expected = searcher.search(query, k=k, rerank=reranker, explain=False, **HOW)
+        assert found.reranked and {"edje", "total"} < set(found.milliseconds)
+        cut = max(hit.reranked.num_cut for hit in expected)
+        assert found.warnings == ([CUT.format("texts of hits", cut)] if cut else [])
+        assert_same(found.hits, expected)
+        flagged |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
+    assert flagged == {(WITHOUT_TOKENS, NO_TOKENS) if query == TEXT else ("0.png", NO_TEXT)}
+
+
+def test_equal_with_other_options(client, searcher, model):
+    reranker = Reranker(model)
+    for ours, theirs in (
+        ({"score": "late"}, {"score": "late"}),
+        ({"filter": "item_id < '5'"}, {"where": "item_id < '5'"}),
+        ({"parents": ["1.png", "6.png"]}, {"parents": ["1.png", "6.png"]}),
+        ({"group_by": "parent"}, {"group_by": "parent"}),
+        ({"ids": []}, {"ids": []}),
+    ):
+        found = client.search(TEXT, rerank={"by": "edje"}, **{**HOW, **ours})
+        assert_same(found.hits, searcher.search(TEXT, rerank=reranker, **{**HOW, **theirs}))
+    found = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **HOW).hits
+    for hit, other in zip(found, searcher.search(TEXT, rerank=reranker, **HOW), strict=True):
+        assert [m.document_token for m in hit.matches] == [m.document_token for m in other.matches]
+    assert client.indexes()[0].edje
+
+
+def test_many_queries_at_once(client, url, searcher, model, photos):
+    """Of one request, texts and pictures, and of several."""
+    queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
+    expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **HOW) for q in queries]
+    second = {"by": "edje", "depth": 5}
+    found = client.search_batch(queries, k=3, rerank=second, **HOW).results
+    for hits, hits_in_process in zip(found, expected, strict=True):
+        assert_same(hits, hits_in_process)
+
+    async def ask_all() -> list[Any]:
+        async with AsyncClient(url) as client:
+            asked = [client.search(q, k=3, rerank=second, **HOW) for q in queries * 5]
+            bad = client.search(b"GIF89a", rerank=second, **HOW)
+            return await asyncio.gather(*asked, bad, return_exceptions=True)
+
+    *answers, bad = asyncio.run(ask_all())
+    for answer, hits_in_process in zip(answers, expected * 5, strict=True):
+        assert_same(answer.hits, hits_in_process)
+    assert isinstance(bad, ServerError) and bad.problem.field == "query.image"
+
+
+def test_given_items(client, searcher, model, photos):
+    items = ["1.png", "nobody", WITHOUT_TOKENS, "0.png", "5.png", "1.png"]
+    for query, missing in (
+        (TEXT, ["nobody", WITHOUT_TOKENS]),
+        (photos["5.png"], ["nobody", "0.png"]),
+    ):
+        found = client.rerank(query, items, by="edje")
+        hits = searcher.search(query, ids=items, rerank=Reranker(model), **HOW)
+        read = [hit for hit in hits if not hit.reranked.problem]
+        assert [each.item_id for each in found.results] == [hit.item_id for hit in read]
+        scores = [hit.reranked.joint for hit in read]
+        assert [each.score for each in found.results] == pytest.approx(scores, abs=1e-4)
+        assert found.missing == missing and found.representation is None
+        assert client.rerank(query, items, by="edje", k=1).results == found.results[:1]
+
+
+def test_a_text_that_is_cut_is_warned_of(client, searcher, model):
+    long = f"{TEXT} {TEXT}"
+    found = client.search(long, rerank={"by": "edje"}, **HOW)
+    assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **HOW))
+    most = max(hit.edje.num_cut for hit in found.hits)
+    assert most and found.warnings == [CUT.format("queries", most)]
+    assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
+
+
+def test_what_is_not_legal_names_its_field(client, url, photos):
+    image = base64.b64encode(photos["1.png"]).decode()
+    with httpx2.Client(base_url=url, timeout=30) as http:
+        for change, field, says in (
+            ({"rerank": {"by": "maxsim"}}, "rerank.by", "'vectors' or 'edje'"),
+            ({"rerank": {"by": "edje", "representation": "hpool_4"}}, "rerank.representation", ""),
+            ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "`by: edje`"),
+            ({"rerank": {"by": "edje", "depth": 41}}, "rerank.depth", "legal: 40 at most"),
+            ({"query": {"vectors": [[1.0] * 32]}}, "query", "'vectors' is not legal; legal: a tex"),
+            ({"query": {"image": image, "text": "x"}}, "query", "a text and a picture together"),
+            ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
+        ):
+            body = {"query": TEXT, "rerank": {"by": "edje"}, **HOW, **change}
+            response = http.post("/v1/search", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["field"]) == (422, field), error
+            assert says in error["message"]
+        body = {"queries": [TEXT] * 5, "rerank": {"by": "edje"}, **HOW}
+        assert http.post("/v1/search:batch", json=body).status_code == 422
+        for change, field in (
+            ({"representation": "hpool_4"}, "representation"),
+            ({"query": {"vectors": [[1.0] * 32]}}, "query"),
+            ({"query": " "}, "query"),
+            ({"item_ids": [str(i) for i in range(41)]}, "item_ids"),
+        ):
+            body = {"query": TEXT, "item_ids": ["1.png"], "by": "edje", **change}
+            error = http.post("/v1/rerank", json=body).json()["error"]
+            assert error["field"] == field, error
+    with pytest.raises(ServerError, match="a text and a picture together"):
+        client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **HOW)
+    with pytest.raises(ValidationError, match="it means nothing but to `by: vectors`"):
+        client.search(TEXT, rerank={"by": "edje", "representation": "hpool_4"})
+
+
+def test_an_order_for_mteb(client, searcher, model):
+    second = {"by": "edje", "depth": 4}
+    endpoint = Endpoint(client, max_k=8, rerank=second, **HOW)
+    (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
+    expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **HOW)
+    assert sorted(scores, key=scores.get, reverse=True) == [hit.item_id for hit in expected]
+
+
+def test_what_a_server_is_started_with_is_looked_at(uri, dual, model, tmp_path):
+    def start(edje: str, index: str = uri) -> None:
+        _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": index, "edje": edje}}}))
+
+    start(model)
+    other = edje_of(tmp_path / "other", dual, seed=1)
+    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has no edje.json"):
+        start(str(tmp_path))
+    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has the adapter .*, not that of the"):
+        start(other)
+
+
+def kill(deployment: str) -> None:
+    """Ends the replicas of a deployment of this server, as a crash does."""
+    import ray
+
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if f"edje#{deployment}#" in actor["name"]:
+            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/readyz", timeout=30).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def test_a_killed_replica_costs_no_request(client, url):
+    wait_until(lambda: is_ready(url))
+    asked = {"k": 5, "rerank": {"by": "edje"}, **HOW}
+    before = client.search(TEXT, **asked).hits
+    kill("Edje-photos")
+    assert client.search(TEXT, **asked).hits == before
+    wait_until(lambda: is_ready(url))
+    kill("Edje-photos")
+    found = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **HOW)
+    assert found.reranked or "not reranked: edje" in found.warnings[0]
+    wait_until(lambda: is_ready(url))
+
+
+def test_new_versions(client, url, uri, model):
+    """Items go, then all tokens: other requests are answered, and so is one that can do without."""
+    asked = {"k": NUM_PHOTOS, "rerank": {"by": "edje"}, **HOW}
+    before = client.search(TEXT, **asked)
+    best = before.hits[0].item_id
+    dataset = lance.dataset(Index(uri).dataset.uri)
+    dataset.delete(f"item_id = '{best}'")
+    wait_until(lambda: client.search(TEXT, **asked).version > before.version, 30)
+    expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=Reranker(model), **HOW)
+    assert_same(client.search(TEXT, **asked).hits, expected)
+    assert [hit.item_id for hit in expected] == [hit.item_id for hit in before.hits[1:]]
+
+    dataset.drop_columns(["rerank_tokens"])
+    newest = dataset.version
+    wait_until(lambda: client.search(TEXT, **HOW).version == newest, 30)
+    with Client(url, tries=1) as once, pytest.raises(ServerError) as caught:
+        once.search(TEXT, **asked)
+    assert caught.value.status == 503 and model not in str(caught.value)
+    assert "cannot read its EDJE, or its tokens of the index" in str(caught.value)
+    found = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **HOW)
+    assert not found.reranked and "not reranked" in found.warnings[0]
+    assert found.hits == client.search(TEXT, k=3, **HOW).hits
+    assert is_ready(url)
+    with pytest.raises(SpecError, match=r"indexes.i.edje: .* cannot be used: there are none"):
+        _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": uri, "edje": model}}}))

@@ -111,6 +111,7 @@ def bert(folder: Path, seed: int = 0) -> None:
         intermediate_size=2 * WIDTH,
         num_attention_heads=HEADS,
         num_hidden_layers=2,
+        initializer_range=WIDTH**-0.5,  # as wide models have with BERT's 0.02
         max_position_embeddings=64,
         hidden_dropout_prob=0.0,  # what it is trained on does not end
         attention_probs_dropout_prob=0.0,

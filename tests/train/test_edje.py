@@ -386,14 +386,14 @@ def test_a_teacher_of_another_encoder_is_refused(run_of, checkpoint, tmp_path):
         Loop(run_of("other", {**own, "encoder": other}), say=print)
 
 
-@pytest.mark.parametrize("name", ["edje", "shapes_edje"])
-def test_the_shipped_specs_can_be_read(name):
+@pytest.mark.parametrize(("name", "num_negatives"), [("edje", 3), ("shapes_edje", 1)])
+def test_the_shipped_specs_can_be_read(name, num_negatives):
     from pipeline.train.study import StudySpec
 
     path = ROOT / "jobs" / "specs" / "training" / f"{name}.yaml"
     spec = config.load(StudySpec, str(path))
     learner = spec.learner
-    assert learner.name == "edje" and learner.num_negatives == 3 and learner.pool == 10
+    assert learner.name == "edje" and learner.num_negatives == num_negatives and learner.pool == 10
     assert learner.masked == 0.5 and learner.negatives == "sampled"
     assert spec.optimiser.weight_decay == 0.05
 

@@ -294,5 +294,10 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or what kind of error it is."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -25,8 +25,8 @@ import torch
 from PIL import Image
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, table
-from pipeline.config import SpecError, parse
+from jobs.bench.harness import Bench, Repeats, parse_on_device, table
+from pipeline.config import parse
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.registry import ENCODERS
 from pipeline.taps import MIDDLE, Tap, single_taps
@@ -43,13 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=jobs.positive, help="of the language model")
     parser.add_argument("--items", type=jobs.positive, default=256 if on_gpu else 12)
     parser.add_argument("--batch", type=jobs.positive, default=8 if on_gpu else 1, help="pages")
-    parser.add_argument("--repeats", type=jobs.positive, default=5)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     arguments = list(arguments or [])
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not on_gpu:
-        raise SpecError("device", "cuda", "cpu", "is not there")
+    args = parse_on_device(parser, arguments, repeats=5)
     args.layers = args.layers or (None if args.device == "cuda" else 4)
     bench = Bench("encode", arguments, args.out)
     for family in args.family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jobs
+from pipeline.config import SpecError
 
 PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
 
@@ -87,6 +91,26 @@ class Bench:
         if self.out:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.out.write_text(json.dumps(self.record, indent=1, default=_plain) + "\n")
+
+
+def parse_on_device(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], repeats: int
+) -> argparse.Namespace:
+    """The arguments of a bench that takes a GPU where there is one, --device and --out among them.
+
+    Raises:
+        SpecError: a GPU is asked for, and there is none.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--repeats", type=jobs.positive, default=repeats)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not on_gpu:
+        raise SpecError("device", "cuda", "cpu", "is not there")
+    return args
 
 
 def machine() -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 
 import jobs
 from jobs.bench import maxsim, maxsim_gpu
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline.config import SpecError, parse
 from pipeline.rerank.joint import JointEncoder, Texts, _Layers, _quiet
 
@@ -56,13 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pool", type=jobs.positive, nargs="+", default=[10, 64])
     parser.add_argument("--batch-tokens", type=jobs.positive, default=1 << 17, help="of `passes`")
     parser.add_argument("--calls", type=jobs.positive, default=30, help="of `latency`")
-    parser.add_argument("--repeats", type=jobs.positive, default=5)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     arguments = list(arguments or [])
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not on_gpu:
-        raise SpecError("device", "cuda", "cpu", "is not there")
+    args = parse_on_device(parser, arguments, repeats=5)
     if args.device == "cpu" and on_gpu:
         raise SpecError("device", "cpu", "cuda, or CUDA_VISIBLE_DEVICES= for the CPU's figures")
     by_device = ["passes", "latency"] if on_gpu else ["paths"]

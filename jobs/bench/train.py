@@ -21,9 +21,8 @@ import torch
 
 import jobs
 from jobs.bench import encode
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import config
-from pipeline.config import SpecError
 from pipeline.train.data import Batch, TrainingData
 from pipeline.train.loop import Loop, TrainSpec
 
@@ -43,13 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=jobs.positive, default=16 if on_gpu else 2, help="pages")
     parser.add_argument("--steps", type=jobs.positive, default=10 if on_gpu else 2)
     parser.add_argument("--recompute", action="store_true", help="activations, see TrainSpec")
-    parser.add_argument("--repeats", type=jobs.positive, default=3)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     arguments = list(arguments or [])
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not on_gpu:
-        raise SpecError("device", "cuda", "cpu", "is not there")
+    args = parse_on_device(parser, arguments, repeats=3)
     args.layers = args.layers or (None if args.device == "cuda" else 2)
     bench = Bench("train", arguments, args.out)
     for name, figure in FIGURES.items():

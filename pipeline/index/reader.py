@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
+from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute, digest, within
 from pipeline.index.artefacts import ARTEFACTS, load_artefact
@@ -155,8 +156,7 @@ def _reaching(uri: str) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message, shortened, without places in Lance's source."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r",? \S+\.rs:\d+:\d+", "", line)[:200]
+    return re.sub(r",? \S+\.rs:\d+:\d+", "", config.first_line(error))[:200]
 
 
 @contextlib.contextmanager

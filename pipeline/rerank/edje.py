@@ -164,9 +164,9 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (safetensors.SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         legal = "a folder that training EDJE wrote"
-        raise SpecError(field, str(folder), legal, f"cannot be read ({said})") from None
+        problem = f"cannot be read ({config.first_line(error)})"
+        raise SpecError(field, str(folder), legal, problem) from None
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:

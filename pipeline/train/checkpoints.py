@@ -146,9 +146,9 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        said = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
         before = "remove it to go on from the one before, or to begin anew"
-        raise JobError(f"the checkpoint {checkpoint} is damaged ({said}): {before}") from None
+        raise JobError(f"{said}: {before}") from None
 
 
 def only_one(folder: Path, seconds: float = 10.0) -> TextIO:

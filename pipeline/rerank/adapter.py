@@ -52,6 +52,10 @@ class Adapter(torch.nn.Module):
             hidden: the width inside the MLP (appendix A).
             activation: inside the MLP.
             norm_eps: of the LayerNorm.
+            norm_states: whether X goes through a LayerNorm without weights first, as it should
+                where the encoder gives vectors of unit length: their numbers are too small.
+            queries_std: of the Q that training begins with. The less, the more alike are the
+                tokens in the beginning.
         """
 
         kind: Literal["compressed", "local"] = "compressed"
@@ -64,6 +68,8 @@ class Adapter(torch.nn.Module):
         hidden: int = Field(8192, ge=1)
         activation: Literal["gelu", "relu", "silu"] = "gelu"
         norm_eps: float = Field(1e-5, gt=0, allow_inf_nan=False)
+        norm_states: bool = False
+        queries_std: float = Field(0.02, gt=0, allow_inf_nan=False)
 
         @model_validator(mode="after")
         def _a_frame_fits(self) -> Self:
@@ -90,7 +96,7 @@ class Adapter(torch.nn.Module):
                 return torch.nn.Identity()
             return torch.nn.Linear(width, width, bias=spec.attention_bias)
 
-        self.queries = torch.nn.Parameter(torch.randn(spec.num_tokens, width) * 0.02)
+        self.queries = torch.nn.Parameter(torch.randn(spec.num_tokens, width) * spec.queries_std)
         self.query, self.output = linear(spec.project_queries), linear(spec.project_output)
         self.key, self.value = linear(), linear()
         self.norm = torch.nn.LayerNorm(width, eps=spec.norm_eps)
@@ -116,6 +122,8 @@ class Adapter(torch.nn.Module):
         num_items = len(mask_BN)
         item_T = mask_BN.nonzero()[:, 0]
         states_TD = states_BND[mask_BN]
+        if self.spec.norm_states:
+            states_TD = functional.layer_norm(states_TD, (self.width,), eps=self.spec.norm_eps)
         # Frames by their order in the whole batch, and by their order in their item.
         named_T2 = torch.stack([item_T, frames_BN[mask_BN]], dim=1)
         named_F2, frame_T, length_F = torch.unique_consecutive(

@@ -211,18 +211,39 @@ class JointEncoder(torch.nn.Module):
         text_mask_PL: torch.Tensor,
         tokens_PVD: torch.Tensor,
         mask_PV: torch.Tensor,
+        first: int | None = None,
     ) -> torch.Tensor:
         """(P, L, H) the states of the text's tokens, [CLS] the first, beside the vision tokens.
+
+        Args:
+            first: only those of so many tokens of the text: of the last layer no others are
+                computed.
 
         Raises:
             SpecError: for `positions`: a sequence is longer than the model's table of places.
         """
         if not len(words_PLD):  # of which transformers makes an error
             size = self.language.config.hidden_size
-            return words_PLD.new_zeros(*words_PLD.shape[:2], size)
+            return words_PLD.new_zeros(*words_PLD[:, :first].shape[:2], size)
         inputs, mask_PS = self._inputs(words_PLD, text_mask_PL, tokens_PVD, mask_PV)
-        read = self.language.base_model(**inputs, attention_mask=mask_PS.long())
-        return read.last_hidden_state[:, mask_PV.shape[1] :]
+        num_vision, base = mask_PV.shape[1], self.language.base_model
+        own = slice(num_vision, None if first is None else num_vision + first)
+        if self.spec.attention != "sdpa":
+            read = base(**inputs, attention_mask=mask_PS.long())
+            return read.last_hidden_state[:, own]
+        states_PSH = self._embedded(inputs)
+        *layers, last = base.encoder.layer
+        for layer in layers:
+            states_PSH = _through(layer, states_PSH, mask_PS, slice(None))
+        return _through(last, states_PSH, mask_PS, own)
+
+    def _embedded(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(P, S, H) what the first layer reads."""
+        base = self.language.base_model
+        states_PSH = base.embeddings(**inputs)
+        if hasattr(base, "embeddings_project"):
+            states_PSH = base.embeddings_project(states_PSH)
+        return states_PSH
 
     def _inputs(
         self,
@@ -278,7 +299,7 @@ class JointEncoder(torch.nn.Module):
         text_P, item_P = pairs_P2.unbind(1)
         words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
         states_PLH = self.states(
-            words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
+            words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P], first=1
         )
         return self.match(states_PLH[:, 0]).squeeze(1).float()
 
@@ -371,14 +392,10 @@ class JointEncoder(torch.nn.Module):
         inputs, mask_PS = self._inputs(
             words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
         )
-        base = self.language.base_model
         mask_P11S = mask_PS[:, None, None] if is_padded else None
         # The products are of the weights' dtype; autocast does not know them.
         with torch.autocast(self.device.type, enabled=False):
-            states_PSH = base.embeddings(**inputs)
-            if hasattr(base, "embeddings_project"):
-                states_PSH = base.embeddings_project(states_PSH)
-            states_PH = layers(states_PSH, mask_P11S, mask_BV.shape[1])
+            states_PH = layers(self._embedded(inputs), mask_P11S, mask_BV.shape[1])
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
@@ -401,6 +418,26 @@ class JointEncoder(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # What is laid out for one machine stays there.
         return {**super().__getstate__(), "_laid_out": (None, None)}
+
+
+def _through(
+    layer: torch.nn.Module, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
+) -> torch.Tensor:
+    """(P, R, H) a layer of BERT's kind at the places `rows`, which attend to all that are real."""
+    read = layer.attention.self
+
+    def heads(linear: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return linear(inputs).unflatten(2, (read.num_attention_heads, -1)).transpose(1, 2)
+
+    seen = functional.scaled_dot_product_attention(
+        heads(read.query, states_PSH[:, rows]),
+        heads(read.key, states_PSH),
+        heads(read.value, states_PSH),
+        attn_mask=mask_PS[:, None, None],
+        dropout_p=read.dropout.p if layer.training else 0.0,
+    )
+    between = layer.attention.output(seen.transpose(1, 2).flatten(2), states_PSH[:, rows])
+    return layer.output(layer.intermediate(between), between)
 
 
 class _Layers:

@@ -1,7 +1,8 @@
-"""Training of EDJE, the joint encoder that reranks: matching, masked words, text embeddings."""
+"""Training of EDJE, the joint encoder that reranks, over what a frozen encoder sees."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +15,19 @@ from torch.utils.checkpoint import checkpoint
 from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, Uri
-from pipeline.registry import ENCODERS, EncoderSpec
+from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import Edje, about_of
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.rerank.pool import pairs_of, reranked
-from pipeline.tokens import PROMPT, TokenBatch, unit_vectors
+from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train import distributed
 from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered
 from pipeline.train.frozen import encoded, kept, query_key
 from pipeline.train.learner import Embedded, Learner, joined
-from pipeline.train.losses import late_scores
+from pipeline.train.losses import LOWEST, info_nce_each, late_scores
 from pipeline.train.quality import Quality, ranking
 
 if TYPE_CHECKING:
@@ -82,9 +83,14 @@ class EdjeLearner(Learner):
             joint: null: that of `start`, or else the bundled model.
             first_stage: the similarity of the frozen encoder: `single`, the product of the single
                 vectors, or `late`, MaxSim.
+            compressor: of the items' vectors, for `late`.
             itm: the weight of image-text matching; 0: none.
             mlm: of masked language modelling, on positive pairs.
-            recovery: of text-embedding recovery, from texts alone.
+            recovery: of text-embedding recovery, from texts alone; of an encoder without a single
+                vector the mean of the text's vectors is what is recovered.
+            contrast: of words with vision tokens, before both are read together; it is not in
+                the paper.
+            contrast_temperature: of it.
             distillation: of a teacher's logits, on the pairs of image-text matching.
             masked: the probability that a word is masked.
             negatives: `sampled`, drawn by softmax(similarity / temperature), or `top`, the most
@@ -105,9 +111,12 @@ class EdjeLearner(Learner):
         adapter: Adapter.Spec | None = None
         joint: JointEncoder.Spec | None = None
         first_stage: Literal["single", "late"] = "single"
+        compressor: CompressorSpec = Field(default="none", validate_default=True)
         itm: float = Field(1.0, ge=0, allow_inf_nan=False)
         mlm: float = Field(1.0, ge=0, allow_inf_nan=False)
         recovery: float = Field(1.0, ge=0, allow_inf_nan=False)
+        contrast: float = Field(0.0, ge=0, allow_inf_nan=False)
+        contrast_temperature: float = Field(0.05, gt=0, allow_inf_nan=False)
         distillation: Distillation | None = None
         masked: float = Field(0.5, gt=0, lt=1)
         negatives: Literal["sampled", "top"] = "sampled"
@@ -119,9 +128,11 @@ class EdjeLearner(Learner):
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
-            if self.itm == 0 and self.distillation is None:
-                legal = "more than 0, or a distillation (nothing else learns to match)"
+            if self.itm == 0 and self.contrast == 0 and self.distillation is None:
+                legal = "more than 0, or a distillation or contrast (nothing else learns to match)"
                 raise SpecError("itm", 0, legal)
+            if self.compressor.name != "none" and self.first_stage != "late":
+                raise SpecError("first_stage", self.first_stage, "late, of compressed vectors")
             for field in ("adapter", "joint"):
                 own = getattr(self, field)
                 if self.start is not None and own is not None:
@@ -133,14 +144,17 @@ class EdjeLearner(Learner):
         super().__init__()
         self.spec = spec
         self.encoder: Any = ENCODERS.build(spec.encoder)
-        self._check_pooled()
+        if self.encoder.pooled_dim is None and spec.first_stage == "single":
+            legal = "late (the encoder has no single vector)"
+            raise SpecError("learner.first_stage", "single", legal)
+        self.compressor = COMPRESSORS.build(spec.compressor)
         vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.start is not None:
             edje = Edje.load(spec.start, "start").requires_grad_(True)
             self._check_vision(edje, "start", spec.start)
             edje.vision = vision
         else:
-            text_dim = self.encoder.pooled_dim or 1
+            text_dim = self.encoder.pooled_dim or self.encoder.dim
             with config.within("joint"):
                 joint = JointEncoder(spec.joint or JointEncoder.Spec(), text_dim)
             with config.within("adapter"):
@@ -153,6 +167,8 @@ class EdjeLearner(Learner):
         for module in edje.joint.head_of_words():
             module.requires_grad_(spec.mlm > 0)
         edje.joint.recover.requires_grad_(spec.recovery > 0)
+        self._matches = spec.itm > 0 or spec.distillation is not None
+        edje.joint.match.requires_grad_(self._matches)
         edje.joint.language.get_input_embeddings().requires_grad_(True)  # to which one may be tied
         # In a dict, so that its weights are not this module's.
         self._of = {"": edje}
@@ -168,6 +184,10 @@ class EdjeLearner(Learner):
         """Raises `SpecError` if a part of it is not there, or does not fit."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
+        compressor = COMPRESSORS.load(spec.compressor.name)
+        if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
+            legal = "one that reads vectors alone: none, hpool, samer, spatial, random"
+            raise SpecError("compressor.name", spec.compressor.name, legal)
         if spec.states is not None:
             check_writable(spec.states, "states")
         if spec.start is not None:
@@ -177,16 +197,6 @@ class EdjeLearner(Learner):
                 JointEncoder.check(spec.joint or JointEncoder.Spec())
         if spec.distillation is not None:
             about_of(spec.distillation.teacher, "distillation.teacher")
-
-    def _check_pooled(self) -> None:
-        """Raises `SpecError` if the encoder has no single vector where one is needed."""
-        if self.encoder.pooled_dim is None:
-            if self.spec.first_stage == "single":
-                legal = "late (the encoder has no single vector)"
-                raise SpecError("learner.first_stage", "single", legal)
-            if self.spec.recovery:
-                legal = "0 (the encoder has no single vector of a text)"
-                raise SpecError("learner.recovery", self.spec.recovery, legal)
 
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
         """Raises `SpecError` if an adapter is one of another encoder's states."""
@@ -261,13 +271,23 @@ class EdjeLearner(Learner):
             frozen = frozen.to(self.device)
             if frozen.pooled is not None:
                 embedded[f"{name}_pooled"] = frozen.pooled.float()
+            elif name == "query":
+                sums = (frozen.vectors.float() * frozen.mask.unsqueeze(2)).sum(dim=1)
+                embedded["query_pooled"] = normalise(sums)
             if self.spec.first_stage == "late":
-                mask = frozen.mask
-                if frozen.kind is not None and name == "document":
-                    mask = mask & (frozen.kind != PROMPT)
+                if name == "document":
+                    frozen = self._compressed(frozen)
                 embedded[f"{name}_vectors"] = unit_vectors(frozen)
-                embedded[f"{name}_mask"] = mask
+                embedded[f"{name}_mask"] = frozen.mask
         return embedded
+
+    @torch.no_grad()
+    def _compressed(self, documents: TokenBatch) -> TokenBatch:
+        """The vectors that the first stage compares a query with."""
+        if documents.kind is not None:
+            mask = documents.mask & (documents.kind != PROMPT)
+            documents = dataclasses.replace(documents, mask=mask)
+        return self.compressor.compress(documents)
 
     def similarity(self, embedded: Embedded) -> torch.Tensor:
         """(Q, B) the first stage's, which is frozen."""
@@ -292,15 +312,18 @@ class EdjeLearner(Learner):
         num_own = len(batch.queries)
         own = slice(distributed.rank() * num_own, (distributed.rank() + 1) * num_own)
         positives_A2 = drawn(relevant_QB, own)
-        pairs_P2, is_match_P = self._pairs(
-            self.similarity(every), ~relevant_QB & ~is_filler_B, positives_A2
-        )
+        figures: dict[str, float] = {}
+        parts: dict[str, tuple[float, torch.Tensor]] = {}
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._half):
-            logits_P = self._logits(self.edje, every, pairs_P2)
-            parts: dict[str, tuple[float, torch.Tensor]] = {
-                "itm": (spec.itm, objectives.matching(logits_P, is_match_P))
-            }
+            if self._matches:
+                pairs_P2, is_match_P = self._pairs(
+                    self.similarity(every), ~relevant_QB & ~is_filler_B, positives_A2
+                )
+                logits_P = self._logits(self.edje, every, pairs_P2)
+                parts["itm"] = (spec.itm, objectives.matching(logits_P, is_match_P))
+                right_P = (logits_P.detach() > 0) == is_match_P
+                figures["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
             if spec.mlm:
                 parts["mlm"] = (spec.mlm, self._masked_words(every, positives_A2))
             if spec.recovery:
@@ -311,6 +334,9 @@ class EdjeLearner(Learner):
                     torch.arange(num_own, device=self.device),
                 )
                 parts["recovery"] = (spec.recovery, objectives.recovery(made_QP, target_QP))
+            if spec.contrast:
+                losses = self._contrast(every, own, relevant_QB, is_filler_B)
+                parts["contrast"] = (spec.contrast, losses)
             if spec.distillation is not None:
                 with torch.no_grad():
                     teacher_P = self._logits(self._of[TEACHER], every, pairs_P2, TEACHER)
@@ -320,15 +346,12 @@ class EdjeLearner(Learner):
         if not len(positives_A2):  # every weight has a gradient, as those of other workers have
             trained = [p for p in self.edje.joint.parameters() if p.requires_grad]
             total = sum(((0 * own).sum() for own in (embedded["tokens"], *trained)), total)
-        figures = {}
         for name, (weight, losses) in parts.items():
             # Each pair, word or text counts the same, whichever worker has how many.
             count = torch.tensor(float(len(losses)), device=self.device)
             mean = losses.sum() / distributed.mean(count).clamp_min(1e-6)
             total = total + weight * mean
             figures[name] = mean.item()
-        right_P = (logits_P.detach() > 0) == is_match_P
-        figures["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
         return total, figures
 
     def _pairs(
@@ -357,6 +380,33 @@ class EdjeLearner(Learner):
     ) -> torch.Tensor:
         texts, tokens = texts_of(every, name), (every[f"{name}tokens"], every[f"{name}tokens_mask"])
         return self._in_parts(lambda pairs: edje.joint.logits(texts, *tokens, pairs), pairs_P2)
+
+    def _contrast(
+        self, every: Embedded, own: slice, relevant_QB: torch.Tensor, is_filler_B: torch.Tensor
+    ) -> torch.Tensor:
+        """(A,) InfoNCE of each own text with a relevant item, among the items of all workers:
+
+            s(t, v) = 1/|t| * sum over words i of max over tokens j of cos(w_i, y_j)
+
+        w are the states of the text alone, y the vision tokens. So words and what they mean are
+        alike before both are read together (ALBEF; Li et al., 2021), which matching alone takes
+        long to find out.
+        """
+        joint, texts = self.edje.joint, texts_of(every).take(own)
+        states_QLH = self._in_parts(
+            lambda rows: joint.of_texts(texts.take(rows)),
+            torch.arange(len(texts), device=self.device),
+        )
+        mask_BV = every["tokens_mask"]
+        scores_QB = late_scores(
+            normalise(states_QLH.float()), texts.is_word, normalise(every["tokens"]), mask_BV
+        )
+        is_there_B = mask_BV.any(dim=1) & ~is_filler_B
+        return info_nce_each(
+            scores_QB.masked_fill(~is_there_B, LOWEST),
+            relevant_QB[own] & is_there_B,
+            self.spec.contrast_temperature,
+        )
 
     def _masked_words(self, every: Embedded, positives_A2: torch.Tensor) -> torch.Tensor:
         """The loss of each masked word, given the vision tokens and the other words."""

@@ -105,11 +105,18 @@ def info_nce(
     >>> round(info_nce(scores, positive, 1.0).item(), 4)
     0.1269
     """
+    losses_A = info_nce_each(scores_QB, positive_QB, temperature)
+    return losses_A.sum() / max(1, len(losses_A))
+
+
+def info_nce_each(
+    scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
+) -> torch.Tensor:
+    """(A,) the loss of `info_nce` of each query that has a positive."""
     log_p_QB = (scores_QB.float() / temperature).log_softmax(dim=1)
     of_positives_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
-    has_any_Q = positive_QB.any(dim=1)
     # An infinity that is masked afterwards would still make its gradient NaN.
-    return -of_positives_Q[has_any_Q].sum() / has_any_Q.sum().clamp_min(1)
+    return -of_positives_Q[positive_QB.any(dim=1)]
 
 
 def kl_divergence(

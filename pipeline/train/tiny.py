@@ -124,6 +124,10 @@ def _save(folder: Path, model_class: type, settings: object, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(settings)
+    if model_class is BertForMaskedLM:  # to begin with, what is alike attends to each other
+        for layer in model.bert.encoder.layer:
+            attention = layer.attention.self
+            attention.key.load_state_dict(attention.query.state_dict())
     model.save_pretrained(folder)
 
 

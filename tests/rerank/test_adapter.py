@@ -47,6 +47,12 @@ def mlp(own: Adapter, x: list[float]) -> list[float]:
     return linear(own.mlp[2], hidden)
 
 
+def standardised(own: Adapter, x: list[float]) -> list[float]:
+    mean = sum(x) / WIDTH
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in x) / WIDTH + own.spec.norm_eps)
+    return [(value - mean) / deviation for value in x]
+
+
 def compressed(own: Adapter, states: list[list[float]]) -> list[list[float]]:
     """Eq. 1-4 of one frame, number by number."""
     keys = [linear(own.key, x) for x in states]
@@ -67,10 +73,8 @@ def compressed(own: Adapter, states: list[list[float]]) -> list[list[float]]:
             for place in range(part.start, part.stop):
                 attended.append(sum(w * v[place] for w, v in zip(weights, values, strict=True)))
         h = linear(own.output, attended)
-        mean = sum(h) / WIDTH
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in h) / WIDTH + own.spec.norm_eps)
         scale, shift = own.norm.weight.double().tolist(), own.norm.bias.double().tolist()
-        normed = [(x - mean) / deviation * g + b for x, g, b in zip(h, scale, shift, strict=True)]
+        normed = [x * g + b for x, g, b in zip(standardised(own, h), scale, shift, strict=True)]
         o = [x + y for x, y in zip(h, mlp(own, normed), strict=True)]
         tokens.append(linear(own.projection, o))
     return tokens
@@ -91,7 +95,9 @@ def ragged(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
         {"project_queries": False, "project_output": False, "attention_bias": False},
         {"activation": "relu", "heads": 1, "norm_eps": 0.1},
         {"activation": "silu", "heads": 8, "num_tokens": 1},
+        {"norm_states": True, "norm_eps": 0.01},
         {"kind": "local"},
+        {"kind": "local", "norm_states": True},
     ],
 )
 def test_it_is_what_the_equations_say(spec):
@@ -100,6 +106,8 @@ def test_it_is_what_the_equations_say(spec):
     tokens, tokens_mask = own.double()(states.double(), mask)
     for row, real in enumerate(mask):
         there = states[row, real].double().tolist()
+        if own.spec.norm_states:
+            there = [standardised(own, x) for x in there]
         if own.spec.kind == "local":
             expected = [mlp(own, x) for x in there]
         else:
@@ -208,6 +216,12 @@ def test_what_is_cached_is_half_precision_and_of_the_size_that_the_paper_says():
     assert tokens[0].numel() * 2 == 64 * 384 * 2  # 49 kB, Table 2
     expected = own.tokens(batch)[0].detach()
     torch.testing.assert_close(tokens.float(), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_training_begins_with_queries_as_far_apart_as_the_spec_says():
+    for std in (0.02, 1.0):
+        own = Adapter(Adapter.Spec(num_tokens=64, hidden=8, queries_std=std), 64, 8)
+        assert own.queries.std().item() == pytest.approx(std, rel=0.1)
 
 
 def test_gradients_reach_every_weight():

@@ -177,6 +177,42 @@ def test_the_layers_laid_out_anew_are_the_models_own(joint):
     )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_of_the_last_layer_alone_is_what_transformers_gives(tmp_path, family):
+    """Also its gradients: against the model's own pass through whole layers."""
+    ours, theirs = (
+        joint_encoder(tmp_path / how, family, attention=how).double() for how in ("sdpa", "eager")
+    )
+    theirs.match.load_state_dict(ours.match.state_dict())
+    tokens, mask = tokens_of(ours, 5, 2, 0)
+    texts, gradients = ours.read(TEXTS), []
+    for joint in (ours, theirs):
+        given = tokens.double().masked_fill(~mask.unsqueeze(2), 0).requires_grad_(True)
+        logits = joint.logits(texts, given, mask, EVERY)
+        words = joint.states(joint.words(texts.ids), texts.mask, given, mask)
+        (logits.sum() + words[texts.mask].square().sum()).backward()
+        weights = {name: p.grad for name, p in joint.named_parameters() if p.grad is not None}
+        gradients.append({"logits": logits.detach(), "tokens": given.grad, **weights})
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 20
+    for name, own in gradients[0].items():
+        torch.testing.assert_close(own, gradients[1][name], atol=1e-5, rtol=1e-5, msg=name)
+    first = ours.states(ours.words(texts.ids), texts.mask, given, mask, first=2)
+    torch.testing.assert_close(first, words[:, :2], atol=1e-9, rtol=1e-9)
+
+
+def test_dropout_is_on_in_training_alone(tmp_path):
+    joint = joint_encoder(tmp_path)
+    for layer in joint.language.base_model.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    tokens, mask = tokens_of(joint, 5, 2, 4)
+    texts = joint.read(TEXTS)
+    one, other = (joint.logits(texts, tokens, mask, EVERY) for _ in range(2))
+    assert torch.equal(one, other)
+    joint.train()
+    one, other = (joint.logits(texts, tokens, mask, EVERY) for _ in range(2))
+    assert (one - other).abs().max() > 1e-3
+
+
 @torch.no_grad()
 def test_scores_follow_the_weights(tmp_path):
     """They are laid out again when they change, and never while dropout is on."""

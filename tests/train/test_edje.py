@@ -14,16 +14,21 @@ from transformers import SiglipConfig, SiglipModel, SiglipProcessor
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.registry import COMPRESSORS
 from pipeline.rerank.edje import load_adapter, load_joint
+from pipeline.tokens import unit_vectors
 from pipeline.train import tiny
 from pipeline.train.edje import TEACHER, drawn, texts_of
-from pipeline.train.loop import Loop, check
+from pipeline.train.loop import Loop, TrainSpec, check
+from pipeline.train.losses import late_scores
+from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 from tests.train.test_loop import run_workers
 
 ADAPTER = {"num_tokens": 3, "hidden": 24, "heads": 2}
+LATE = {"first_stage": "late"}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,10 @@ def run_of(towers, bert, tmp_path):
         return config.parse(type(spec), given)
 
     return of
+
+
+def cosine(f: list[float], g: list[float]) -> float:
+    return sum(a * b for a, b in zip(f, g, strict=True)) / math.hypot(*f) / math.hypot(*g)
 
 
 def loop_of(spec) -> Loop:
@@ -118,10 +127,7 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
 
     made = own.edje.joint.recovered(texts_of(embedded)).double().tolist()
     wanted = embedded["query_pooled"].double().tolist()
-    cosines = [
-        sum(a * b for a, b in zip(f, g, strict=True)) / math.hypot(*f) / math.hypot(*g)
-        for f, g in zip(made, wanted, strict=True)
-    ]
+    cosines = [cosine(f, g) for f, g in zip(made, wanted, strict=True)]
     assert figures["recovery"] == pytest.approx(1 - sum(cosines) / len(cosines), abs=1e-5)
     total = 0.5 * figures["itm"] + 0.25 * figures["mlm"] + 2 * figures["recovery"]
     assert loss.item() == pytest.approx(total + 3 * figures["distillation"], abs=1e-5)
@@ -252,6 +258,38 @@ def test_a_run_that_was_stopped_ends_as_an_unbroken_one(run_of, stop, monkeypatc
     assert_same(whole, trained(run_of("broken")), atol=0)
 
 
+def test_words_are_contrasted_with_the_tokens_of_items(run_of):
+    """Number by number, from the states of texts alone and the tokens on."""
+    learner = {"contrast": 0.5, "contrast_temperature": 0.2, "itm": 0, "mlm": 0, "recovery": 0}
+    data = {"name": "shapes", "num_scenes": 24, "captions": 2, "held_out": 12, "single": [1, 1]}
+    loop = loop_of(run_of("run", learner, data=data))
+    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = own(own.read(batch))
+    loss, figures = own.loss(embedded, batch, loop.data)
+    assert figures.keys() == {"contrast"}
+
+    relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+    assert (relevant.sum(dim=1) > 1).any()  # of several that are relevant the sum counts
+    texts = texts_of(embedded)
+    states = own.edje.joint.of_texts(texts)
+    losses = []
+    for q in range(16):
+        words = states[q, texts.is_word[q]].double().tolist()
+        chances = []
+        for b in range(8):
+            tokens = embedded["tokens"][b].double().tolist()
+            score = sum(max(cosine(w, y) for y in tokens) for w in words) / len(words)
+            chances.append(math.exp(score / 0.2))
+        right = sum(c for c, r in zip(chances, relevant[q].tolist(), strict=True) if r)
+        losses.append(-math.log(right / sum(chances)))
+    assert figures["contrast"] == pytest.approx(sum(losses) / 16, abs=1e-4)
+    assert loss.item() == pytest.approx(figures["contrast"] / 2, abs=1e-6)
+    loss.backward()
+    trained = {name: p for name, p in own.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None for p in trained.values())
+    assert not any("match" in name or "recover" in name for name in trained)
+
+
 @pytest.mark.parametrize("off", ["itm", "mlm", "recovery"])
 def test_a_loss_may_be_off(run_of, tmp_path, off):
     learner = {off: 0}
@@ -329,6 +367,35 @@ def test_late_interaction_may_choose(run_of, tmp_path):
     assert (weights_of(tmp_path / "run" / "model")["match.weight"] != single["match.weight"]).any()
 
 
+def test_what_late_interaction_compares_may_be_compressed(run_of):
+    """As the compressor gives them of the states, and MaxSim over these."""
+    spec = {"name": "hpool", "num_vectors": 3}
+    loop = loop_of(run_of("run", {"first_stage": "late", "compressor": spec}))
+    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = own(own.read(batch))
+    vectors = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(own._frozen(batch.documents))
+    assert vectors.vectors.shape[1] == 3
+    queries = own._frozen(batch.queries)
+    expected = late_scores(unit_vectors(queries), queries.mask, unit_vectors(vectors), vectors.mask)
+    torch.testing.assert_close(own.similarity(embedded), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_without_single_vectors_the_mean_of_a_texts_vectors_is_recovered(run_of, tmp_path):
+    tiny.colpali(tmp_path / "colpali")
+    encoder = {"name": "colpali", "model": str(tmp_path / "colpali"), "dtype": "float32"}
+    loop = loop_of(run_of("run", {"encoder": encoder, "first_stage": "late"}))
+    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = own(own.read(batch))
+    queries = own._frozen(batch.queries)
+    for row, mask in enumerate(queries.mask):
+        mean = queries.vectors[row, mask].mean(dim=0)
+        torch.testing.assert_close(embedded["query_pooled"][row], mean / mean.norm())
+    _, figures = own.loss(embedded, batch, loop.data)
+    made = own.edje.joint.recovered(texts_of(embedded))
+    expected = 1 - torch.cosine_similarity(made, embedded["query_pooled"]).mean().item()
+    assert figures["recovery"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
     data = {"name": "shapes", "num_scenes": 24, "captions": 4, "held_out": 12}
     loop = loop_of(run_of("run", data=data))
@@ -347,6 +414,18 @@ def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
     ("learner", "said"),
     [
         ({"itm": 0}, "learner.itm: 0 .* or a distillation"),
+        (
+            {"compressor": {"name": "hpool", "num_vectors": 2}},
+            "learner.first_stage: .*single.* late",
+        ),
+        (
+            LATE | {"compressor": {"name": "hpc", "num_vectors": 2}},
+            "compressor.name: .*hpc.* alone",
+        ),
+        (
+            LATE | {"compressor": {"name": "sap", "num_vectors": 2}},
+            "compressor.name: .*sap.* alone",
+        ),
         ({"mlm": -1}, "learner.mlm: -1"),
         ({"start": "nowhere"}, "learner.adapter: .* null, where `start` has one"),
         ({"start": "nowhere", "adapter": None, "joint": None}, "learner.start: .*nowhere.* has no"),
@@ -365,10 +444,6 @@ def test_what_cannot_be_trained_is_said_before(run_of, learner, said):
     ("learner", "said"),
     [
         ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage: .* late"),
-        (
-            {"encoder": {"name": "minilm", "pooling": "none"}, "first_stage": "late"},
-            "learner.recovery: 1.0 .* 0",
-        ),
         ({"adapter": {**ADAPTER, "heads": 3}}, "adapter.heads: 3 .* divides 32"),
         ({"joint": {"model": "bundled", "max_text_tokens": 513}}, "joint.max_text_tokens: 513"),
     ],
@@ -386,16 +461,15 @@ def test_a_teacher_of_another_encoder_is_refused(run_of, checkpoint, tmp_path):
         Loop(run_of("other", {**own, "encoder": other}), say=print)
 
 
-@pytest.mark.parametrize(("name", "num_negatives"), [("edje", 3), ("shapes_edje", 1)])
-def test_the_shipped_specs_can_be_read(name, num_negatives):
-    from pipeline.train.study import StudySpec
-
-    path = ROOT / "jobs" / "specs" / "training" / f"{name}.yaml"
-    spec = config.load(StudySpec, str(path))
+def test_the_shipped_spec_has_the_papers_values():
+    spec = config.load(TrainSpec, str(ROOT / "jobs" / "specs" / "training" / "edje.yaml"))
     learner = spec.learner
-    assert learner.name == "edje" and learner.num_negatives == num_negatives and learner.pool == 10
-    assert learner.masked == 0.5 and learner.negatives == "sampled"
-    assert spec.optimiser.weight_decay == 0.05
+    assert learner.name == "edje" and learner.num_negatives == 3 and learner.pool == 10
+    assert learner.masked == 0.5 and learner.negatives == "sampled" and learner.contrast == 0
+    assert (learner.itm, learner.mlm, learner.recovery) == (1, 1, 1)
+    assert learner.adapter.num_tokens == 64 and learner.adapter.hidden == 8192
+    assert not learner.adapter.norm_states and learner.adapter.queries_std == 0.02
+    assert spec.optimiser.weight_decay == 0.05 and spec.optimiser.learning_rate == 3e-4
 
 
 def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_path):
@@ -410,3 +484,41 @@ def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_pa
     read = joint.read(held_out(50)[1].texts)
     assert not (read.ids == joint.tokenizer.unk_token_id).any() and not read.num_cut.any()
     assert joint.language.config.num_hidden_layers == 2 and joint.dim == 128
+    for layer in joint.language.base_model.encoder.layer:
+        assert torch.equal(layer.attention.self.query.weight, layer.attention.self.key.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("shapes_edje_align", 1),
+        ("shapes_edje", 1),
+        ("studies/edje_align", 15),
+        ("studies/edje_tokens", 15),
+        ("studies/edje_losses", 9),
+        ("studies/edje_distilled", 6),
+    ],
+)
+def test_the_specs_on_shapes_go_on_from_one_another(name, runs):
+    """What each run begins with is what another writes, and all see the same scenes."""
+    folder = ROOT / "jobs" / "specs" / "training"
+
+    def of(name: str) -> list[TrainSpec]:
+        return [run.spec for run in runs_of(config.load(StudySpec, f"{folder}/{name}.yaml"))]
+
+    own = of(name)
+    assert len(own) == runs
+    before = {
+        f"{spec.output}/model": spec
+        for other in ("shapes_edje_align", "studies/edje_align", "studies/edje_tokens")
+        for spec in of(other)
+    }
+    for spec in own:
+        learner = spec.learner
+        starts = [learner.start] if learner.start else []
+        starts += [learner.distillation.teacher] if learner.distillation else []
+        assert bool(starts) == (not name.endswith("align"))
+        for start in starts:
+            assert before[start].learner.encoder == learner.encoder
+            assert before[start].data.series == spec.data.series == 0
+            assert "studies" not in name or before[start].seed == spec.seed

@@ -12,6 +12,7 @@
     python -m jobs.search INDEX "but in red" --image photo.jpg
     python -m jobs.search INDEX --query-vectors query.npy
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
+    python -m jobs.search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
 
 Prints hits, the words that matched best marked, or with --json all that is known of each as a line
 of JSON. With --run it writes a run in TREC's form instead, and says how many queries were encoded
@@ -21,7 +22,8 @@ reads the query with what its adapter made of each, see jobs.backfill; for a pic
 of the hits. A hit that it cannot read keeps its place and says so.
 With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
 of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
-as JSON.
+as JSON. With --save-sheet it writes one PNG of the hits side by side; with --rerank below those of
+the first stage.
 Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
 tokens, dim) or as Parquet with the columns `id` and `vectors`.
 """
@@ -63,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and searches."""
     parser = _parser()
     args = parser.parse(arguments)
-    if args.save_maps and (args.run or args.queries or args.json):
-        parser.error("--save-maps is for one query, without --run and --json")
+    for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
+        if given and (args.run or args.queries or args.json):
+            parser.error(f"{option} is for one query, without --run and --json")
+    if args.save_sheet and not (args.query and not args.image):
+        parser.error("--save-sheet is for a query in words")
     if args.json and args.run:
         parser.error("--json is of printed hits, without --run")
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
@@ -91,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.run, "run", as_file=True)
     if args.save_maps:
         check_writable(args.save_maps, "save-maps")
+    if args.save_sheet:
+        check_writable(args.save_sheet, "save-sheet", as_file=True)
     rerank = _reranker(args)
     with _opened(args) as searcher:
         _search(searcher, queries, named, args, rerank)
@@ -212,6 +219,23 @@ def _search(
                 _say_cut(query, max(cut))
             if args.save_maps:
                 write_maps(searcher, query, hits, name, args.save_maps, args.documents)
+            if args.save_sheet:
+                _write_sheet(args.save_sheet, searcher, query, hits, how)
+
+
+def _write_sheet(
+    file: str, searcher: Searcher, query: str, hits: Sequence[Hit], how: Mapping[str, Any]
+) -> None:
+    """Writes what hits look like; those that were reranked, below those of the first stage."""
+    from pipeline.atomic import write_atomic
+    from pipeline.search.maps import hit_sheet
+
+    first = f"{how['representation']}, {how['score']} score"
+    rows = [(first, hits)]
+    if any(hit.reranked for hit in hits):
+        rows = [(first, searcher.search([query], **how)[0]), ("reranked", hits)]
+    write_atomic(file, hit_sheet(searcher, query, rows))
+    print(f"sheet: {file}")
 
 
 def _say_cut(query: Any, num_cut: int) -> None:
@@ -264,6 +288,7 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each hit")
     parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
     parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")
+    parser.add_argument("--save-sheet", metavar="FILE", help="write the hits side by side, a PNG")
     parser.add_argument(
         "--documents",
         metavar="[COLLECTION=]FOLDER",

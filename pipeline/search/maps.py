@@ -42,8 +42,9 @@ LEAST_PIXELS = 448
 
 #: The longer side of pictures in reports.
 REPORT_PIXELS = 900
-#: From picture to picture of a sheet of phrases.
+#: From picture to picture of a sheet of phrases, and of one of hits.
 SHEET_STEP = 320
+HIT_STEP = 200
 #: Query tokens that have a map each.
 MOST_TOKEN_MAPS = 64
 
@@ -304,6 +305,37 @@ def phrase_sheet(
             pen.text((place * SHEET_STEP + 6, 28), title, (90, 90, 90), font)
         sheet = ImageOps.expand(sheet, (0, 0, 0, row.height), "white")
         sheet.paste(row, (0, sheet.height - row.height))
+    return _png(sheet)
+
+
+def hit_sheet(searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence[Hit]]]) -> bytes:
+    """What hits look like, best first, a row a list of hits under its title, as a PNG.
+
+    Above each stand its rank, that of the first stage where it was reranked, and its score. Of what
+    has no picture, or none that can be read, there is its id.
+    """
+    previews, font = Previews(searcher.index), ImageFont.load_default(15)
+    most = max((len(hits) for _, hits in rows), default=0)
+    height = HIT_STEP + 52
+    sheet = Image.new("RGB", (12 + max(1, most) * HIT_STEP, 34 + len(rows) * height), "white")
+    pen = ImageDraw.Draw(sheet)
+    pen.text((6, 8), f'"{query}"', "black", ImageFont.load_default(18))
+    for number, (title, hits) in enumerate(rows):
+        top = 34 + number * height
+        pen.text((6, top + 4), title, "black", font)
+        for place, hit in enumerate(hits):
+            left = 6 + place * HIT_STEP
+            before = f" (was {hit.reranked.first_rank})" if hit.reranked else ""
+            pen.text((left, top + 26), f"{hit.rank}{before}   {hit.score:.3f}", (90, 90, 90), font)
+            box = (left, top + 48, left + HIT_STEP - 10, top + height - 6)
+            try:
+                shown = Image.open(io.BytesIO(previews.picture(hit.item_id))).convert("RGB")
+            except SpecError:
+                pen.rectangle(box, outline=(200, 200, 200))
+                pen.text((left + 6, top + 54), hit.item_id, (90, 90, 90), font)
+                continue
+            size = (box[2] - box[0], box[3] - box[1])
+            sheet.paste(ImageOps.contain(shown, size, Image.Resampling.BICUBIC), box[:2])
     return _png(sheet)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -11,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from jobs import search
 from pipeline import config, open_index
@@ -19,6 +22,7 @@ from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import read_run
 from pipeline.index.reader import Index
 from pipeline.schema import Composed
+from pipeline.search.maps import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
 from tests.pictures import index_captioned, noise, png
@@ -246,6 +250,52 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     for wrong in ("maxsim", "edje", f"x={model}"):
         with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
             search.main([uri, TEXT, "--rerank", wrong])
+
+
+def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, capsys):
+    """Each photo where its rank says, in the first row the first stage's."""
+    folder = Path(uri).parent / "1.png"
+    written = tmp_path / "sheet.png"
+    given = [uri, TEXT, "--score", "single", "--k", "3", "--save-sheet", str(written)]
+    search.main([*given, "--rerank", f"edje={model}", "--pool", "5"])
+    assert f"sheet: {written}" in capsys.readouterr().out
+    searcher = open_index(uri)
+    rows = [
+        searcher.search(TEXT, k=3, score="single", rerank=second)
+        for second in (None, Reranker(model, 5))
+    ]
+    assert [hit.item_id for hit in rows[0]] != [hit.item_id for hit in rows[1]]
+
+    def looks_like(picture: Image.Image, row: int, place: int) -> str:
+        left, top = 6 + place * HIT_STEP, 34 + row * (HIT_STEP + 52) + 48
+        width, height = HIT_STEP - 10, HIT_STEP - 2
+        own = np.asarray(picture.crop((left, top, left + width, top + height)), float)
+        distance = {}
+        for name, photo in photos.items():
+            shown = Image.new("RGB", (width, height), "white")
+            photo = Image.open(io.BytesIO(photo)).convert("RGB")
+            shown.paste(ImageOps.contain(photo, (width, height)), (0, 0))
+            distance[name] = np.abs(np.asarray(shown, float) - own).mean()
+        return min(distance, key=distance.get)
+
+    both = Image.open(written).convert("RGB")
+    for row, hits in enumerate(rows):
+        found = [looks_like(both, row, place) for place in range(3)]
+        assert found == [hit.item_id for hit in hits]
+    search.main(given)
+    one = Image.open(written).convert("RGB")
+    assert one.width == both.width and both.height - one.height == HIT_STEP + 52
+
+    folder.rename(folder.with_suffix(".gone"))  # its id stands in its place
+    try:
+        search.main([*given[:-3], "7", *given[-2:]])
+    finally:
+        folder.with_suffix(".gone").rename(folder)
+    assert Image.open(written).width > one.width
+    for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
+        with pytest.raises(SystemExit) as stopped:
+            search.main([*given, *wrong])
+        assert stopped.value.code == 2 and "--save-sheet is for" in capsys.readouterr().err
 
 
 def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path):

@@ -4,7 +4,8 @@
 
 Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, in what is
 said and in a photo. Then scenes of coloured shapes, seen by a small ColPali with and without a
-projection trained through SaMer, found by words and by a picture. No GPU and no model hub needed.
+projection trained through SaMer, found by words and by a picture; and reranked by a small EDJE. No
+GPU and no model hub needed.
 Run it again: what is indexed and evaluated is not done twice.
 """
 
@@ -23,6 +24,8 @@ SHAPES = f"{OUT}/shapes"
 NUM_SCENES = 200
 #: What is asked of the scenes.
 SCENE = "a large red circle above a small blue star"
+#: By what they are reranked.
+EDJE = "jobs/data/models/shapes_edje"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
 #: What is asked, and of which representation.
 QUESTIONS = [
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in COLLECTIONS:
         print(f"report: {OUT}/{name.replace('_', '-')}/report.html")
     print(f"report: {SHAPES}/index_evaluation/report.html, {SHAPES}/trained_evaluation/report.html")
-    print(f"maps:   {OUT}/maps, {SHAPES}/maps")
+    print(f"maps:   {OUT}/maps, {SHAPES}/maps; before and after reranking: {SHAPES}/edje.png")
 
 
 def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
@@ -80,12 +83,16 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     names += ("--index", f"{folder}/trained", "samer_16")
     phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
     found = []
-    for name, shown in (("index", "full, samer_16, hpool_16, sap_16"), ("trained", "")):
+    for name, shown in (("index", "full, samer_16, hpool_16, sap_16, samer_8"), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
         at = (f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}")
         at += (f"representations=[{shown}]", f"output={found[-1]}")
+        at += () if name == "index" else ("rerank=[]",)  # it has no tokens
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
     phase("compare", compare.main, *found)
+    how = ("--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}")
+    sheet = ("--save-sheet", f"{folder}/edje.png")
+    phase("search and rerank", search.main, f"{folder}/index", SCENE, *how, *sheet)
 
 
 if __name__ == "__main__":

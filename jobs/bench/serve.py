@@ -3,12 +3,16 @@
     python -m jobs.bench serve
     python -m jobs.bench serve --only overhead overload --seconds 20
     python -m jobs.bench serve --only kills swap
+    python -m jobs.bench serve --only reranking
 
 An index of random vectors with real texts, the embedded encoder, and the load from another process
 over loopback. `overhead` is what a request takes beside the same search in this process, and how
 many a second come through, with as many clients as are best; `overload` sends half as many as that
 and twice as many; `kills` ends the replica of each deployment in turn under load, by the client
-with its retries and by requests sent once; `swap` commits new versions of the index under load.
+with its retries and by requests sent once; `swap` commits new versions of the index under load;
+`reranking` has EDJE's joint encoder behind the search (the embedded MiniLM, 64 random tokens an
+item): pairs a second through HTTP beside those in this process, and latency at equal load with and
+without it.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import jobs
 from jobs.bench.harness import Bench, Repeats, table
 from jobs.bench.maxsim_index import random_int8
 from jobs.serve import APPLICATION, be_lean
-from pipeline.config import parse
+from pipeline.config import dump, parse
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
@@ -40,12 +44,14 @@ from pipeline.index.columns import (
     representation_fields,
 )
 from pipeline.index.reader import ITEMS, part
+from pipeline.index.rerank_tokens import rerank_field
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item
 from pipeline.search.searcher import Searcher, open_index
-from pipeline.tokens import normalise
+from pipeline.tokens import lists_of, normalise
 
 COLUMN, K, NUM_VECTORS = "hpool_32_int8", 10, 32
+POOL, NUM_TOKENS = 10, 64
 CLIENTS = (1, 2, 4, 8, 16, 32)
 QUERIES = [
     "the lift of a wing in a propeller slipstream",
@@ -71,22 +77,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("serve", arguments, args.out)
+    chosen = args.only or FIGURES
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
-        write_index(f"{folder}/index", args.items)
         be_lean()
         with jobs.cluster():
-            server = Server(f"{folder}/index", args.port)
-            try:
-                for name, figure in FIGURES.items():
-                    if not args.only or name in args.only:
+            for edje, figures in ((None, PLAIN), (f"{folder}/edje", WITH_EDJE)):
+                figures = {name: run for name, run in figures.items() if name in chosen}
+                if not figures:
+                    continue
+                uri = f"{folder}/{'plain' if edje is None else 'reranked'}"
+                if edje is not None:
+                    write_edje(edje)
+                write_index(uri, args.items, edje)
+                server = Server(uri, args.port, edje)
+                try:
+                    for figure in figures.values():
                         figure(bench, server, args)
-            finally:
-                server.stop()
+                finally:
+                    server.stop()
 
 
-def write_index(uri: str, num_items: int) -> None:
-    """An index with the queries' encoder, the texts of Cranfield over and over, random vectors."""
+def write_edje(folder: str) -> None:
+    """The embedded MiniLM as a joint encoder, with random heads."""
+    from pipeline.rerank.adapter import Adapter
+    from pipeline.rerank.edje import Edje
+    from pipeline.rerank.joint import JointEncoder
+
+    encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
+    vision = {"spec": dump(encoder.spec), "fingerprint": encoder.fingerprint}
+    joint = JointEncoder(JointEncoder.Spec(), encoder.pooled_dim)
+    adapter = Adapter(Adapter.Spec(num_tokens=NUM_TOKENS, hidden=64), encoder.dim, joint.dim)
+    Edje(adapter, joint, vision).save(Path(folder))
+
+
+def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
+    """An index with the queries' encoder, the texts of Cranfield over and over, random vectors.
+
+    With the folder of an EDJE its items have random tokens too.
+    """
     spec = ENCODERS.resolve("minilm")
     facts = EncoderFacts.of(ENCODERS.build(spec), spec)
     given = {"compressor": {"name": "hpool", "num_vectors": NUM_VECTORS}, "codec": "int8"}
@@ -108,7 +137,16 @@ def write_index(uri: str, num_items: int) -> None:
         pooled,
         pa.FixedSizeListArray.from_arrays(pa.array(single.ravel()), facts.dim).cast(pooled.type),
     )
-    lance.write_dataset(whole.append_column(field, column), part(uri, ITEMS))
+    whole = whole.append_column(field, column)
+    if edje is not None:
+        field = rerank_field(edje, facts)
+        dim = field.type.value_type.list_size
+        tokens = generator.standard_normal((num_items * NUM_TOKENS, dim), np.float32)
+        lengths = np.full(num_items, NUM_TOKENS)
+        whole = whole.append_column(
+            field, lists_of(tokens.astype(np.float16), lengths, pa.float16()).cast(field.type)
+        )
+    lance.write_dataset(whole, part(uri, ITEMS))
 
 
 def _tensor(generator: np.random.Generator, *shape: int):
@@ -120,16 +158,16 @@ def _tensor(generator: np.random.Generator, *shape: int):
 class Server:
     """The application on this process's cluster, and how it is loaded."""
 
-    def __init__(self, uri: str, port: int):
+    def __init__(self, uri: str, port: int, edje: str | None = None):
         from ray import serve
 
         from pipeline.serve.app import build
         from pipeline.serve.settings import ServeSpec
 
-        self.uri, self.url = uri, f"http://127.0.0.1:{port}"
+        self.uri, self.edje, self.url = uri, edje, f"http://127.0.0.1:{port}"
         self.body = {"k": K, "representation": COLUMN}
         settings = {
-            "indexes": {"bench": {"uri": uri, "load": [COLUMN]}},
+            "indexes": {"bench": {"uri": uri, "load": [COLUMN], "edje": edje}},
             "limits": {"in_flight": 32},
             "seconds": {"reload": 1},
         }
@@ -342,4 +380,55 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
     bench.add("swap", title, {"rows": rows}, table(header, rows))
 
 
-FIGURES = {"overhead": overhead, "overload": overload, "kills": kills, "swap": swap}
+def reranking(bench: Bench, server: Server, args: Any) -> None:
+    """EDJE's second stage: pairs a second, and what a search takes longer at equal load."""
+    from pipeline.search.rerank import Reranker
+
+    searcher, reranker = open_index(server.uri), Reranker(server.edje, POOL)
+    seconds = max(args.seconds / 6, 3)
+    plain = server.body
+    reranked = {**plain, "rerank": {"by": "edje", "depth": POOL}}
+    rates: dict[str, list[float]] = {}
+    for repeat in range(args.repeats + 1):  # the first warms both
+        for at_once in (1, 8, 32):
+            queries, start, done = (QUERIES * at_once)[:at_once], time.perf_counter(), 0
+            while time.perf_counter() < start + seconds:
+                searcher.search(queries, COLUMN, k=K, explain=False, rerank=reranker)
+                done += len(queries)
+            rate = POOL * done / (time.perf_counter() - start)
+            rates.setdefault(f"in process, {at_once} queries at once", []).append(rate)
+        server.body = reranked
+        for clients in (1, 8, 32):
+            rate = POOL * server.load(seconds, clients=clients).rate
+            rates.setdefault(f"over HTTP, {clients} clients", []).append(rate)
+        server.body = plain
+        if not repeat:
+            rates.clear()
+    pairs = {name: Repeats(tuple(values)) for name, values in rates.items()}
+    best = {
+        where: max((own for name, own in pairs.items() if where in name), key=lambda r: r.median)
+        for where in ("in process", "over HTTP")
+    }
+    rows = [[name, own, own.over(best["in process"])] for name, own in pairs.items()]
+    text = table(["pool of 10", "pairs/s", "x the best in process"], rows)
+
+    load = 0.5 * best["over HTTP"].median / POOL
+    rows, found = [], {}
+    for name, body in (("search alone", plain), ("with reranking", reranked)):
+        server.body = body
+        loads = [server.load(args.seconds, rate=load) for _ in range(args.repeats)]
+        taken = [Repeats(tuple(one.percentile(p) for one in loads)) for p in (50, 99)]
+        statuses = sum((one.statuses() for one in loads), Counter())
+        rows.append([name, Repeats(tuple(one.rate for one in loads)), *taken, said(statuses)])
+        found[name] = taken
+    server.body = plain
+    header = [f"{load:.1f} requests/s", "answered/s", "p50, ms", "p99, ms", "not answered"]
+    text += "\n\n" + table(header, rows)
+    ratio = best["over HTTP"].over(best["in process"])
+    title = f"{args.items:,} items of {NUM_TOKENS} tokens, MiniLM-L6, float32; ratio {ratio}"
+    bench.add("reranking", title, {"pairs": pairs, "latency": found}, text)
+
+
+PLAIN = {"overhead": overhead, "overload": overload, "kills": kills, "swap": swap}
+WITH_EDJE = {"reranking": reranking}
+FIGURES = PLAIN | WITH_EDJE

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -252,6 +254,47 @@ def is_ready(url: str) -> bool:
         return httpx2.get(f"{url}/readyz", timeout=30).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def test_maps_are_those_of_the_first_stage(client, searcher):
+    """Also of hits that the joint encoder put into another order."""
+    plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
+    first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
+    how = {**plain, "rerank": wire.Rerank(by="edje", depth=5)}
+    found = client.search(TEXT, explain="map", **how).hits
+    assert [hit.item_id for hit in found] != list(first)
+    for hit in found:
+        assert hit.edje.logit is None or hit.first_stage.rank <= 5
+        assert hit.map == first[hit.item_id].map and hit.map.query_tokens
+    assert searcher.search(TEXT, "hpool_4", k=1)[0].item_id == next(iter(first))
+
+
+def test_the_stage_is_measured_and_logged(client, url):
+    import ray
+
+    body = {"query": "zeppelin", **HOW, "rerank": {"by": "edje"}}
+    answer = httpx2.post(f"{url}/v1/search", json=body, headers={"X-Request-ID": "edje-7"})
+    assert answer.json()["milliseconds"]["edje"] > 0
+    wait_until(lambda: 'stage="edje"' in httpx2.get(f"{url}/metrics").text)
+    session = ray._private.worker.global_worker.node.get_session_dir_path()
+
+    def lines() -> list[dict[str, Any]]:
+        files = Path(session, "logs/serve").glob("*Edje-photos*.log")
+        written = [line for file in files for line in file.read_text("utf-8").splitlines()]
+        assert not any("zeppelin" in line for line in written)
+        return [json.loads(line) for line in written if '"request_id": "edje-7"' in line]
+
+    wait_until(lambda: any('"edje"' in line["message"] for line in lines()))
+
+
+@pytest.mark.heavy
+def test_no_request_to_it_is_too_much(url):
+    from tests.serve.test_fuzz import ask_everything
+
+    there = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
+    there["rerank"] = {"by": "edje", "depth": 3}
+    statuses = ask_everything(url, there)
+    assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 
 
 def test_a_killed_replica_costs_no_request(client, url):

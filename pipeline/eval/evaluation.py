@@ -697,7 +697,8 @@ def _reranked(result: Result, second: RerankSpec) -> Result:
     """The row of a reranker, from that of its first stage as it was measured with it."""
     about = {"representation": second.row, "method": EDJE, "score": EDJE, "num_vectors": None}
     about |= {"compressor": {}, "codec": {"name": "float16"}, "weights": None}
-    return replace(result, **about, first_stage=result.name)
+    how = {"model": second.model, "pool": second.pool, "add_first_stage": second.add_first_stage}
+    return replace(result, **about, first_stage=result.name, rerank=how)
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:

@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.eval.plot import REFERENCE, legend_below, plain, styles, to_png, to_svg
+from pipeline.eval.plot import REFERENCE, STYLES, legend_below, plain, styles, to_png, to_svg
 from pipeline.eval.report import method, p_equals
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     Correlation,
+    PoolScan,
     Scan,
     common_budget,
     correlations,
@@ -23,6 +24,7 @@ from pipeline.eval.views import (
     late_rows,
     layer_scans,
     line_name,
+    pool_scans,
     retention_lines,
     retention_measure,
     side_by_side,
@@ -95,6 +97,15 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             f"the middle layers ({MIDDLE} of the layers scanned) that SAP reads.",
             draws,
             lambda: _layers(evaluation, scans),
+        )
+    if pools := pool_scans(evaluation):
+        yield _single(
+            "reranking_by_pool",
+            "Quality and latency by the reranker's pool",
+            f"{evaluation.headline} with so many of the first stage's best put into order (EDJE, "
+            "figure 4), and the median milliseconds of a query that comes alone, both stages "
+            "together. The lines across are the first stages.",
+            lambda: _pools(evaluation, pools),
         )
     found = [correlation for correlation in correlations(evaluation) if len(correlation.rows) > 1]
     if found:
@@ -175,6 +186,33 @@ def _retention(evaluation: Evaluation) -> Figure:
         axis.set_major_formatter(PercentFormatter(1, decimals=0))
     plain(panel)
     legend_below(figure, [panel])
+    return figure
+
+
+def _pools(evaluation: Evaluation, scans: Sequence[PoolScan]) -> Figure:
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    quality, latency = figure.subplots(1, 2)
+    for scan, style in zip(scans, STYLES, strict=False):
+        pools, rows = list(scan.rows), list(scan.rows.values())
+        drawn = {**style, "markeredgecolor": "white", "label": scan.name}
+        for panel, values, first in (
+            (quality, [evaluation.quality(row) for row in rows], evaluation.quality(scan.first)),
+            (latency, [row.median_ms for row in rows], scan.first.median_ms),
+        ):
+            panel.plot(pools, values, **drawn)
+            panel.axhline(
+                first, color=style["color"], linewidth=1, dashes=(6, 3), label=scan.first.name
+            )
+    for panel, name in ((quality, evaluation.headline), (latency, "ms a query")):
+        panel.set_xscale("log", base=2)
+        every = sorted({pool for scan in scans for pool in scan.rows})
+        panel.set_xticks(every, [str(pool) for pool in every])
+        panel.minorticks_off()
+        panel.set_xlabel("pool")
+        panel.set_ylabel(name)
+        plain(panel)
+    latency.set_ylim(bottom=0)
+    legend_below(figure, [quality, latency])
     return figure
 
 

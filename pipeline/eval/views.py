@@ -78,6 +78,41 @@ def in_scans(evaluation: Evaluation) -> set[str]:
     return {result.name for scan in scans for result in scan.rows.values()}
 
 
+@dataclass(frozen=True)
+class PoolScan:
+    """Rows of one reranker behind one first stage that differ in their pool alone.
+
+    Attributes:
+        name: the first stage, and whether its score is added.
+        first: its row.
+        rows: by pool, ascending.
+    """
+
+    name: str
+    first: Result
+    rows: dict[int, Result]
+
+
+def pool_scans(evaluation: Evaluation) -> list[PoolScan]:
+    """Every reranker that was measured with two or more pools."""
+    found: dict[tuple[str, str, bool], dict[int, Result]] = {}
+    for row in evaluation.results:
+        if row.rerank:
+            key = (row.first_stage, row.rerank["model"], row.rerank["add_first_stage"])
+            found.setdefault(key, {})[row.rerank["pool"]] = row
+    rows = {row.name: row for row in evaluation.results}
+    several = len({model for _, model, _ in found}) > 1
+    return [
+        PoolScan(
+            f"EDJE{f' {model}' if several else ''} after {first}{', scores added' * added}",
+            rows[first],
+            dict(sorted(own.items())),
+        )
+        for (first, model, added), own in found.items()
+        if len(own) > 1
+    ]
+
+
 def common_budget(evaluation: Evaluation) -> Budget | None:
     """The budget that most methods have under the late score, the smallest of equals."""
     methods: dict[Budget, set[str]] = {}

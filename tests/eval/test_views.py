@@ -18,6 +18,7 @@ from pipeline.eval.views import (
     in_scans,
     layer_scans,
     line_name,
+    pool_scans,
     retention_lines,
     side_by_side,
 )
@@ -144,13 +145,35 @@ def test_a_colour_is_a_codec_and_a_marker_a_method():
     assert panel.count(">K=8<") == 6 and panel.count(">100 %<") == 2  # at each point
 
 
+def reranked(pool: int, first: str, added: bool, quality: float):
+    how = {"model": "m", "pool": pool, "add_first_stage": added}
+    row = result(f"edje_{first}_{pool}_{added}", "edje", None, quality=[quality] * 2, score="edje")
+    return replace(row, first_stage=first, rerank=how, compressor={})
+
+
+def test_scans_over_pools_are_of_one_reranker_behind_one_first_stage(rows):
+    more = [reranked(pool, "full.late", False, 0.5 + pool / 100) for pool in (20, 5, 10)]
+    more += [reranked(pool, "full.late", True, 0.5) for pool in (5, 10)]
+    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # of one pool alone nothing is seen
+    plain, added = pool_scans(evaluation_of([*rows, *more]))
+    assert plain.first.name == "full.late" and list(plain.rows) == [5, 10, 20]
+    assert [row.means["nDCG@10"] for row in plain.rows.values()] == [0.55, 0.6, 0.7]
+    assert (plain.name, added.name) == (
+        "EDJE after full.late",
+        "EDJE after full.late, scores added",
+    )
+    assert not pool_scans(evaluation_of(rows))
+
+
 def test_every_figure_is_drawn(rows):
-    evaluation = evaluation_of(rows)
+    pools = [reranked(pool, "full.late", False, pool / 20) for pool in (5, 10)]
+    evaluation = evaluation_of([*rows, *pools])
     drawn = {drawing.name: drawing for drawing in drawings(evaluation)}
     assert {name: len(drawing.panels) for name, drawing in drawn.items()} == {
         "index_utilisation": 4,
         "quality_retention": 1,
         "osr_by_layer": 1,
+        "reranking_by_pool": 1,
         "diagnostics_quality": 3,
     }
     for drawing in drawn.values():

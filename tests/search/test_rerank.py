@@ -20,6 +20,7 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import read_run
+from pipeline.eval.views import pool_scans
 from pipeline.index.reader import Index
 from pipeline.schema import Composed
 from pipeline.search.maps import HIT_STEP
@@ -308,7 +309,10 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     lines = [json.dumps({"_id": query, "text": text}) for query, text in queries.items()]
     (folder / "queries.jsonl").write_text("\n".join(lines))
     rerank = [{"model": model, "pool": 3}, {"model": model, "pool": 7, "add_first_stage": True}]
-    rerank.append({"model": model, "score": "late", "label": "after_late"})
+    rerank += [
+        {"model": model, "score": "late", "label": "after_late"},
+        {"model": model, "pool": 5},
+    ]
     given = {
         "index": uri,
         "benchmark": {"name": "beir", "path": str(folder)},
@@ -320,7 +324,10 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     spec = config.parse(EvaluateSpec, given)
     evaluation = run(spec, lambda line: None)
     names = [result.name for result in evaluation.results]
-    assert names[-3:] == ["after_late", "edje_3", "edje_7_added"]
+    assert names[-4:] == ["after_late", "edje_3", "edje_5", "edje_7_added"]
+    (scan,) = pool_scans(evaluation)  # of one reranker behind one first stage
+    assert {pool: row.name for pool, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
+    assert Image.open(tmp_path / "out/reranking_by_pool.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (
         ("edje_3", Reranker(model, 3), "single"),

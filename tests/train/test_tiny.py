@@ -14,7 +14,9 @@ import torch
 from pipeline import config
 from pipeline.encoders.sequences import join
 from pipeline.index import job
-from pipeline.registry import ENCODERS
+from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.rerank.edje import about_of, load_adapter, load_joint
+from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.search.searcher import open_index
 from pipeline.train import tiny
 from pipeline.train.losses import late_scores
@@ -99,7 +101,33 @@ def test_the_shipped_dual_encoder_is_a_first_stage_that_leaves_work(siglip):
     assert quality["R@10"].mean() > 0.75
 
 
-@pytest.mark.parametrize("name", ["shapes_colpali", "shapes_siglip"])
+def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
+    """Behind SaMer's eight vectors a scene, from tokens as an index keeps them."""
+    folder = SHIPPED / "shapes_edje"
+    assert about_of(folder)["vision"]["fingerprint"] == colpali.fingerprint
+    scenes, captions, _ = held_out(300)
+    documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
+    samer = {"name": "samer", "num_vectors": 8}
+    few = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
+    queries = colpali.encode_queries(captions.texts).tokens
+    first = late_scores(queries.vectors, queries.mask, few.vectors, few.mask)
+    tokens, mask = load_adapter(folder).cached(documents)
+    assert tokens.shape == (300, 32, 128)
+    joint = load_joint(folder)
+    batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
+    relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
+    for scores, judged, backwards in ((first, relevant, False), (first.T, relevant.T, True)):
+        pairs = pairs_of(scores, 10)
+        text_item = pairs.flip(1) if backwards else pairs
+        logits = joint.scores(captions.texts, tokens, mask, text_item)
+        before = ranking(scores, judged)
+        after = ranking(reranked(scores, pairs, logits, False), judged)
+        assert after["R@10"].mean() == before["R@10"].mean()
+        for measure in ("R@1", "R@5"):
+            assert after[measure].mean() > before[measure].mean() + 0.05
+
+
+@pytest.mark.parametrize("name", ["shapes_colpali", "shapes_siglip", "shapes_edje"])
 def test_the_shipped_models_say_how_they_were_made(name):
     about = json.loads((SHIPPED / name / "training.json").read_text("utf-8"))
     assert about["spec"]["seed"] == 0 and about["spec"]["data"]["name"] == "shapes"

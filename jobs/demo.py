@@ -24,6 +24,8 @@ SHAPES = f"{OUT}/shapes"
 NUM_SCENES = 200
 #: What is asked of the scenes.
 SCENE = "a large red circle above a small blue star"
+#: What is reranked: the caption of the first scene.
+FIRST = "a small green circle below a small red cross"
 #: By what they are reranked.
 EDJE = "jobs/data/models/shapes_edje"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
@@ -92,7 +94,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     phase("compare", compare.main, *found)
     how = ("--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}")
     sheet = ("--save-sheet", f"{folder}/edje.png")
-    phase("search and rerank", search.main, f"{folder}/index", SCENE, *how, *sheet)
+    phase("search and rerank", search.main, f"{folder}/index", FIRST, *how, *sheet)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from jobs import demo
-from pipeline.search.maps import SHEET_STEP, TRUE_COLOUR
+from pipeline.search.maps import HIT_STEP, SHEET_STEP, TRUE_COLOUR
 
 
 @pytest.mark.heavy
@@ -42,3 +42,8 @@ def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
     before, after = (rows[name]["samer_16"]["coverage_iou"] for name in ("index", "trained"))
     assert before != after
     assert "samer_16.late" in shown["compare"]
+    # The scene that the caption is of is found first; before and after stand side by side.
+    best = shown["search and rerank"].splitlines()[0]
+    assert best.split()[::2][:2] == ["1", "scene-00000.png"] and "(was" in best
+    assert Image.open(tmp_path / "edje.png").width > 5 * HIT_STEP
+    assert float(rows["index"]["edje_10"]["nDCG@10"]) > float(rows["index"]["samer_8"]["nDCG@10"])

@@ -112,7 +112,7 @@ def _reranker(args: Any) -> Reranker | None:
         raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
     from pipeline.search.rerank import Reranker
 
-    return Reranker(folder, args.pool, args.add_first_stage)
+    return Reranker(folder, args.pool, args.add_first_stage, args.precision)
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
@@ -276,6 +276,11 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument(
         "--add-first-stage", action="store_true", help="add its score to the reranker's"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16", "float16", "int8"],
+        help="in which the reranker computes; default: as its folder says",
     )
     parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that scores")

@@ -82,15 +82,17 @@ class RerankSpec(Spec):
         model: the folder of an EDJE, whose adapter's tokens are in the index.
         pool: how many items (of parents, each the best) of the first stage are reranked.
         add_first_stage: whether its score is added.
+        precision: in which the joint encoder computes; null: as its folder says.
         representation, score: the first stage; default: the single score if there is one, else the
             late one of `full` or the first.
-        label: what the row is called; default: of the pool, such as edje_10.
+        label: what the row is called; default: of the above, such as edje_10 or edje_10_int8.
     """
 
     name: Literal["edje"] = "edje"
     model: Uri
     pool: PositiveInt = 10
     add_first_stage: bool = False
+    precision: Literal["float32", "bfloat16", "float16", "int8"] | None = None
     representation: str | None = None
     score: Score | None = None
     label: str = Field("", pattern=r"^[\w.-]*$")
@@ -98,7 +100,8 @@ class RerankSpec(Spec):
     @property
     def row(self) -> str:
         """What its row is called."""
-        return self.label or f"{EDJE}_{self.pool}{'_added' if self.add_first_stage else ''}"
+        how = ["added"] * self.add_first_stage + [self.precision] * bool(self.precision)
+        return self.label or "_".join([EDJE, str(self.pool), *how])
 
 
 class EvaluateSpec(Spec):
@@ -458,7 +461,7 @@ class _Ranker:
         if spec.row not in self._rerankers:
             from pipeline.search.rerank import Reranker
 
-            reranker = Reranker(spec.model, spec.pool, spec.add_first_stage)
+            reranker = Reranker(spec.model, spec.pool, spec.add_first_stage, spec.precision)
             reranker.check(self._searcher.index, list(self._judged.queries.values()))
             self._rerankers[spec.row] = reranker
         return self._rerankers[spec.row]
@@ -467,7 +470,8 @@ class _Ranker:
         """All of a second stage that decides what it gives."""
         index, reranker = self._searcher.index, self.reranker(spec)
         stored = index.content_key([RERANK_TOKENS])
-        return [stored, reranker.about["fingerprints"], spec.pool, spec.add_first_stage]
+        decides = [stored, reranker.about["fingerprints"], spec.pool, spec.add_first_stage]
+        return [*decides, spec.precision] if spec.precision else decides
 
     def weights(self, score: str) -> list[float] | None:
         """The weights of a score, where they are not equal."""
@@ -698,6 +702,7 @@ def _reranked(result: Result, second: RerankSpec) -> Result:
     about = {"representation": second.row, "method": EDJE, "score": EDJE, "num_vectors": None}
     about |= {"compressor": {}, "codec": {"name": "float16"}, "weights": None}
     how = {"model": second.model, "pool": second.pool, "add_first_stage": second.add_first_stage}
+    how |= {"precision": second.precision}
     return replace(result, **about, first_stage=result.name, rerank=how)
 
 

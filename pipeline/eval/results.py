@@ -74,7 +74,8 @@ class Result:
         grounding: the grounding measures by name; empty where they were not asked for.
         weights: of the single and the late score in a hybrid one; None where they are equal.
         first_stage: of a reranker, the row that gives it its pool; it is held against that.
-        rerank: of a reranker, its model, pool, and whether the first stage's score is added.
+        rerank: of a reranker, its model, pool, precision, and whether the first stage's score is
+            added.
         seeds: of a row that is the mean over seeds, by representation, the means of the measures
             and the score retention; empty for methods without a seed.
     """

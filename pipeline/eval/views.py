@@ -83,7 +83,7 @@ class PoolScan:
     """Rows of one reranker behind one first stage that differ in their pool alone.
 
     Attributes:
-        name: the first stage, and whether its score is added.
+        name: of both, with the precision, and whether the first stage's score is added.
         first: its row.
         rows: by pool, ascending.
     """
@@ -95,22 +95,21 @@ class PoolScan:
 
 def pool_scans(evaluation: Evaluation) -> list[PoolScan]:
     """Every reranker that was measured with two or more pools."""
-    found: dict[tuple[str, str, bool], dict[int, Result]] = {}
+    found: dict[tuple[str, str, str, bool], dict[int, Result]] = {}
     for row in evaluation.results:
-        if row.rerank:
-            key = (row.first_stage, row.rerank["model"], row.rerank["add_first_stage"])
-            found.setdefault(key, {})[row.rerank["pool"]] = row
+        if how := row.rerank:
+            precision = how["precision"] or ""
+            key = (row.first_stage, how["model"], precision, how["add_first_stage"])
+            found.setdefault(key, {})[how["pool"]] = row
     rows = {row.name: row for row in evaluation.results}
-    several = len({model for _, model, _ in found}) > 1
-    return [
-        PoolScan(
-            f"EDJE{f' {model}' if several else ''} after {first}{', scores added' * added}",
-            rows[first],
-            dict(sorted(own.items())),
-        )
-        for (first, model, added), own in found.items()
-        if len(own) > 1
-    ]
+    several = len({model for _, model, _, _ in found}) > 1
+    scans = []
+    for (first, model, precision, added), own in found.items():
+        if len(own) > 1:
+            words = ["EDJE", model * several, precision, f"after {first}"]
+            name = " ".join(filter(None, words)) + ", scores added" * added
+            scans.append(PoolScan(name, rows[first], dict(sorted(own.items()))))
+    return scans
 
 
 def common_budget(evaluation: Evaluation) -> Budget | None:

@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -139,6 +139,22 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
     return adapter.eval().requires_grad_(False)
+
+
+#: What a joint encoder may compute in; int8 on a CPU alone.
+Precision = Literal["float32", "bfloat16", "float16", "int8"]
+
+
+def computed_in(precision: Precision | None) -> dict[str, Any]:
+    """What of a joint encoder's spec makes it compute in a precision; None: nothing.
+
+    >>> computed_in("int8"), computed_in(None)
+    ({'dtype': 'float32', 'quantise': 'int8'}, {})
+    """
+    if precision is None:
+        return {}
+    in_int8 = precision == "int8"
+    return {"dtype": "float32" if in_int8 else precision, "quantise": "int8" if in_int8 else None}
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:

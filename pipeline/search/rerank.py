@@ -23,7 +23,14 @@ from pipeline.encoders.sequences import opened
 from pipeline.index.columns import RERANK_TOKENS, adapter_of
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
-from pipeline.rerank.edje import about_of, check_adapter, load_adapter, load_joint
+from pipeline.rerank.edje import (
+    Precision,
+    about_of,
+    check_adapter,
+    computed_in,
+    load_adapter,
+    load_joint,
+)
 from pipeline.schema import Reranked
 from pipeline.tokens import flat_from_arrow, pad
 
@@ -48,18 +55,26 @@ class Reranker:
         folder: of an EDJE.
         pool: how many items of the first stage are reranked, as far as there are so many.
         add_first_stage: whether its score counts too.
-        changes: of the joint encoder's spec: its dtype, attention or max_batch_tokens.
+        precision: in which the joint encoder computes; None: as its folder says.
+        changes: of the joint encoder's spec: its attention or max_batch_tokens.
 
     Raises:
         SpecError: the folder is no EDJE's, or is damaged; the pool is none.
     """
 
-    def __init__(self, folder: str, pool: int = 10, add_first_stage: bool = False, **changes: Any):
+    def __init__(
+        self,
+        folder: str,
+        pool: int = 10,
+        add_first_stage: bool = False,
+        precision: Precision | None = None,
+        **changes: Any,
+    ):
         if not isinstance(pool, int) or isinstance(pool, bool) or pool < 1:
             raise SpecError("pool", pool, "an integer >= 1")
         self.folder, self.pool, self.add_first_stage = absolute(folder), pool, add_first_stage
         self.about = about_of(self.folder, "rerank")
-        self.joint = load_joint(self.folder, "rerank", **changes)
+        self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
         self._vision: Encoder | None = None
 
     def check(self, index: Index, queries: AnyQueries) -> None:

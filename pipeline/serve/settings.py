@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
@@ -66,6 +66,8 @@ class ServedIndex(Spec):
         documents: where the files of a collection lie now, by its name, if they moved.
         edje: the folder of an EDJE by which hits can be reranked too; the index has its adapter's
             tokens, see docs/rerank.md.
+        edje_precision: in which its joint encoder computes: float32, bfloat16, float16, or int8 (on
+            a CPU); null: as the folder says.
     """
 
     uri: str
@@ -75,6 +77,7 @@ class ServedIndex(Spec):
     load: list[str] = Field(default_factory=list)
     documents: dict[str, str] = Field(default_factory=dict)
     edje: Uri | None = None
+    edje_precision: Literal["float32", "bfloat16", "float16", "int8"] | None = None
 
 
 class Limits(Spec):

@@ -525,7 +525,7 @@ class JointRanker:
 
         limit_threads(scale)
         self._sizes = batch_sizes("edje")
-        self._reranker = Reranker(served.edje)
+        self._reranker = Reranker(served.edje, precision=served.edje_precision)
         self._versions = Versions(lambda edition: Searcher(opened(served.uri, edition)))
 
     async def is_there(self) -> bool:

@@ -146,7 +146,7 @@ def test_a_colour_is_a_codec_and_a_marker_a_method():
 
 
 def reranked(pool: int, first: str, added: bool, quality: float):
-    how = {"model": "m", "pool": pool, "add_first_stage": added}
+    how = {"model": "m", "pool": pool, "add_first_stage": added, "precision": None}
     row = result(f"edje_{first}_{pool}_{added}", "edje", None, quality=[quality] * 2, score="edje")
     return replace(row, first_stage=first, rerank=how, compressor={})
 

@@ -245,6 +245,11 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     assert "reranked" in capsys.readouterr().out
     search.main([*given, "--image", str(tmp_path / "3.png")])
     assert "(was 1" in capsys.readouterr().out
+    search.main([*given, TEXT, "--precision", "int8", "--json"])
+    in_int8 = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    joint = {row["item_id"]: row["reranked"]["joint"] for row in rows}
+    moved = [abs(row["reranked"]["joint"] - joint[row["item_id"]]) for row in in_int8[:4]]
+    assert 0 < max(moved) < 0.2
     long = edje_of(tmp_path / "short", dual, max_text_tokens=6)
     search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
     assert "tokens longer than what the reranker reads" in capsys.readouterr().out
@@ -312,6 +317,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     rerank += [
         {"model": model, "score": "late", "label": "after_late"},
         {"model": model, "pool": 5},
+        {"model": model, "pool": 5, "precision": "bfloat16"},
     ]
     given = {
         "index": uri,
@@ -324,7 +330,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     spec = config.parse(EvaluateSpec, given)
     evaluation = run(spec, lambda line: None)
     names = [result.name for result in evaluation.results]
-    assert names[-4:] == ["after_late", "edje_3", "edje_5", "edje_7_added"]
+    assert names[-5:] == ["after_late", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
     (scan,) = pool_scans(evaluation)  # of one reranker behind one first stage
     assert {pool: row.name for pool, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
     assert Image.open(tmp_path / "out/reranking_by_pool.png").width > 800

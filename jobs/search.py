@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if given and (args.run or args.queries or args.json):
             parser.error(f"{option} is for one query, without --run and --json")
+    for option in ("pool", "add_first_stage", "precision"):
+        if getattr(args, option) and not args.rerank:
+            parser.error(f"--{option.replace('_', '-')} is for --rerank edje=FOLDER")
     if args.save_sheet and not (args.query and not args.image):
         parser.error("--save-sheet is for a query in words")
     if args.json and args.run:
@@ -97,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.save_maps:
         check_writable(args.save_maps, "save-maps")
     if args.save_sheet:
+        if not args.save_sheet.lower().endswith(".png"):
+            raise SpecError("save-sheet", args.save_sheet, "a file that ends with .png")
         check_writable(args.save_sheet, "save-sheet", as_file=True)
     rerank = _reranker(args)
     with _opened(args) as searcher:
@@ -110,9 +115,9 @@ def _reranker(args: Any) -> Reranker | None:
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
         raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerank import POOL, Reranker
 
-    return Reranker(folder, args.pool, args.add_first_stage, args.precision)
+    return Reranker(folder, args.pool or POOL, args.add_first_stage, args.precision)
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
@@ -230,12 +235,17 @@ def _write_sheet(
     from pipeline.atomic import write_atomic
     from pipeline.search.maps import hit_sheet
 
+    if not hits:
+        print("sheet: none; there are no hits")
+        return
     first = f"{how['representation']}, {how['score']} score"
     rows = [(first, hits)]
     if any(hit.reranked for hit in hits):
         rows = [(first, searcher.search([query], **how)[0]), ("reranked", hits)]
-    write_atomic(file, hit_sheet(searcher, query, rows))
-    print(f"sheet: {file}")
+    sheet, num_missing = hit_sheet(searcher, query, rows)
+    write_atomic(file, sheet)
+    missing = f"; {num_missing} of its hits have no picture that can be read" if num_missing else ""
+    print(f"sheet: {file}{missing}")
 
 
 def _say_cut(query: Any, num_cut: int) -> None:
@@ -271,9 +281,7 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
-    parser.add_argument(
-        "--pool", type=jobs.positive, default=10, help="hits that are reranked; default: 10"
-    )
+    parser.add_argument("--pool", type=jobs.positive, help="hits that are reranked; default: 10")
     parser.add_argument(
         "--add-first-stage", action="store_true", help="add its score to the reranker's"
     )

@@ -1,6 +1,7 @@
 """Makes the small models in jobs/data/models anew: `make models`, more than two hours.
 
     python -m jobs.data.make_models
+    python -m jobs.data.make_models --untrained       # only what they begin with
 
 A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
 the specs of their names in jobs/specs/training; then the ColPali's projection, through SaMer, by
@@ -23,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, trains and copies."""
-    jobs.parser(__doc__).parse(arguments)
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--untrained", action="store_true", help="only what training begins with")
+    args = parser.parse(arguments)
 
     from pipeline.train import tiny
 
@@ -31,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tiny.colpali(untrained / "shapes_colpali")
     tiny.siglip(untrained / "shapes_siglip")
     tiny.bert(untrained / "shapes_edje")
+    if args.untrained:
+        print(untrained)
+        return
     # The specs in an order in which each finds what it begins with, and the folders they write to.
     specs = {
         "shapes_colpali": "models",

@@ -222,6 +222,9 @@ def run(
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
         notes.append(f"no item has a {spec.text}: there is no row of BM25")
+    for row in plan:
+        if row.rerank is not None:  # before any row is scored
+            ranker.reranker(row.rerank)
     for line in notes:
         say(line)
 
@@ -461,8 +464,12 @@ class _Ranker:
         if spec.row not in self._rerankers:
             from pipeline.search.rerank import Reranker
 
-            reranker = Reranker(spec.model, spec.pool, spec.add_first_stage, spec.precision)
-            reranker.check(self._searcher.index, list(self._judged.queries.values()))
+            try:
+                reranker = Reranker(spec.model, spec.pool, spec.add_first_stage, spec.precision)
+                reranker.check(self._searcher.index, list(self._judged.queries.values()))
+            except SpecError as error:  # of one of several
+                field = f"rerank.{self._spec.rerank.index(spec)}.model"
+                raise SpecError(field, error.value, error.legal, error.problem) from None
             self._rerankers[spec.row] = reranker
         return self._rerankers[spec.row]
 

@@ -113,7 +113,8 @@ def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         if about["format"] != FORMAT:
-            raise SpecError(field, str(folder), f"a folder of format {FORMAT}", "is of another")
+            problem = f"is of format {about['format']!r}"
+            raise SpecError(field, str(folder), f"a folder of format {FORMAT}", problem)
         now = {part: fingerprint(folder, part, about) for part in PARTS}
         changed = [part for part in PARTS if about["fingerprints"][part] != now[part]]
         _ = about["dim"], about["text_dim"], about["vision"]["dim"]
@@ -200,7 +201,9 @@ def check_adapter(
     """`check_tokens` of a folder that was looked at before: `about` is what it says of itself."""
     own = about["fingerprints"]["adapter"]
     if own != written_by:
-        legal = f"the folder of the adapter {written_by}, or tokens that are cached anew"
+        legal = (
+            f"the folder of the adapter {written_by}, or a new index with the tokens of this one"
+        )
         raise SpecError(field, str(folder), legal, f"has the adapter {own}, not that of the tokens")
 
 

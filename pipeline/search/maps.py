@@ -308,16 +308,19 @@ def phrase_sheet(
     return _png(sheet)
 
 
-def hit_sheet(searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence[Hit]]]) -> bytes:
+def hit_sheet(
+    searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence[Hit]]]
+) -> tuple[bytes, int]:
     """What hits look like, best first, a row a list of hits under its title, as a PNG.
 
     Above each stand its rank, that of the first stage where it was reranked, and its score. Of what
-    has no picture, or none that can be read, there is its id.
+    has no picture, or none that can be read, there is its id; the number is of those.
     """
     previews, font = Previews(searcher.index), ImageFont.load_default(15)
     most = max((len(hits) for _, hits in rows), default=0)
     height = HIT_STEP + 52
     sheet = Image.new("RGB", (12 + max(1, most) * HIT_STEP, 34 + len(rows) * height), "white")
+    num_missing = 0
     pen = ImageDraw.Draw(sheet)
     pen.text((6, 8), f'"{query}"', "black", ImageFont.load_default(18))
     for number, (title, hits) in enumerate(rows):
@@ -333,10 +336,11 @@ def hit_sheet(searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence
             except SpecError:
                 pen.rectangle(box, outline=(200, 200, 200))
                 pen.text((left + 6, top + 54), hit.item_id, (90, 90, 90), font)
+                num_missing += 1
                 continue
             size = (box[2] - box[0], box[3] - box[1])
             sheet.paste(ImageOps.contain(shown, size, Image.Resampling.BICUBIC), box[:2])
-    return _png(sheet)
+    return _png(sheet), num_missing
 
 
 def _lit(

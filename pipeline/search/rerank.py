@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 #: Queries whose candidates are read, and go through the joint encoder, together.
 QUERIES_AT_ONCE = 64
 
+#: How many items are reranked where nobody says it (the paper's k).
+POOL = 10
+
 NO_TOKENS = "has no rerank_tokens"
 NO_TEXT = "has no text"
 
@@ -65,7 +68,7 @@ class Reranker:
     def __init__(
         self,
         folder: str,
-        pool: int = 10,
+        pool: int = POOL,
         add_first_stage: bool = False,
         precision: Precision | None = None,
         **changes: Any,

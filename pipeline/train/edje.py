@@ -155,9 +155,9 @@ class EdjeLearner(Learner):
             edje.vision = vision
         else:
             text_dim = self.encoder.pooled_dim or self.encoder.dim
-            with config.within("joint"):
+            with config.within("learner.joint"):
                 joint = JointEncoder(spec.joint or JointEncoder.Spec(), text_dim)
-            with config.within("adapter"):
+            with config.within("learner.adapter"):
                 adapter = Adapter(spec.adapter or Adapter.Spec(), self.encoder.dim, joint.dim)
             edje = Edje(adapter.to(joint.device), joint, vision)
         self.edje, self.device = edje.train(), edje.joint.device

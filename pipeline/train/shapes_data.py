@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from pipeline.train.shapes import Captions, Scenes, captions_of, phrase, scenes_
 #: Series of scenes from here on are never trained on; those of runs are below. Both are one word of
 #: a generator's seed: of longer numbers the words could be those of a series and a scene's number.
 HELD_OUT = 1 << 31
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Shapes(TrainingData):
@@ -42,7 +44,7 @@ class Shapes(TrainingData):
         num_scenes: int = Field(6400, ge=2)
         fresh: bool = True
         captions: int = Field(4, ge=1)
-        single: tuple[float, float] = (0.0, 0.0)
+        single: tuple[Share, Share] = (0.0, 0.0)
         single_epochs: int = Field(1, ge=1)
         series: int | None = Field(None, ge=0, lt=HELD_OUT)
         held_out: int = Field(1000, ge=2)

@@ -370,7 +370,7 @@ def test_a_folder_that_is_none_or_damaged_is_one_error(folder, tmp_path):
         (about[:40], f"has a damaged {ABOUT}"),
         ("{}", f"has a damaged {ABOUT}"),
         ("[]", f"has a damaged {ABOUT}"),
-        (about.replace('"format": 1', '"format": 9'), "is of another.* format 1"),
+        (about.replace('"format": 1', '"format": 9'), "is of format 9; .* format 1"),
         (about.replace('"num_tokens": 3', '"num_tokens": 2'), "its adapter that were changed"),
     ):
         (path / ABOUT).write_text(damaged, "utf-8")

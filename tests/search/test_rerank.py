@@ -298,6 +298,17 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     finally:
         folder.with_suffix(".gone").rename(folder)
     assert Image.open(written).width > one.width
+    assert "; 1 of its hits have no picture" in capsys.readouterr().out
+    written.unlink()
+    search.main([*given, "--where", "item_id = 'x'"])
+    assert "sheet: none; there are no hits" in capsys.readouterr().out and not written.exists()
+    with pytest.raises(SpecError, match=r"save-sheet: .*y.txt.*legal: a file that ends with .png"):
+        search.main([*given[:-1], str(tmp_path / "y.txt")])
+    for alone in (["--pool", "3"], ["--add-first-stage"], ["--precision", "int8"]):
+        with pytest.raises(SystemExit) as stopped:
+            search.main([uri, TEXT, *alone])
+        said = f"{alone[0]} is for --rerank edje=FOLDER"
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
     for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
         with pytest.raises(SystemExit) as stopped:
             search.main([*given, *wrong])
@@ -358,7 +369,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
     for wrong, sentence in (
         ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
-        ([{"model": str(tmp_path)}], "rerank: .* has no edje.json"),
+        ([{"model": str(tmp_path)}], "^rerank.0.model: .* has no edje.json"),
     ):
         with pytest.raises(SpecError, match=sentence):
             run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

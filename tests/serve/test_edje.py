@@ -22,11 +22,10 @@ from pipeline.config import SpecError, parse
 from pipeline.index.reader import Index
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.searcher import Searcher
-from pipeline.serve import wire
+from pipeline.serve import stages, wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec
-from pipeline.serve.stages import JointRanker
 from tests.pictures import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
@@ -289,9 +288,10 @@ def test_the_stage_is_measured_and_logged(client, url):
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("int8", "float32"), ("bfloat16", "bfloat16")])
-def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dtype):
+def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dtype, monkeypatch):
+    monkeypatch.setattr(stages, "limit_threads", lambda scale: None)  # this process keeps its own
     served = parse(ServedIndex, {"uri": uri, "edje": model, "edje_precision": precision})
-    spec = JointRanker(served, Scale())._reranker.joint.spec
+    spec = stages.JointRanker(served, Scale())._reranker.joint.spec
     assert spec.dtype == dtype and (spec.quantise == "int8") == (precision == "int8")
     with pytest.raises(SpecError, match="edje_precision: 'int4' .*legal: .*int8"):
         parse(ServedIndex, {"uri": uri, "edje_precision": "int4"})

@@ -39,11 +39,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jobs
 from pipeline.config import SpecError, Stopped
-from pipeline.schema import Composed, Hit, Parts, Place, Reranked
+from pipeline.schema import Composed, Hit, Parts, Place, Precision, Reranked
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
@@ -287,7 +287,7 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument(
         "--precision",
-        choices=["float32", "bfloat16", "float16", "int8"],
+        choices=get_args(Precision),
         help="in which the reranker computes; default: as its folder says",
     )
     parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")

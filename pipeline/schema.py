@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -214,6 +214,10 @@ class Parts:
     late: float | None = None
     late_mean: float | None = None
     single: float | None = None
+
+
+#: What EDJE's joint encoder may compute in; int8 on a CPU alone.
+Precision = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both
 from pipeline.index.status import stored, stored_tokens
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
-from pipeline.schema import ITEM, Hit
+from pipeline.schema import ITEM, Hit, Precision
 from pipeline.search.searcher import (
     EQUAL,
     LEGAL_WEIGHTS,
@@ -92,7 +92,7 @@ class RerankSpec(Spec):
     model: Uri
     pool: PositiveInt = 10
     add_first_stage: bool = False
-    precision: Literal["float32", "bfloat16", "float16", "int8"] | None = None
+    precision: Precision | None = None
     representation: str | None = None
     score: Score | None = None
     label: str = Field("", pattern=r"^[\w.-]*$")

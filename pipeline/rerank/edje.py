@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -23,6 +23,7 @@ from pipeline.config import SpecError
 from pipeline.encoders.loading import SETTINGS, hashed
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.joint import JointEncoder
+from pipeline.schema import Precision
 
 ABOUT = "edje.json"
 ADAPTER = "adapter.safetensors"
@@ -140,10 +141,6 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
     return adapter.eval().requires_grad_(False)
-
-
-#: What a joint encoder may compute in; int8 on a CPU alone.
-Precision = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 def computed_in(precision: Precision | None) -> dict[str, Any]:

@@ -309,9 +309,9 @@ class JointEncoder(torch.nn.Module):
             states_TH = module(states_TH)
         return states_TH
 
-    def recovered(self, texts: Texts) -> torch.Tensor:
-        """(Q, text_dim) what texts alone are embedded as."""
-        return self.recover(self.of_texts(texts)[:, 0])
+    def recovered(self, states_QLH: torch.Tensor) -> torch.Tensor:
+        """(Q, text_dim) what texts are embedded as, from their states alone (`of_texts`)."""
+        return self.recover(states_QLH[:, 0])
 
     # -- reranking ---------------------------------------------------------------------------------
 

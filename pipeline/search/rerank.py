@@ -24,14 +24,13 @@ from pipeline.index.columns import RERANK_TOKENS, adapter_of
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import (
-    Precision,
     about_of,
     check_adapter,
     computed_in,
     load_adapter,
     load_joint,
 )
-from pipeline.schema import Reranked
+from pipeline.schema import Precision, Reranked
 from pipeline.tokens import flat_from_arrow, pad
 
 if TYPE_CHECKING:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
+from pipeline.schema import Precision
 
 #: What Ray Serve reads when it starts: stages are asked without a thread and a loop of their own in
 #: between, which halves what a call costs. All of them leave their work to other threads.
@@ -77,7 +78,7 @@ class ServedIndex(Spec):
     load: list[str] = Field(default_factory=list)
     documents: dict[str, str] = Field(default_factory=dict)
     edje: Uri | None = None
-    edje_precision: Literal["float32", "bfloat16", "float16", "int8"] | None = None
+    edje_precision: Precision | None = None
 
 
 class Limits(Spec):

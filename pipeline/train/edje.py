@@ -326,16 +326,20 @@ class EdjeLearner(Learner):
                 figures["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
             if spec.mlm:
                 parts["mlm"] = (spec.mlm, self._masked_words(every, positives_A2))
-            if spec.recovery:
+            if spec.recovery or spec.contrast:
                 texts = texts_of(every).take(own)
-                target_QP = every["query_pooled"][own]
-                made_QP = self._in_parts(
-                    lambda rows: self.edje.joint.recovered(texts.take(rows)),
+                alone_QLH = self._in_parts(
+                    lambda rows: self.edje.joint.of_texts(texts.take(rows)),
                     torch.arange(num_own, device=self.device),
                 )
+            if spec.recovery:
+                target_QP = every["query_pooled"][own]
+                made_QP = self.edje.joint.recovered(alone_QLH)
                 parts["recovery"] = (spec.recovery, objectives.recovery(made_QP, target_QP))
             if spec.contrast:
-                losses = self._contrast(every, own, relevant_QB, is_filler_B)
+                losses = self._contrast(
+                    alone_QLH, texts.is_word, every, relevant_QB[own], is_filler_B
+                )
                 parts["contrast"] = (spec.contrast, losses)
             if spec.distillation is not None:
                 with torch.no_grad():
@@ -382,7 +386,12 @@ class EdjeLearner(Learner):
         return self._in_parts(lambda pairs: edje.joint.logits(texts, *tokens, pairs), pairs_P2)
 
     def _contrast(
-        self, every: Embedded, own: slice, relevant_QB: torch.Tensor, is_filler_B: torch.Tensor
+        self,
+        alone_QLH: torch.Tensor,
+        is_word_QL: torch.Tensor,
+        every: Embedded,
+        relevant_QB: torch.Tensor,
+        is_filler_B: torch.Tensor,
     ) -> torch.Tensor:
         """(A,) InfoNCE of each own text with a relevant item, among the items of all workers:
 
@@ -392,19 +401,14 @@ class EdjeLearner(Learner):
         alike before both are read together (ALBEF; Li et al., 2021), which matching alone takes
         long to find out.
         """
-        joint, texts = self.edje.joint, texts_of(every).take(own)
-        states_QLH = self._in_parts(
-            lambda rows: joint.of_texts(texts.take(rows)),
-            torch.arange(len(texts), device=self.device),
-        )
         mask_BV = every["tokens_mask"]
         scores_QB = late_scores(
-            normalise(states_QLH.float()), texts.is_word, normalise(every["tokens"]), mask_BV
+            normalise(alone_QLH.float()), is_word_QL, normalise(every["tokens"]), mask_BV
         )
         is_there_B = mask_BV.any(dim=1) & ~is_filler_B
         return info_nce_each(
             scores_QB.masked_fill(~is_there_B, LOWEST),
-            relevant_QB[own] & is_there_B,
+            relevant_QB & is_there_B,
             self.spec.contrast_temperature,
         )
 

@@ -7,6 +7,7 @@ where no weights can be downloaded: `make models`.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -74,7 +75,8 @@ def colpali(folder: Path, seed: int = 0) -> None:
         "projection_dim": WIDTH,
         "hidden_size": WIDTH,
     }
-    _save(folder, ColPaliForRetrieval, ColPaliConfig(vlm_config=vlm, embedding_dim=64), seed)
+    settings = ColPaliConfig(vlm_config=vlm, embedding_dim=64)
+    _made(ColPaliForRetrieval, settings, seed).save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
@@ -94,7 +96,7 @@ def siglip(folder: Path, seed: int = 0) -> None:
         "eos_token_id": tokenizer.eos_token_id,
     }
     settings = SiglipConfig(text_config=text, vision_config={**VISION, "num_hidden_layers": 6})
-    _save(folder, SiglipModel, settings, seed)
+    _made(SiglipModel, settings, seed).save_pretrained(folder)
     SiglipProcessor(_images(), tokenizer).save_pretrained(folder)
 
 
@@ -116,19 +118,19 @@ def bert(folder: Path, seed: int = 0) -> None:
         hidden_dropout_prob=0.0,  # what it is trained on does not end
         attention_probs_dropout_prob=0.0,
     )
-    _save(folder, BertForMaskedLM, settings, seed)
+    model = _made(BertForMaskedLM, settings, seed)
+    for layer in model.bert.encoder.layer:  # to begin with, what is alike attends to each other
+        attention = layer.attention.self
+        attention.key.load_state_dict(attention.query.state_dict())
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _save(folder: Path, model_class: type, settings: object, seed: int) -> None:
+def _made(model_class: type, settings: object, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(settings)
-    if model_class is BertForMaskedLM:  # to begin with, what is alike attends to each other
-        for layer in model.bert.encoder.layer:
-            attention = layer.attention.self
-            attention.key.load_state_dict(attention.query.state_dict())
-    model.save_pretrained(folder)
+    return model
 
 
 def _images() -> SiglipImageProcessorPil:

@@ -322,7 +322,7 @@ def test_what_was_saved_is_loaded(tmp_path, kind):
     scores = [each.joint.scores(TEXTS, tokens, tokens_mask) for each in (made, loaded)]
     torch.testing.assert_close(*scores, atol=0, rtol=0)
     texts = made.joint.read(TEXTS)
-    recovered = [each.joint.recovered(texts) for each in (made, loaded)]
+    recovered = [each.joint.recovered(each.joint.of_texts(texts)) for each in (made, loaded)]
     torch.testing.assert_close(*recovered, atol=0, rtol=0)
     assert not any(weights.requires_grad for weights in loaded.parameters())
 

@@ -125,7 +125,7 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
     expected = sum(distilled) / len(distilled)
     assert figures["distillation"] == pytest.approx(expected, abs=1e-4)
 
-    made = own.edje.joint.recovered(texts_of(embedded)).double().tolist()
+    made = own.edje.joint.recovered(own.edje.joint.of_texts(texts_of(embedded))).double().tolist()
     wanted = embedded["query_pooled"].double().tolist()
     cosines = [cosine(f, g) for f, g in zip(made, wanted, strict=True)]
     assert figures["recovery"] == pytest.approx(1 - sum(cosines) / len(cosines), abs=1e-5)
@@ -391,7 +391,7 @@ def test_without_single_vectors_the_mean_of_a_texts_vectors_is_recovered(run_of,
         mean = queries.vectors[row, mask].mean(dim=0)
         torch.testing.assert_close(embedded["query_pooled"][row], mean / mean.norm())
     _, figures = own.loss(embedded, batch, loop.data)
-    made = own.edje.joint.recovered(texts_of(embedded))
+    made = own.edje.joint.recovered(own.edje.joint.of_texts(texts_of(embedded)))
     expected = 1 - torch.cosine_similarity(made, embedded["query_pooled"]).mean().item()
     assert figures["recovery"] == pytest.approx(expected, abs=1e-5)
 

@@ -17,7 +17,15 @@ from typing import Annotated, Any, TypeVar
 
 import fsspec
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 #: Characters of a value in a message.
 MOST_SHOWN = 400
@@ -76,6 +84,14 @@ class Spec(BaseModel):
                     legal = ", ".join(cls.model_fields)
                     raise SpecError(str(key), value, legal, "stands under an unknown key")
         return data
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+        parsed = parse(value)
+        if isinstance(value, bool) and isinstance(parsed, int | float) and parsed is not value:
+            raise SpecError("", value, "a number")  # pydantic takes `true` for 1
+        return parsed
 
 
 def absolute(uri: str) -> str:

@@ -93,6 +93,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             "unit_items=0",
             "unit_items: 0 is not legal; legal: greater than or equal to 1",
         ),
+        ("unit_items=true", "unit_items: True is not legal; legal: a number"),
         (
             "source.path={tmp}/nowhere",
             "source.path: '{tmp}/nowhere' does not exist; legal: an existing file or folder",

@@ -4,12 +4,14 @@
     python -m jobs.bench rerank --latency
     python -m jobs.bench rerank --model bundled --out figures.json
     python -m jobs.bench rerank --device cuda                # on a GPU; needs no Ray, no Lance
+    python -m jobs.bench rerank --study jobs/specs/training/studies/edje_tokens.yaml --tokens 196
 
 The model has the shape of MiniLM-L12-H384 and random weights, unless `--model` names another; what
 pairs read is random too. `paths`, of a CPU: `JointEncoder.scores` by each path, with the deviation
 of its scores from the loop's in float64. `passes`, of a GPU: a pass in bfloat16, of 64 tokens an
 item and of the local variant's 576, eager, compiled and as a CUDA graph. `latency`: a query's pool,
-its text read too. The plain loop repeats a query's text for each pair and pads.
+its text read too. The plain loop repeats a query's text for each pair and pads. `--study`: of EDJEs
+that were trained, quality, bytes and latency by their tokens (the paper's Figure 4 and Table 2).
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: by the device")
     parser.add_argument("--latency", action="store_true", help="the same as --only latency")
+    parser.add_argument("--study", metavar="SPEC", help="of EDJEs that jobs.train has trained")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="of `--study`")
     parser.add_argument("--model", help="as the spec's `model`; default: the shape, at random")
     parser.add_argument("--layers", type=jobs.positive, default=12, help="of the shape")
-    parser.add_argument("--tokens", type=jobs.positive, nargs="+", help="of an item")
+    parser.add_argument(
+        "--tokens", type=jobs.positive, nargs="+", help="of an item; of a study's local EDJEs"
+    )
     parser.add_argument("--text-tokens", type=jobs.positive, default=16)
     parser.add_argument("--queries", type=jobs.positive, default=4, help="of `paths`")
     parser.add_argument("--pool", type=jobs.positive, nargs="+", default=[10, 64])
@@ -64,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     only = ["latency"] if args.latency else args.only or by_device
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")
+    if args.study:
+        from jobs.bench.rerank_study import study  # it needs what training needs
+
+        return study(bench, args)
     with tempfile.TemporaryDirectory(prefix="rerank-") as folder:
         if args.model is None:
             write(Path(folder), args.layers)
@@ -109,7 +119,9 @@ def to_read(
 ) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Texts, cached tokens (B, V, dim) in float16 with their mask, and each query's own pool."""
     torch.manual_seed(2)
-    ids = torch.randint(1000, WORDS - 1000, (num_queries, num_text - 2))
+    words = joint.language.config.vocab_size
+    rare = min(1000, words // 4)  # at the ends of the vocabulary
+    ids = torch.randint(rare, words - rare, (num_queries, num_text - 2))
     texts = [" ".join(joint.tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist()]
     num_items = num_queries * pool
     tokens = torch.randn(num_items, num_tokens, joint.dim) * joint._words.weight.float().std().cpu()
@@ -296,20 +308,30 @@ def latency(bench: Bench, args: Any) -> None:
             sides[f"scores, {name}"] = lambda joint=joint, t=texts, k=tokens, m=mask, p=pairs: (
                 joint.scores(t, k, m, p).cpu()
             )
-        taken: dict[str, list[float]] = {name: [] for name in sides}
         with torch.inference_mode():
-            for number in range(args.calls + 2):
-                for name, side in sides.items():
-                    seconds = maxsim.seconds_of(side)
-                    if number >= 2:
-                        taken[name].append(1e3 * seconds)
+            taken = milliseconds(sides, args.calls)
         for name, times in taken.items():
-            p95 = sorted(times)[max(-(-95 * len(times) // 100) - 1, 0)]
-            median = statistics.median(times)
+            median, p95 = median_p95(times)
             figures[f"{pool} {name}"] = {"milliseconds": times, "median": median, "p95": p95}
             rows.append([str(pool), name, median, p95])
     title = f"One query's pool, {num_tokens} + {args.text_tokens} tokens, {args.calls} calls each"
     bench.add("latency", title, figures, table(["pool", "path", "median, ms", "p95, ms"], rows))
+
+
+def milliseconds(sides: dict[str, Callable[[], Any]], calls: int) -> dict[str, list[float]]:
+    """Of so many calls of each side, in turn, after two that do not count."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(calls + 2):
+        for name, side in sides.items():
+            seconds = maxsim.seconds_of(side)
+            if number >= 2:
+                taken[name].append(1e3 * seconds)
+    return taken
+
+
+def median_p95(times: Sequence[float]) -> tuple[float, float]:
+    """The middle of some times, and what 95 in a hundred do not exceed."""
+    return statistics.median(times), sorted(times)[max(-(-95 * len(times) // 100) - 1, 0)]
 
 
 def _there() -> list[str]:

@@ -129,10 +129,10 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     numbers = [["run", "seeds", *names, "p"]]
     for row, p in zip(rows, p_values, strict=True):
         seeds = len(row.after[first])
-        shown = [f"{row.before[m].mean():.3f} > {_with_spread(row.after[m])}" for m in measures]
+        shown = [f"{row.before[m].mean():.3f} > {with_spread(row.after[m])}" for m in measures]
         cells.append([row.name, str(seeds), *shown, p_value(p)])
         of_each = [
-            (row.before[m].mean(), row.after[m].mean(), _spread(row.after[m])) for m in measures
+            (row.before[m].mean(), row.after[m].mean(), spread(row.after[m])) for m in measures
         ]
         numbers.append([row.name, seeds, *itertools.chain(*of_each), p])
     write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))
@@ -160,13 +160,14 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def _spread(values_SQ: np.ndarray) -> float:
+def spread(values_SQ: np.ndarray) -> float:
     """The standard deviation of the runs' means, 0 of one run."""
     return float(values_SQ.mean(axis=1).std(ddof=1)) if len(values_SQ) > 1 else 0.0
 
 
-def _with_spread(values_SQ: np.ndarray) -> str:
-    return f"{values_SQ.mean():.3f} ± {_spread(values_SQ):.3f}"
+def with_spread(values_SQ: np.ndarray) -> str:
+    """The mean of runs and queries, and how far apart the runs are."""
+    return f"{values_SQ.mean():.3f} ± {spread(values_SQ):.3f}"
 
 
 def drawn(rows: Sequence[Row]) -> Figure:
@@ -179,7 +180,7 @@ def drawn(rows: Sequence[Row]) -> Figure:
         plain(panel)
         before = [row.before[measure].mean() for row in rows]
         after = [row.after[measure].mean() for row in rows]
-        spreads = [_spread(row.after[measure]) for row in rows]
+        spreads = [spread(row.after[measure]) for row in rows]
         panel.hlines(places, before, after, color=REFERENCE, alpha=0.4)
         panel.plot(before, places, "o", mfc="none", color=COLORS[0], label="before")
         panel.errorbar(

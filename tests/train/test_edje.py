@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import SiglipConfig, SiglipModel, SiglipProcessor
 
+from jobs.bench import rerank
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS
@@ -320,6 +322,36 @@ def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
         "recover.weight",
         "0.weight" if "0.weight" in before else "mlp.0.weight",
     } <= moved
+
+
+def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
+    given = config.dump(run_of("study", max_steps=1, evaluate_every=1))
+    small, local = ADAPTER, {**ADAPTER, "kind": "local"}
+    given["sweep"] = {"learner.adapter": [small, local], "seed": [0, 1]}
+    study = config.parse(StudySpec, given)
+    runs = runs_of(study)
+    (tmp_path / "study.yaml").write_text(config.dump_yaml(study), "utf-8")
+    path, record, plot = (str(tmp_path / name) for name in ("study.yaml", "out.json", "out.png"))
+    few = ["--calls", "2", "--pool", "3", "5", "--text-tokens", "6", "--out", record]
+    with pytest.raises(SpecError, match="study: .* has no trained EDJE"):
+        rerank.main(["--study", path])
+    for run in runs[:3]:  # the last one has not been run
+        trained(run.spec)
+    with pytest.raises(SpecError, match="tokens: None is missing; legal: how many an item has"):
+        rerank.main(["--study", path])
+    rerank.main(["--study", path, "--tokens", "16", *few, "--plot", plot])
+    figures = json.loads(Path(record).read_text("utf-8"))["figures"]["study"]
+    of_small, of_local = (figures[name] for name in (runs[0].row, runs[2].row))
+    assert (of_small["tokens"], of_local["tokens"]) == (3, 16)
+    assert (of_small["seeds"], of_local["seeds"]) == (2, 1)
+    joint = load_joint(Path(runs[0].spec.output) / "model")
+    assert of_small["bytes"] == 3 * joint.dim * 2
+    finals = [logged(Path(run.spec.output), "R@1")[-1] for run in runs[:2]]
+    assert of_small["R@1"]["mean"] == pytest.approx(sum(finals) / 2)
+    firsts = logged(Path(runs[0].spec.output), "first stage R@1")
+    assert of_small["first stage R@1"] == pytest.approx(firsts[-1])
+    assert [len(times) for times in of_local["milliseconds"].values()] == [2, 2]
+    assert Image.open(plot).width > 500
 
 
 def test_a_student_comes_closer_to_its_teacher(run_of, tmp_path):

@@ -1,0 +1,120 @@
+"""A study of EDJEs by their tokens: bytes, quality, and the latency of a query's pool."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from jobs.bench import rerank
+from jobs.bench.harness import Bench, table
+from pipeline import config
+from pipeline.atomic import write_atomic
+from pipeline.config import SpecError
+from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.rerank.edje import ABOUT, about_of, load_joint
+from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
+
+#: What is learned of a row, and how the same is called of its first stage.
+MEASURES = ("R@1", "R@5", "item to text R@1", "item to text R@5")
+FIRST = "first stage "
+
+
+def study(bench: Bench, args: Any) -> None:
+    """For each row of a study its tokens, what they find, and how long a pool takes to read.
+
+    Rows are timed in turn, by their first seed's joint encoder, on random tokens.
+    """
+    spec = config.load(StudySpec, args.study, what="study")
+    runs = [run for run in runs_of(spec) if (_model(run) / ABOUT).is_file()]  # to their ends
+    if not runs:
+        legal = "the spec of a study of EDJEs that jobs.train has run"
+        raise SpecError("study", args.study, legal, "has no trained EDJE")
+    rows = {row.name: row for row in rows_of(runs)}
+    folders = {run.row: _model(run) for run in reversed(runs)}
+    joints = {name: load_joint(folders[name], "study") for name in rows}
+    tokens = {name: _num_tokens(folders[name], args) for name in rows}
+    taken: dict[str, dict[int, list[float]]] = {name: {} for name in rows}
+    for pool in args.pool:
+        sides = {}
+        for name, joint in joints.items():
+            given = rerank.to_read(joint, tokens[name], args.text_tokens, 1, pool)
+            sides[name] = lambda joint=joint, given=given: joint.scores(*given).cpu()
+        with torch.inference_mode():
+            for name, times in rerank.milliseconds(sides, args.calls).items():
+                taken[name][pool] = times
+    cells, figures = [], {}
+    for name, row in rows.items():
+        of_item = 2 * tokens[name] * joints[name].dim
+        figures[name] = {
+            "tokens": tokens[name],
+            "bytes": of_item,
+            "seeds": len(row.after["R@1"]),
+            **{m: {"mean": row.after[m].mean(), "sd": spread(row.after[m])} for m in MEASURES},
+            **{f"{FIRST}{m}": row.after[FIRST + m].mean() for m in MEASURES},
+            "milliseconds": {str(pool): times for pool, times in taken[name].items()},
+        }
+        found = [with_spread(row.after[measure]) for measure in MEASURES]
+        waits = [rerank.median_p95(times) for times in taken[name].values()]
+        shown = [f"{median:.3g} ({p95:.3g})" for median, p95 in waits]
+        cells.append([name, str(tokens[name]), f"{of_item:,}", *found, *shown])
+    first = next(iter(rows.values()))
+    before = [f"{first.after[FIRST + measure].mean():.3f}" for measure in MEASURES]
+    cells.insert(0, ["first stage", "", "", *before, *("" for _ in args.pool)])
+    header = ["row", "tokens", "bytes an item", *MEASURES]
+    header += [f"pool of {pool}: median ms (p95)" for pool in args.pool]
+    title = f"{spec.name}, {args.device}, {args.text_tokens} text tokens, {args.calls} calls each"
+    bench.add("study", title, figures, table(header, cells))
+    if args.plot:
+        write_atomic(str(args.plot), to_png(drawn(rows, tokens, taken)))
+        print(f"plot: {args.plot}")
+
+
+def drawn(
+    rows: dict[str, Row], tokens: dict[str, int], taken: dict[str, dict[int, list[float]]]
+) -> Figure:
+    """Quality, and beside it latency, by the number of tokens of an item."""
+    names = sorted(rows, key=lambda name: tokens[name])
+    places = [tokens[name] for name in names]
+    figure = Figure(figsize=(8.8, 4.2), layout="constrained")
+    quality, latency = panels = figure.subplots(1, 2)
+    colors = itertools.cycle(COLORS)
+    for measure in ("R@1", "item to text R@1"):
+        color = next(colors)
+        means = [rows[name].after[measure].mean() for name in names]
+        spreads = [spread(rows[name].after[measure]) for name in names]
+        label = measure if measure.startswith("item") else f"text to item {measure}"
+        quality.errorbar(places, means, spreads, fmt="o-", color=color, capsize=3, label=label)
+        before = rows[names[0]].after[FIRST + measure].mean()
+        quality.axhline(before, color=color, dashes=(4, 3), linewidth=1, label="its first stage")
+    for pool in next(iter(taken.values())):
+        medians = [rerank.median_p95(taken[name][pool])[0] for name in names]
+        latency.plot(places, medians, "s-", color=next(colors), label=f"pool of {pool}, ms")
+    quality.set_ylabel("recall")
+    latency.set_ylabel("ms a query")
+    latency.set_ylim(bottom=0)
+    for panel in panels:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(places, [str(place) for place in places])
+        panel.set_xlabel("tokens an item")
+        panel.tick_params(which="minor", bottom=False, color=REFERENCE)
+        plain(panel)
+    legend_below(figure, panels)
+    return figure
+
+
+def _model(run: Run) -> Path:
+    return Path(run.spec.output) / "model"
+
+
+def _num_tokens(folder: Path, args: Any) -> int:
+    """Of an item of one frame; the local variant's are said by the user."""
+    adapter = about_of(folder, "study")["adapter"]
+    if adapter["kind"] == "compressed":
+        return adapter["num_tokens"]
+    if args.tokens is None:
+        raise SpecError("tokens", None, "how many an item has in the local variant", "is missing")
+    return args.tokens[0]

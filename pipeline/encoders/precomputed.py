@@ -88,27 +88,6 @@ class Precomputed(Encoder):
         problem = "cannot be encoded: this index was built from precomputed vectors"
         raise SpecError("query", texts[0] if len(texts) else "", "query vectors", problem)
 
-    def query_batch(self, vectors: Sequence[np.ndarray]) -> EncodedQueries:
-        """Queries given as vectors.
-
-        Args:
-            vectors: for each query its vectors (Q, dim), Q >= 1.
-
-        Raises:
-            ValueError: there is no query, or one has another shape or is not finite.
-        """
-        if not len(vectors):
-            raise SpecError("query", [], "at least one query")
-        queries = [np.asarray(query, dtype=np.float32) for query in vectors]
-        for query in queries:
-            if query.ndim != 2 or query.shape[1] != self.dim or len(query) == 0:
-                raise SpecError("query", query.shape, f"vectors of shape (1 or more, {self.dim})")
-            if not np.isfinite(query).all():
-                raise SpecError("query", "NaN or infinity", "finite numbers")
-        lengths = np.array([len(query) for query in queries])
-        token_texts = [[f"vector {i}" for i in range(length)] for length in lengths]
-        return EncodedQueries(self._batch(np.concatenate(queries), lengths), token_texts)
-
     def _batch(self, flat_TD: np.ndarray, lengths: np.ndarray) -> TokenBatch:
         vectors_BND, mask_BN = pad(flat_TD.astype(np.float32), lengths)
         if self.normalised:

@@ -32,8 +32,6 @@ MOST = 7  # objects of a scene
 FEWEST = 4
 #: How often an object is of the kind of an earlier one.
 REPEATS = 0.3
-#: Attributes of an object, in the order of `Scenes.attributes` and of `Captions.phrases`.
-ATTRIBUTES = ("size", "colour", "shape")
 ANY = -1  # of an attribute that a phrase does not name
 NO_RELATION = -1
 

@@ -26,7 +26,6 @@ from pipeline.sources.files import existing_root, files_below, open_root
 from pipeline.sources.text import parse_line
 
 LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
-FORMS = "JSON lines (.jsonl, .jsonl.gz) or Parquet (.parquet)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 from pipeline import config
 from pipeline.config import SpecError
@@ -73,20 +72,6 @@ def test_queries_are_vectors_not_texts():
     encoder = build()
     with pytest.raises(ValueError, match="legal: query vectors"):
         encoder.encode_queries(["lift"])
-    queries = encoder.query_batch([np.array([[3, 4]]), np.array([[0.0, 2.0], [5.0, 0.0]])])
-    assert queries.tokens.lengths.tolist() == [1, 2] and queries.tokens.normalised
-    torch.testing.assert_close(queries.tokens.vectors[0, 0], torch.tensor([0.6, 0.8]))
-    torch.testing.assert_close(queries.tokens.vectors[1], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    assert [len(texts) for texts in queries.token_texts] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "queries",
-    [[], [np.zeros((1, 3))], [np.zeros(2)], [np.zeros((0, 2))], [np.array([[1.0, np.nan]])]],
-)
-def test_illegal_query_vectors(queries):
-    with pytest.raises(SpecError, match="^query: "):
-        build().query_batch(queries)
 
 
 def test_fingerprint_follows_label_width_and_scaling():

@@ -33,6 +33,7 @@ log = logging.getLogger("maxray.backfill")
 
 #: The driver commits after so many fragments.
 COMMIT_FRAGMENTS = 8
+WITHOUT_TOKENS = f"`{RERANK_TOKENS}` IS NULL"
 
 
 def run(
@@ -72,9 +73,11 @@ def run(
         writer.index_ids()
         listed = job.listing_job(spec, session.folder)
         shards_of = _fragments(session, listed, resources)
-        progress.fragments = len(writer.dataset.get_fragments())
-        progress.done_before = progress.fragments - len(shards_of)
-        report(f"{len(shards_of)} of {progress.fragments} fragments have items of this source")
+        dataset = writer.dataset
+        lacking = [f for f in shards_of if dataset.get_fragment(f).count_rows(WITHOUT_TOKENS)]
+        progress.fragments = len(dataset.get_fragments())
+        progress.done_before = progress.fragments - len(lacking)
+        report(f"{len(lacking)} of {progress.fragments} fragments have items without tokens")
         content = [r for r in every_representation(spec) if r.of == "content"]
         encode = job.encode_stage(spec, facts, content, spec.rerank)
         encode.placement = resources.placement
@@ -86,7 +89,7 @@ def run(
             "unit_items": spec.unit_items,
             "num_threads": resources.encode.num_threads,
         }
-        left = [{"fragment": f, "shards": json.dumps(own)} for f, own in shards_of.items()]
+        left = [{"fragment": f, "shards": json.dumps(shards_of[f])} for f in lacking]
         if left:
             filled = filling(CacheFragment, given, left, resources.encode)
             commit_filled(session, filled, COMMIT_FRAGMENTS, progress, report)
@@ -168,9 +171,7 @@ class CacheFragment:
         start = time.perf_counter()
         fragment = self.index.dataset.get_fragment(number)
         with self.index.reading():
-            table = fragment.to_table(
-                columns=["item_id"], filter=f"`{RERANK_TOKENS}` IS NULL", with_row_id=True
-            )
+            table = fragment.to_table(columns=["item_id"], filter=WITHOUT_TOKENS, with_row_id=True)
         row_of = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
         parts, num_tried = [], 0
         for shard in shards:

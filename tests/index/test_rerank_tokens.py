@@ -218,6 +218,8 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri, photos, dual, model, cach
     after = files(uri, "rerank_tokens")
     assert all(new == old for old, new in zip(first, after, strict=True) if old)
     assert (fill(a_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
+    monkeypatch.setattr(backfill, "filling", None)  # what is complete starts no actor
+    assert fill(a_spec, "5").done_before == progress.fragments
 
 
 @pytest.mark.heavy

@@ -1,6 +1,6 @@
 # make demo   environment, install, index and evaluate the shipped collection
 # make test   environment, install, the tests        make test-all   the long ones too
-# make models the small visual models anew, in about two hours
+# make models the small models anew, in two to three hours
 # make lint   ruff                                   make clean      outputs and environment
 
 PYTHON ?= python3

@@ -1,7 +1,7 @@
 """Adds to an index the tokens that EDJE's adapter makes of its items, for reranking.
 
     python -m jobs.backfill SPEC.yaml rerank=FOLDER
-    python -m jobs.backfill jobs/specs/shapes.yaml rerank=out/edje/model
+    python -m jobs.backfill my.yaml rerank=out/training/edje/model
 
 SPEC.yaml is the spec that the index was made with: the items are read and encoded once more. Run it
 again to go on after a stop, or to fill in rows that were indexed since without `rerank`; of an

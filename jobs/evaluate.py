@@ -8,7 +8,7 @@ name the items' parents, of which the best item counts, or the items themselves 
 
 Late rows are diagnosed too (diagnostics=false leaves it out): OSR, the share of a relevant pair's
 score with the full tokens that is left (SAP); which stored vectors are ever matched, how evenly and
-how alike they are (AGC). Rows that differ in their seed alone are one row, their mean. Two fields
+how alike they are (AGC). Rows that differ in their seed alone are one row, their mean. Three fields
 add what is only done if asked for:
 
     grounding={num_phrases: 200}     BoxMass, RegionHit, CoverageIoU (SaMer) of phrases drawn from
@@ -16,14 +16,16 @@ add what is only done if asked for:
                                      lines {"item_id": ..., "phrase": ..., "boxes": [[x0,y0,x1,y1]]}
     kinds=modality                   a table by kind of the relevant documents: an item column, or
                                      metadata.KEY
+    rerank=[{model: FOLDER}]         rows of an EDJE that reranks a first stage (docs/rerank.md)
 
 Writes into the spec's `output`: report.html (everything, on one page), metrics.csv, per_query.csv,
 table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
 jobs.compare reads; where there is what they show also index_utilisation.png, quality_retention.png
 (budgets that are ratios), osr_by_layer.png (methods at several single layers),
-diagnostics_quality.png and kinds.csv. What was computed stays in cells/: the next run computes only
-what is new or changed. Bytes per item are of the stored numbers: of the vectors only, and of
-everything (with the support and the token positions that mark words).
+reranking_by_pool.png (a reranker with several pools), diagnostics_quality.png and kinds.csv. What
+was computed stays in cells/: the next run computes only what is new or changed. Bytes per item are
+of the stored numbers: of the vectors only, and of everything (with the support and the token
+positions that mark words).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
 An index is named by its folder. Without access keys (--keys) it listens on this machine alone. On a
-cluster `serve deploy cluster/serve/*.yaml` starts the same application. Ctrl-C or SIGTERM ends it
-when the requests under way are answered. The API is described at /docs and /openapi.json.
+cluster `serve deploy cluster/serve/cranfield.yaml` starts the same application. Ctrl-C or SIGTERM
+ends it when the requests under way are answered. The API is described at /docs and /openapi.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the small models in jobs/data/models anew: `make models`, more than two hours.
+"""Makes the small models in jobs/data/models anew: `make models`, two to three hours.
 
     python -m jobs.data.make_models
     python -m jobs.data.make_models --untrained       # only what they begin with

@@ -103,7 +103,7 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             "reranking_by_pool",
             "Quality and latency by the reranker's pool",
             f"{evaluation.headline} with so many of the first stage's best put into order (EDJE, "
-            "figure 4), and the median milliseconds of a query that comes alone, both stages "
+            "figure 5), and the median milliseconds of a query that comes alone, both stages "
             "together. The lines across are the first stages.",
             lambda: _pools(evaluation, pools),
         )

@@ -1,7 +1,7 @@
 """The application: `build` makes its deployments of settings.
 
     serve run pipeline.serve.app:build indexes.cranfield.uri=/data/index     # and
-    serve deploy cluster/serve/one.yaml                                      # on a cluster
+    serve deploy cluster/serve/cranfield.yaml                                # on a cluster
 
 `python -m jobs.serve` starts the same on this machine.
 """

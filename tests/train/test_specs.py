@@ -10,11 +10,14 @@ from safetensors.torch import load_file
 from jobs import train
 from pipeline import config
 from pipeline.registry import ENCODERS
+from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.train.loop import TrainSpec
 from tests.conftest import ROOT
+from tests.rerank.models import language_model
 from tests.train.files import IMAGES, NAMES, pages
 from tests.train.media import msrvtt, multivent
 from tests.train.test_boxes import SENTENCE, THINGS
+from tests.train.test_captions import karpathy
 
 SPECS = ROOT / "jobs/specs/training"
 
@@ -41,18 +44,28 @@ def colpali(folder):
     pages(folder / "colpali_train_set/data")
 
 
+def coco(folder):
+    """Four photographs with a caption each, three of them to train on."""
+    (folder / "karpathy").mkdir(parents=True)
+    karpathy(folder / "karpathy").rename(folder / "karpathy/dataset_coco.json")
+    (folder / "coco").mkdir()
+    (folder / "coco/images").symlink_to(IMAGES)
+
+
 #: By spec: its data, and the tiny checkpoint in the place of the real one.
 CASES = {
     "flickr30k_samer": (flickr30k, "colpali"),
     "colpali_light": (colpali, "colqwen2"),
     "msrvtt_smart": (lambda folder: msrvtt(folder / "msrvtt"), "qwen3_vl"),
     "multivent_adapter": (lambda folder: multivent(folder / "multivent", 8), "qwen2_5_omni"),
+    "edje": (coco, "siglip"),
 }
 #: What a tiny model needs: its window is short, and it has few tokens to be merged.
 SMALL = {
     "flickr30k_samer": ["learner.compressor.num_vectors=4"],
     "msrvtt_smart": ["learner.encoder.max_pixels=1024", "learner.encoder.min_pixels=64"],
     "multivent_adapter": ["learner.encoder.max_pixels=1024"],
+    "edje": ["batch_size=3", "learner.adapter.hidden=32", "learner.joint.max_text_tokens=24"],
 }
 
 
@@ -71,6 +84,8 @@ def command_of(checkpoint, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         small = ["batch_size=4", "epochs=3", "max_steps=2", "evaluate_every=1", "log_every=1"]
         given = [f"learner.encoder.model={checkpoint(family)}", "learner.encoder.dtype=float32"]
+        if name == "edje":
+            given.append(f"learner.joint.model={language_model(tmp_path / 'language')}")
         return [str(SPECS / f"{name}.yaml"), *given, *small, *SMALL.get(name, ())]
 
     return of
@@ -92,6 +107,10 @@ def test_a_spec_trains(name, command_of, tmp_path):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2 and losses[0] > 0
     assert [row for row in rows if "R@1" in row]
+    if name == "edje":
+        assert load_joint(folder / "model").dim == 32
+        assert load_adapter(folder / "model").spec.num_tokens == 64
+        return
     (weights,) = (folder / "model").glob("*.safetensors")
     assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
     # An encoder reads back what was trained.

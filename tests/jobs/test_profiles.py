@@ -1,0 +1,20 @@
+"""The shipped profiles of resources: each is one of the jobs that the README names it for."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline import config
+from pipeline.index.job import IndexResources
+from pipeline.index.recompress import RecompressResources
+from pipeline.train.ray import Workers
+from tests.conftest import ROOT
+
+PROFILES = ROOT / "cluster/profiles"
+OF = {"train_gpus": Workers, "recompress": RecompressResources}
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_profile_is_legal(path):
+    profile = config.load(OF.get(path.stem, IndexResources), str(path), what="resources")
+    assert config.dump(profile) != config.dump(type(profile)())

@@ -83,7 +83,9 @@ class EdjeLearner(Learner):
             joint: null: that of `start`, or else the bundled model.
             first_stage: the similarity of the frozen encoder: `single`, the product of the single
                 vectors, or `late`, MaxSim.
-            compressor: of the items' vectors, for `late`.
+            compressor: of the items' vectors in the first stage of measurements, for `late`.
+                Negatives are chosen by all vectors: what is like in these is like in fewer, and the
+                more a negative is like the positive, the more there is to learn from it.
             itm: the weight of image-text matching; 0: none.
             mlm: of masked language modelling, on positive pairs.
             recovery: of text-embedding recovery, from texts alone; of an encoder without a single
@@ -276,21 +278,21 @@ class EdjeLearner(Learner):
                 embedded["query_pooled"] = normalise(sums)
             if self.spec.first_stage == "late":
                 if name == "document":
-                    frozen = self._compressed(frozen)
+                    frozen = self._compared(frozen)
                 embedded[f"{name}_vectors"] = unit_vectors(frozen)
                 embedded[f"{name}_mask"] = frozen.mask
         return embedded
 
     @torch.no_grad()
-    def _compressed(self, documents: TokenBatch) -> TokenBatch:
-        """The vectors that the first stage compares a query with."""
+    def _compared(self, documents: TokenBatch) -> TokenBatch:
+        """What queries are compared with: in training all vectors, else the first stage's."""
         if documents.kind is not None:
             mask = documents.mask & (documents.kind != PROMPT)
             documents = dataclasses.replace(documents, mask=mask)
-        return self.compressor.compress(documents)
+        return documents if self.edje.training else self.compressor.compress(documents)
 
     def similarity(self, embedded: Embedded) -> torch.Tensor:
-        """(Q, B) the first stage's, which is frozen."""
+        """(Q, B) the frozen encoder's, by single vectors or MaxSim."""
         with torch.no_grad():
             if self.spec.first_stage == "single":
                 return embedded["query_pooled"] @ embedded["document_pooled"].T

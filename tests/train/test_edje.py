@@ -400,16 +400,18 @@ def test_late_interaction_may_choose(run_of, tmp_path):
 
 
 def test_what_late_interaction_compares_may_be_compressed(run_of):
-    """As the compressor gives them of the states, and MaxSim over these."""
+    """In measurements, by MaxSim over what the compressor gives of the states."""
     spec = {"name": "hpool", "num_vectors": 3}
     loop = loop_of(run_of("run", {"first_stage": "late", "compressor": spec}))
     own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    embedded = own(own.read(batch))
-    vectors = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(own._frozen(batch.documents))
-    assert vectors.vectors.shape[1] == 3
-    queries = own._frozen(batch.queries)
-    expected = late_scores(unit_vectors(queries), queries.mask, unit_vectors(vectors), vectors.mask)
-    torch.testing.assert_close(own.similarity(embedded), expected, atol=1e-5, rtol=1e-5)
+    queries, full = own._frozen(batch.queries), own._frozen(batch.documents)
+    few = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(full)
+    assert few.vectors.shape[1] == 3 < full.vectors.shape[1]
+    for trains, items in ((True, full), (False, few)):
+        own.edje.train(trains)
+        found = own.similarity(own(own.read(batch)))
+        vectors = unit_vectors(queries), queries.mask, unit_vectors(items), items.mask
+        torch.testing.assert_close(found, late_scores(*vectors), atol=1e-5, rtol=1e-5)
 
 
 def test_without_single_vectors_the_mean_of_a_texts_vectors_is_recovered(run_of, tmp_path):

@@ -60,11 +60,13 @@ def study(bench: Bench, args: Any) -> None:
         found = [with_spread(row.after[measure]) for measure in MEASURES]
         waits = [rerank.median_p95(times) for times in taken[name].values()]
         shown = [f"{median:.3g} ({p95:.3g})" for median, p95 in waits]
-        cells.append([name, str(tokens[name]), f"{of_item:,}", *found, *shown])
+        cells.append(
+            [name, str(len(row.after["R@1"])), str(tokens[name]), f"{of_item:,}", *found, *shown]
+        )
     first = next(iter(rows.values()))
     before = [f"{first.after[FIRST + measure].mean():.3f}" for measure in MEASURES]
-    cells.insert(0, ["first stage", "", "", *before, *("" for _ in args.pool)])
-    header = ["row", "tokens", "bytes an item", *MEASURES]
+    cells.insert(0, ["first stage", "", "", "", *before, *("" for _ in args.pool)])
+    header = ["row", "seeds", "tokens", "bytes an item", *MEASURES]
     header += [f"pool of {pool}: median ms (p95)" for pool in args.pool]
     title = f"{spec.name}, {args.device}, {args.text_tokens} text tokens, {args.calls} calls each"
     bench.add("study", title, figures, table(header, cells))

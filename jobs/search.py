@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import jobs
 from pipeline.config import SpecError, Stopped
-from pipeline.schema import Composed, Hit, Parts, Place, Precision, Reranked
+from pipeline.schema import POOL, Composed, Hit, Parts, Place, Precision, Reranked
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
@@ -115,7 +115,7 @@ def _reranker(args: Any) -> Reranker | None:
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
         raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
-    from pipeline.search.rerank import POOL, Reranker
+    from pipeline.search.rerank import Reranker
 
     return Reranker(folder, args.pool or POOL, args.add_first_stage, args.precision)
 
@@ -281,7 +281,9 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
-    parser.add_argument("--pool", type=jobs.positive, help="hits that are reranked; default: 10")
+    parser.add_argument(
+        "--pool", type=jobs.positive, help=f"hits that are reranked; default: {POOL}"
+    )
     parser.add_argument(
         "--add-first-stage", action="store_true", help="add its score to the reranker's"
     )

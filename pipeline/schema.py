@@ -218,6 +218,8 @@ class Parts:
 
 #: What EDJE's joint encoder may compute in; int8 on a CPU alone.
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
+#: How many items EDJE reranks where nobody says it (the paper's k).
+POOL = 10
 
 
 @dataclass(frozen=True)

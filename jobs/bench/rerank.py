@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.device == "cpu" and on_gpu:
         raise SpecError("device", "cpu", "cuda, or CUDA_VISIBLE_DEVICES= for the CPU's figures")
     by_device = ["passes", "latency"] if on_gpu else ["paths"]
+    if args.plot and not args.study:
+        raise SpecError("plot", str(args.plot), "null, or beside --study", "has nothing to draw")
     only = ["latency"] if args.latency else args.only or by_device
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")

@@ -61,7 +61,7 @@ def study(bench: Bench, args: Any) -> None:
         waits = [rerank.median_p95(times) for times in taken[name].values()]
         shown = [f"{median:.3g} ({p95:.3g})" for median, p95 in waits]
         cells.append(
-            [name, str(len(row.after["R@1"])), str(tokens[name]), f"{of_item:,}", *found, *shown]
+            [name, str(figures[name]["seeds"]), str(tokens[name]), f"{of_item:,}", *found, *shown]
         )
     first = next(iter(rows.values()))
     before = [f"{first.after[FIRST + measure].mean():.3f}" for measure in MEASURES]

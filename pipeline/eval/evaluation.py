@@ -52,7 +52,7 @@ from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both
 from pipeline.index.status import stored, stored_tokens
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
-from pipeline.schema import ITEM, Hit, Precision
+from pipeline.schema import ITEM, POOL, Hit, Precision
 from pipeline.search.searcher import (
     EQUAL,
     LEGAL_WEIGHTS,
@@ -90,7 +90,7 @@ class RerankSpec(Spec):
 
     name: Literal["edje"] = "edje"
     model: Uri
-    pool: PositiveInt = 10
+    pool: PositiveInt = POOL
     add_first_stage: bool = False
     precision: Precision | None = None
     representation: str | None = None
@@ -427,6 +427,7 @@ class _Ranker:
         self._hash_of_vectors = self._vectors and _hash_of(self._vectors)
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
+        self._joints: dict[tuple[str, str | None], Reranker] = {}  # by folder and precision
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
@@ -462,16 +463,24 @@ class _Ranker:
             SpecError: it is not there, or cannot read what the index has.
         """
         if spec.row not in self._rerankers:
+            loaded = self._joint(spec)
+            self._rerankers[spec.row] = loaded.with_pool(spec.pool, spec.add_first_stage)
+        return self._rerankers[spec.row]
+
+    def _joint(self, spec: RerankSpec) -> Reranker:
+        """What the rows of a folder and precision share, whatever their pools."""
+        which = spec.model, spec.precision
+        if which not in self._joints:
             from pipeline.search.rerank import Reranker
 
             try:
-                reranker = Reranker(spec.model, spec.pool, spec.add_first_stage, spec.precision)
+                reranker = Reranker(spec.model, precision=spec.precision)
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
             except SpecError as error:  # of one of several
                 field = f"rerank.{self._spec.rerank.index(spec)}.model"
                 raise SpecError(field, error.value, error.legal, error.problem) from None
-            self._rerankers[spec.row] = reranker
-        return self._rerankers[spec.row]
+            self._joints[which] = reranker
+        return self._joints[which]
 
     def _decides(self, spec: RerankSpec) -> list[Any]:
         """All of a second stage that decides what it gives."""

@@ -7,6 +7,7 @@ made on the way as the index job makes an item's.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from pipeline.rerank.edje import (
     load_adapter,
     load_joint,
 )
-from pipeline.schema import Precision, Reranked
+from pipeline.schema import POOL, Precision, Reranked
 from pipeline.tokens import flat_from_arrow, pad
 
 if TYPE_CHECKING:
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
 
 #: Queries whose candidates are read, and go through the joint encoder, together.
 QUERIES_AT_ONCE = 64
-
-#: How many items are reranked where nobody says it (the paper's k).
-POOL = 10
 
 NO_TOKENS = "has no rerank_tokens"
 NO_TEXT = "has no text"
@@ -78,6 +76,12 @@ class Reranker:
         self.about = about_of(self.folder, "rerank")
         self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
         self._vision: Encoder | None = None
+
+    def with_pool(self, pool: int, add_first_stage: bool) -> Reranker:
+        """The same joint encoder, which is in memory once, with another pool."""
+        other = copy.copy(self)
+        other.pool, other.add_first_stage = pool, add_first_stage
+        return other
 
     def check(self, index: Index, queries: AnyQueries) -> None:
         """Raises `SpecError` if queries, or the items of an index, cannot be read."""

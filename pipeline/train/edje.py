@@ -21,6 +21,7 @@ from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import Edje, about_of
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.rerank.pool import pairs_of, reranked
+from pipeline.schema import POOL
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train import distributed
 from pipeline.train.data import NOTHING, Batch, TrainingData
@@ -125,7 +126,7 @@ class EdjeLearner(Learner):
         num_negatives: int = Field(3, ge=1)
         negatives_temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
         pairs_at_once: int | None = Field(None, ge=1)
-        pool: int = Field(10, ge=1)
+        pool: int = Field(POOL, ge=1)
         add_first_stage: bool = False
 
         @model_validator(mode="after")

@@ -335,6 +335,8 @@ def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
     few = ["--calls", "2", "--pool", "3", "5", "--text-tokens", "6", "--out", record]
     with pytest.raises(SpecError, match="study: .* has no trained EDJE"):
         rerank.main(["--study", path])
+    with pytest.raises(SpecError, match="plot: .* has nothing to draw; legal: null, or beside"):
+        rerank.main(["--plot", plot])
     for run in runs[:3]:  # the last one has not been run
         trained(run.spec)
     with pytest.raises(SpecError, match="tokens: None is missing; legal: how many an item has"):

@@ -1,0 +1,72 @@
+"""Executes the examples as a user would, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(*arguments: object, **environment: str) -> str:
+    """Runs Python from the repository's root and returns what it printed."""
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_core_without_ray_ranks_the_right_text_first():
+    lines = run(EXAMPLES / "core_without_ray.py").splitlines()
+    for name in ("none: ", "hpool: 20 vectors"):
+        (at,) = (i for i, line in enumerate(lines) if line.startswith(name))
+        assert "swept leading edge" in lines[at + 1]
+
+
+@pytest.mark.heavy  # starts a Ray cluster of its own
+def test_own_vectors_are_indexed_and_found(tmp_path):
+    lines = run(EXAMPLES / "own_vectors.py", tmp_path).splitlines()
+    found = [line for line in lines if line.startswith(("full [", "hpool_8 ["))]
+    assert [line.split("'")[1] for line in found] == ["item-007", "item-007"]
+    assert found[0].split()[2].startswith("5.0")  # five tokens, each with itself
+
+
+@pytest.fixture
+def installed(tmp_path) -> Path:
+    """A folder with the example package as pip installs it: modules and entry points."""
+    package = EXAMPLES / "custom_compressor"
+    shutil.copytree(package / "maxray_first_last", tmp_path / "maxray_first_last")
+    metadata = tmp_path / "maxray_first_last-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: maxray-first-last\n")
+    entry = "[maxray.compressors]\nfirst_last = maxray_first_last:FirstLast\n"
+    assert 'first_last = "maxray_first_last:FirstLast"' in (package / "pyproject.toml").read_text()
+    (metadata / "entry_points.txt").write_text(entry)
+    return tmp_path
+
+
+def test_custom_compressor_is_found_by_its_entry_point(installed):
+    code = """
+import torch
+from pipeline.registry import COMPRESSORS
+from pipeline.tokens import TokenBatch
+compressor = COMPRESSORS.build(COMPRESSORS.resolve({"name": "first_last", "num_vectors": 3}))
+vectors = torch.eye(5).unsqueeze(0)
+batch = TokenBatch(vectors, torch.ones(1, 5, dtype=torch.bool), normalised=True)
+print(compressor.compress(batch).vectors[0].argmax(dim=1).tolist())
+"""
+    path = f"{installed}{os.pathsep}{ROOT}"
+    assert run("-c", code, PYTHONPATH=path).strip() == "[0, 1, 4]"

@@ -94,6 +94,15 @@ class Spec(BaseModel):
         return parsed
 
 
+class ComponentSpec(Spec):
+    """Base of the specs of registered components: `name` is the one under which it is registered.
+
+    Subclasses narrow the type: `name: Literal["hpool"] = "hpool"`.
+    """
+
+    name: str
+
+
 def absolute(uri: str) -> str:
     """A local path made absolute (workers may run elsewhere); a URI with a scheme as it is.
 
@@ -126,6 +135,7 @@ def within(field: str) -> Iterator[None]:
 
 
 SpecT = TypeVar("SpecT", bound=Spec)
+ComponentSpecT = TypeVar("ComponentSpecT", bound=ComponentSpec)
 
 
 def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:

@@ -122,4 +122,7 @@ def average(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
     [[2.0]]
     """
     ones = tap.single(num_layers)
-    return sum(taps[one.name] for one in ones) / len(ones)
+    total = taps[ones[0].name]
+    for one in ones[1:]:
+        total = total + taps[one.name]
+    return total / len(ones)

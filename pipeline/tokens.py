@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,7 +61,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The batch with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
@@ -74,7 +75,7 @@ class TokenBatch:
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
 
-        taken = {
+        taken: dict[str, Any] = {
             f.name: take(value)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
@@ -173,8 +174,8 @@ def pad(
     if isinstance(flat, np.ndarray):
         flat = torch.from_numpy(np.ascontiguousarray(flat) if flat.flags.writeable else flat.copy())
     size = int(lengths.max()) if len(lengths) else 0
-    lengths = torch.as_tensor(lengths, device=flat.device)
-    mask = torch.arange(size, device=flat.device) < lengths.unsqueeze(1)
+    lengths_B = torch.as_tensor(lengths, device=flat.device)
+    mask = torch.arange(size, device=flat.device) < lengths_B.unsqueeze(1)
     padded = flat.new_full((len(lengths), size, *flat.shape[1:]), fill)
     padded[mask] = flat
     return padded, mask

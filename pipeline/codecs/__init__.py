@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.config import Spec
+from pipeline.config import ComponentSpec, ComponentSpecT
 from pipeline.tokens import TokenBatch, flat_from_arrow, flat_rows, lists_of
 
 #: What a codec makes of T vectors: named arrays (T, width).
 Parts = Mapping[str, torch.Tensor]
 
 
-class Codec(ABC):
+class Codec(ABC, Generic[ComponentSpecT]):
     """Turns T vectors of D numbers into named parts of T rows, and back.
 
     Subclasses carry a nested `Spec` whose first field is `name: Literal["..."]`, and write `parts`,
@@ -34,17 +34,26 @@ class Codec(ABC):
             itself, and neither quantise nor dequantise.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
+    spec: ComponentSpecT
     needs_fit: bool = False
     num_fit_tokens: int = 0  # so many vectors `fit` is given at most, if it is needed
     #: Whether similarities are those of the vectors but for an error, and not on another scale.
     keeps_scores: bool = True
 
-    def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
+    def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray] | None = None):
         self.spec, self.artefact = spec, artefact
 
+    @property
+    def fitted(self) -> dict[str, np.ndarray]:
+        """The artefact of a codec that `needs_fit`, which must have been given."""
+        assert self.artefact is not None, "fit first"
+        return self.artefact
+
     @classmethod
-    def fit(cls, spec: Spec, sample_TD: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
+    def fit(
+        cls, spec: ComponentSpecT, sample_TD: np.ndarray, seed: int = 0
+    ) -> dict[str, np.ndarray]:
         """Learns from the token vectors (T, D) float32 of a sample; stored with a hash.
 
         Raises:

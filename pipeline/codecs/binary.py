@@ -11,7 +11,7 @@ from pipeline.codecs import Codec, Parts
 from pipeline.codecs.packing import look_up, pack, packed_width
 
 
-class Binary(Codec):
+class Binary(Codec["Binary.Spec"]):
     """A part `bits` (T, ceil(D / 8)) uint8: bit j of byte i says whether number 8 i + j is > 0.
 
     The vector that bits stand for has 1 / sqrt(D) where they are 1 and -1 / sqrt(D) where they are
@@ -26,7 +26,7 @@ class Binary(Codec):
     ([[9]], [[0.5, -0.5, -0.5, 0.5]])
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["binary"] = "binary"
         query: Literal["float", "binary"] = "float"
 

@@ -14,7 +14,7 @@ from pipeline.schema import vectors_type
 from pipeline.tokens import TokenBatch, flat_from_arrow, ragged_to_arrow
 
 
-class Floats(Codec):
+class Floats(Codec[config.ComponentSpec]):
     """A part `values` (T, D); where tokens are scored it may be of any float type.
 
     Columns hold numbers and not bytes: others can read them.
@@ -56,7 +56,7 @@ class Floats(Codec):
 class Float16(Floats):
     """Half precision: no loss that a benchmark shows."""
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["float16"] = "float16"
 
     dtype, arrow = torch.float16, pa.float16()
@@ -65,7 +65,7 @@ class Float16(Floats):
 class Float32(Floats):
     """Single precision: the vectors as they were computed."""
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["float32"] = "float32"
 
     dtype, arrow = torch.float32, pa.float32()

@@ -13,7 +13,7 @@ from pipeline.codecs import Codec, Parts
 LARGEST = 127
 
 
-class Int8(Codec):
+class Int8(Codec["Int8.Spec"]):
     """Parts `values` (T, D) int8 and `scales` (T, 1) float32, the product of which is the vector.
 
     The scale is that with which the largest number becomes 127, and numbers are rounded to the
@@ -29,7 +29,7 @@ class Int8(Codec):
     ([[64, -127, 32]], 1.0)
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["int8"] = "int8"
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:

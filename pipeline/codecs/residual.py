@@ -25,7 +25,7 @@ BLOCK_NUMBERS = 1 << 23
 TOLERANCE = 0.01
 
 
-class Residual(Codec):
+class Residual(Codec["Residual.Spec"]):
     """Parts `centroids` (T, 1) int32 and `residuals` (T, ceil(D bits / 8)) uint8.
 
     As in ColBERTv2 (Santhanam et al. 2022, sec. 3.3): a vector is the nearest of C centroids and
@@ -41,7 +41,7 @@ class Residual(Codec):
     `fit` sees that by their lengths, which may be 1 % off if they were rounded before.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["residual"] = "residual"
         bits: Literal[2, 4] = 4
         num_centroids: int = Field(256, ge=1, le=65536)
@@ -77,6 +77,7 @@ class Residual(Codec):
             max_points_per_centroid=TOKENS_PER_CENTROID,
         )
         kmeans.train(sample_TD)
+        assert kmeans.centroids is not None  # set by train
         centroids_CD = torch.from_numpy(kmeans.centroids.reshape(spec.num_centroids, -1).copy())
 
         step = -(-len(sample_TD) // TOKENS_OF_BUCKETS)
@@ -120,10 +121,12 @@ class Residual(Codec):
     def codebook(self, device: torch.device) -> Codebook:
         """What `fit` learned, once on each device."""
         if device not in self._codebooks:
-            assert self.artefact is not None, "fit first"
             names = ("centroids", "cutoffs", "weights")
-            tensors = (torch.tensor(self.artefact[name], device=device) for name in names)
-            self._codebooks[device] = Codebook(*tensors, bool(self.artefact["normalised"]))
+            tensors = {name: torch.tensor(self.fitted[name], device=device) for name in names}
+            is_unit = bool(self.fitted["normalised"])
+            self._codebooks[device] = Codebook(
+                tensors["centroids"], tensors["cutoffs"], tensors["weights"], is_unit
+            )
         return self._codebooks[device]
 
 

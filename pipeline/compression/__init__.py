@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from pipeline import config
-from pipeline.config import Spec, SpecError
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
@@ -29,7 +28,7 @@ BLOCK_NUMBERS = {"cpu": 1 << 21}
 BLOCK_NUMBERS_ELSEWHERE = 1 << 26
 
 
-class Compressor(ABC):
+class Compressor(ABC, Generic[ComponentSpecT]):
     """Maps a TokenBatch of N tokens to one of fewer.
 
     Subclasses carry a nested `Spec` whose first field is `name: Literal["..."]`, and write
@@ -45,20 +44,31 @@ class Compressor(ABC):
     itself, and not compress.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
+    spec: ComponentSpecT
     needs_fit: bool = False
-    needs_taps: tuple[Tap, ...] = ()  # attention statistics that the batch must bring
     #: Of the result's support: "assignment", in which a token may stand in no output (-1), or
     #: "indices": each output is one input token.
     support_form: Literal["assignment", "indices"] = "assignment"
     normalised: bool = True  # whether the stored vectors have unit length
     keeps_tokens: bool = True  # whether an item within its budget keeps its tokens' own vectors
 
-    def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
+    def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray] | None = None):
         self.spec, self.artefact = spec, artefact
 
+    @property
+    def needs_taps(self) -> tuple[Tap, ...]:
+        """The attention statistics that a batch must bring."""
+        return ()
+
+    @property
+    def fitted(self) -> dict[str, np.ndarray]:
+        """The artefact of a method that `needs_fit`, which must have been given."""
+        assert self.artefact is not None, "fit first"
+        return self.artefact
+
     @classmethod
-    def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
+    def fit(cls, spec: ComponentSpecT, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
         """Learns from a seeded sample of the corpus what the method needs; stored with a hash."""
         raise AssertionError(f"{cls.__name__} declares needs_fit and has no fit")
 
@@ -102,7 +112,7 @@ class Compressor(ABC):
         """`compress` for a batch whose real tokens come first in each row."""
 
 
-class Budget(config.Spec):
+class Budget(ComponentSpec):
     """Base of the specs of methods with a budget: so many vectors, or a share of the tokens.
 
     Attributes:
@@ -112,7 +122,6 @@ class Budget(config.Spec):
             that never exceeds the ratio.
     """
 
-    name: str
     num_vectors: NumVectors | None = None
     ratio: float | None = Field(None, gt=0, le=1)
     rounding: Literal["floor", "half_even"] = "floor"
@@ -134,13 +143,17 @@ class Budget(config.Spec):
         """
         if self.num_vectors is not None:
             return lengths.clamp(max=self.num_vectors)
+        assert self.ratio is not None  # see _one_of_both
         shares = lengths.double() * self.ratio
         # 0.29 of 100 is 28.999...96 in binary.
         shares = (shares + 1e-9).floor() if self.rounding == "floor" else shares.round()
         return torch.minimum(shares.long().clamp_min(1), lengths)
 
 
-class Budgeted(Compressor):
+BudgetT = TypeVar("BudgetT", bound=Budget)
+
+
+class Budgeted(Compressor[BudgetT]):
     """A compressor whose spec is a `Budget`."""
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
@@ -169,25 +182,26 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     ):  # so it is already, as batches read from an index are
         order = torch.arange(num_kept, device=batch.mask.device).expand(len(batch), -1)
 
-        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[:, :num_kept]
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, :num_kept]
     else:
         order = torch.argsort((~batch.mask).to(torch.int8), dim=1, stable=True)[:, :num_kept]
 
-        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            if tensor is None:
-                return None
+        def take(tensor: torch.Tensor) -> torch.Tensor:
             index = order.reshape(*order.shape, *[1] * (tensor.ndim - 2))
             return tensor.gather(1, index.expand(*order.shape, *tensor.shape[2:]))
+
+    def take_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else take(tensor)
 
     packed = replace(
         batch,
         vectors=take(batch.vectors),
         mask=take(batch.mask),
-        extents=take(batch.extents),
-        spans=take(batch.spans),
-        kind=take(batch.kind),
-        objects=take(batch.objects),
+        extents=take_any(batch.extents),
+        spans=take_any(batch.spans),
+        kind=take_any(batch.kind),
+        objects=take_any(batch.objects),
         taps={name: take(tap) for name, tap in batch.taps.items()},
     )
     return packed, order
@@ -294,10 +308,10 @@ def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: in
     num_items, num_tokens, width = values_BNV.shape
     if values_BNV.device.type != "cpu":
         # There index_add is atomic additions in any order: two runs would differ.
-        sums = [values_BNV.new_zeros(0, num_groups, width)]  # for an empty batch
+        parts = [values_BNV.new_zeros(0, num_groups, width)]  # for an empty batch
         for rows in blocks(values_BNV, num_tokens * num_groups):
-            sums.append(memberships(groups_BN[rows], num_groups).mT @ values_BNV[rows])
-        return torch.cat(sums)
+            parts.append(memberships(groups_BN[rows], num_groups).mT @ values_BNV[rows])
+        return torch.cat(parts)
     # Each item has a spare group behind its own, for what is in none.
     first_B1 = torch.arange(0, num_items * (num_groups + 1), num_groups + 1).unsqueeze(1)
     place_BN = first_B1 + torch.where(groups_BN < 0, num_groups, groups_BN)

@@ -22,7 +22,7 @@ from pipeline.tokens import TokenBatch, unit_vectors
 HALVINGS = 60
 
 
-class Adaptive(Compressor):
+class Adaptive(Compressor["Adaptive.Spec"]):
     """A method with a budget for each item, `num_vectors` in the mean over a sample of the corpus.
 
     The papers leave this open: SAP enforces "a uniform token budget across all documents" (sec. 7),
@@ -41,7 +41,7 @@ class Adaptive(Compressor):
     times `num_vectors`.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which method, and how its budget is spread.
 
         Attributes:
@@ -52,7 +52,7 @@ class Adaptive(Compressor):
 
         name: Literal["adaptive"] = "adaptive"
         num_vectors: NumVectors
-        method: CompressorSpec = Field(default="hpool")
+        method: CompressorSpec = Field(default="hpool", validate_default=True)
         criterion: Literal["gain", "entropy", "length"] = "gain"
         lowest: float = Field(0.25, ge=0, le=1)
         highest: float = Field(4.0, ge=1, allow_inf_nan=False)
@@ -116,7 +116,7 @@ class Adaptive(Compressor):
         return {"theta": np.array([few])}
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
-        theta = float(self.artefact["theta"][0])
+        theta = float(self.fitted["theta"][0])
         held = information(batch, self.spec)
         return self._method.reduce(batch, budgets(self.spec, held, batch.lengths, theta))
 

@@ -17,7 +17,7 @@ from pipeline.tokens import TokenBatch
 TAP = Tap("eos_row")
 
 
-class AdaptiveEos(Compressor):
+class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
     """Keeps the tokens whose EOS attention exceeds `mu + k sigma` of their own item (eq. 13).
 
     k is the `1 - ratio` quantile of the z scores of a sample's tokens (eq. 14), so that over the
@@ -28,7 +28,7 @@ class AdaptiveEos(Compressor):
     1e-8. It calibrates on 128 held-out documents; here the sample is that of the job's `fit`.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["adaptive_eos"] = "adaptive_eos"
         ratio: float = Field(gt=0, lt=1)
 
@@ -51,7 +51,7 @@ class AdaptiveEos(Compressor):
             return select(batch, batch.mask.long(), batch.mask)
         is_best_BN = z_BN == z_BN.amax(dim=1, keepdim=True)
         is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # the first of equal ones
-        keep_BN = ((z_BN > float(self.artefact["k"][0])) | is_best_BN) & batch.mask
+        keep_BN = ((z_BN > float(self.fitted["k"][0])) | is_best_BN) & batch.mask
         lengths = keep_BN.sum(dim=1)
         # Kept positions to the front, in order.
         index_BN = (~keep_BN).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]

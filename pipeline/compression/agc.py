@@ -20,7 +20,7 @@ from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 
-class Agc(Budgeted):
+class Agc(Budgeted["Agc.Spec"]):
     """The training-free form: the K most salient tokens gather the others around them.
 
     Tokens of the highest saliency alpha are the centroids (sec. 5.1), every token goes to the

@@ -17,7 +17,7 @@ from pipeline.tokens import TokenBatch, normalise, unit_vectors
 EQUAL = 1e-5
 
 
-class SemanticCluster(Budgeted):
+class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
     """Partitions the tokens into K clusters and keeps the centroid of each.
 
     Tokens are brought to unit length first. `algorithm: kmeans`, the default, is the paper's: it
@@ -138,7 +138,7 @@ def lloyd(
         tokens, mask = tokens_BND[rows], mask_BN[rows]
         centres_BKD = tokens.gather(1, seeds_BK[rows].unsqueeze(2).expand(-1, -1, dim))
         closed_B1K = ~slot_mask_BK[rows].unsqueeze(1)
-        nearest_BN = None
+        nearest_BN: torch.Tensor | None = None
         for _ in range(num_iterations):
             if nearest_BN is not None:
                 sums_BKD = group_sums(tokens, nearest_BN, num_outputs)
@@ -152,6 +152,7 @@ def lloyd(
             nearest_BN = nearest_BN.masked_fill(~mask, -1)
             if before is not None and torch.equal(before, nearest_BN):
                 break
+        assert nearest_BN is not None  # num_iterations >= 1
         assigned.append(nearest_BN)
     return torch.cat(assigned)
 

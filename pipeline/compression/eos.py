@@ -13,7 +13,7 @@ from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 
-class Eos(Budgeted):
+class Eos(Budgeted["Eos.Spec"]):
     """Keeps the K tokens to which the last token of the sequence gives most attention.
 
     The score of token j is `1/H sum_h A_eos,j` in the last layer (eq. 11); `layers` takes others,

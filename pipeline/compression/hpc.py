@@ -20,7 +20,7 @@ from pipeline.tokens import TokenBatch, normalise, unit_vectors
 TOKENS_PER_CENTROID = 256
 
 
-class HPC(Budgeted):
+class HPC(Budgeted["HPC.Spec"]):
     """Keeps the most salient tokens and puts the nearest of C centroids in place of each.
 
     The three steps of HPC-ColPali (Bach 2025): k-means over the tokens of the corpus, of which
@@ -54,8 +54,12 @@ class HPC(Budgeted):
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
-        self.needs_taps = (Tap.parse(spec.saliency),)
         self.num_bits = max(1, (spec.num_centroids - 1).bit_length())
+
+    @property
+    def needs_taps(self) -> tuple[Tap, ...]:
+        """The saliency of the spec."""
+        return (Tap.parse(self.spec.saliency),)
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
@@ -81,6 +85,7 @@ class HPC(Budgeted):
             max_points_per_centroid=len(tokens),
         )
         kmeans.train(tokens)
+        assert kmeans.centroids is not None  # set by train
         return {"codebook": kmeans.centroids.reshape(-1, tokens.shape[1])}
 
     def output_dim(self, dim: int) -> int:
@@ -122,8 +127,7 @@ class HPC(Budgeted):
         )
 
     def _codebook(self, device: torch.device) -> torch.Tensor:
-        assert self.artefact is not None, "fit first"
-        return torch.tensor(self.artefact["codebook"], device=device)
+        return torch.tensor(self.fitted["codebook"], device=device)
 
 
 def codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ LOST = 1e-10
 Distances = Callable[[np.ndarray], np.ndarray]
 
 
-class HPool(Budgeted):
+class HPool(Budgeted["HPool.Spec"]):
     """Groups similar tokens by agglomerative clustering and keeps each group's mean.
 
     Tokens are brought to unit length first, means after. Linkage runs on the CPU in float64, as

@@ -12,7 +12,7 @@ from pipeline.compression.hpool import euclidean, group_means, linked, row_dista
 from pipeline.tokens import TokenBatch, unit_vectors
 
 
-class LightColPali(Budgeted):
+class LightColPali(Budgeted["LightColPali.Spec"]):
     """Merges the tokens after the projection, by clusters of their cosine distances.
 
     The rows of the matrix of cosine distances are the observations of a Ward linkage, cut at K

@@ -10,13 +10,13 @@ from pipeline.compression import Compressor
 from pipeline.tokens import TokenBatch, unit_vectors
 
 
-class Uncompressed(Compressor):
+class Uncompressed(Compressor["Uncompressed.Spec"]):
     """Keeps every token, at unit length, with its positions.
 
     There is no `support`: the output holds the item's tokens in order, so it would only count up.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         name: Literal["none"] = "none"
 
     support_form = "indices"

@@ -13,7 +13,7 @@ from pipeline.compression import Budget, Budgeted, largest, pack_left, select
 from pipeline.tokens import TokenBatch, unit_vectors
 
 
-class Random(Budgeted):
+class Random(Budgeted["Random.Spec"]):
     """Keeps the K tokens with the smallest random draws, in their original order.
 
     The draws come from a hash and not from a generator: they depend on the seed and on the item
@@ -77,7 +77,7 @@ def drawn(
         more = vectors.cpu()[mask].numpy()
         tokens = np.concatenate([tokens, more]) if len(tokens) else more
         draws = np.concatenate([draws, random_draws(packed, seed).cpu()[mask].numpy()])
-        order = np.lexsort([tokens[:, 0], draws])[:num_tokens]  # some draws may be equal
+        order = np.lexsort((tokens[:, 0], draws))[:num_tokens]  # some draws may be equal
         tokens, draws = tokens[order], draws[order]
     return tokens
 

@@ -14,7 +14,7 @@ from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 
-class Sap(Budgeted):
+class Sap(Budgeted["Sap.Spec"]):
     """Keeps the K tokens that receive most attention from the others in the middle layers.
 
     The score of token j is the mean over the layers of the window (eq. 5, 6) of the mean (eq. 3) or

@@ -76,10 +76,10 @@ class Texts:
 class JointEncoder(torch.nn.Module):
     """A language model with heads for matching, masked words and the text's embedding.
 
-    A text of a pair is at the places that it has alone, from the first on, and all vision tokens
-    are at the first, that of [CLS]: what tells them apart is in them, and no table of places is too
-    short (576 tokens and 64 are more than BERT's 512). With `positions: sequence` all are
-    numbered through. Where the model knows two types of tokens, vision tokens are of the second.
+    By default a text has the positions that it has alone, from the first on, and all vision tokens
+    have the first, that of [CLS]: the model sees them as a set, and where a patch lies is known
+    only as far as its state says it. See `positions` for the alternatives. Where the model knows
+    two types of tokens, vision tokens are of the second.
 
     The head of masked words is the checkpoint's own, or a new one tied to its embeddings. The
     heads of matching (one logit a pair) and of the text's embedding are linear layers on [CLS].
@@ -95,7 +95,11 @@ class JointEncoder(torch.nn.Module):
             model: "bundled" (all-MiniLM-L6-v2), a hub name, or a folder as `save_pretrained`
                 writes it, with a masked-language head or without.
             max_text_tokens: of a text, special tokens included; what is behind is cut off.
-            positions: `text`, the text's as it has them alone; or `sequence`, through both.
+            positions: Position embeddings of the vision tokens. `text`: all have the first, and the
+                text has those that it has alone. `patches`: each has its own, in the order of the
+                tokens, behind the `max_text_tokens` positions of the text; where the model's table
+                is shorter (576 tokens and 64 are more than BERT's 512), they are spread evenly over
+                what is left of it. `sequence`: vision tokens and text are numbered through.
             token_type: of the vision tokens, for models that know two.
             quantise: `int8`: on a CPU, `scores` multiplies in 8 bits: weights by output, what
                 comes in by the whole pass, so that a score moves a little with its neighbours.
@@ -107,7 +111,7 @@ class JointEncoder(torch.nn.Module):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32"
         attention: Literal["sdpa", "eager"] = "sdpa"
         max_text_tokens: int = Field(64, ge=3)
-        positions: Literal["text", "sequence"] = "text"
+        positions: Literal["text", "patches", "sequence"] = "text"
         token_type: Literal[0, 1] = 1
         quantise: Literal["int8"] | None = None
 
@@ -136,8 +140,10 @@ class JointEncoder(torch.nn.Module):
         takes = inspect.signature(base.forward).parameters
         has_types = "token_type_ids" in takes and getattr(settings, "type_vocab_size", 1) > 1
         self._type = spec.token_type if has_types else None
-        if spec.max_text_tokens > self._num_positions:
-            legal = f"at most {self._num_positions} (the model's positions)"
+        # `patches` needs one behind the text.
+        most = self._num_positions - (spec.positions == "patches")
+        if spec.max_text_tokens > most:
+            legal = f"at most {most} (the model's positions)"
             raise SpecError("max_text_tokens", spec.max_text_tokens, legal)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
@@ -264,6 +270,9 @@ class JointEncoder(torch.nn.Module):
         else:
             place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
             place_PS = place_S.clamp_min(0).expand_as(mask_PS)
+            if self.spec.positions == "patches":
+                text_PL = place_PS[:, num_vision:]
+                place_PS = torch.cat([self._patch_positions(mask_PV), text_PL], dim=1)
         inputs = {
             "inputs_embeds": torch.cat([tokens_PVD.to(words_PLD.dtype), words_PLD], dim=1),
             "position_ids": place_PS + self._first,
@@ -273,6 +282,16 @@ class JointEncoder(torch.nn.Module):
             types_PS[:, :num_vision] = self._type
             inputs["token_type_ids"] = types_PS
         return inputs, mask_PS
+
+    def _patch_positions(self, mask_PV: torch.Tensor) -> torch.Tensor:
+        """(P, V) int64: the positions of vision tokens behind those of the text."""
+        first = self.spec.max_text_tokens
+        number_V = torch.arange(mask_PV.shape[1], device=mask_PV.device)
+        count_P1 = mask_PV.sum(dim=1, keepdim=True)
+        room = self._num_positions - first
+        # Where an item has more tokens than the table has room, neighbours share a position.
+        spread_PV = number_V * room // count_P1.clamp_min(room)
+        return first + spread_PV.clamp_max(room - 1)
 
     def of_texts(self, texts: Texts) -> torch.Tensor:
         """(Q, L, H) the states of texts alone."""

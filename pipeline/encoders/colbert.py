@@ -188,7 +188,8 @@ class ColBERT(SequenceEncoder):
     ) -> tuple[torch.Tensor, None]:
         """The projected states."""
         states = self.model(inputs["input_ids"], attention_mask=inputs["seen"]).last_hidden_state
-        return self._projection(states), None
+        # In training the model has float32 master weights, whatever the dtype of the spec.
+        return self._projection(states.to(self._projection[0].weight.dtype)), None
 
     def _of_items(
         self,

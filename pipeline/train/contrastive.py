@@ -24,7 +24,7 @@ from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
-from pipeline.train import distributed, lora
+from pipeline.train import distributed, lora, sharding
 from pipeline.train.data import NOTHING, Batch, TrainingData
 from pipeline.train.distributed import gathered, num_workers
 from pipeline.train.frozen import encoded, kept, query_key
@@ -194,6 +194,18 @@ class Contrastive(Learner):
         if spec.distillation is not None and not data.has_teacher:
             legal = "null, or data with the scores of a teacher"
             raise SpecError("distillation", spec.distillation.kind, legal)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
+
+        Of a model with LoRA only the dropout of `lora.dropout` is switched.
+        """
+        super().train(mode)
+        if self.spec.trains in ("projection", "lora"):
+            self.model.eval()
+            lora.train(self.model, mode)
+            sharding.recompute_in_training(self.model, mode)
+        return self
 
     # -- the states of a frozen model --------------------------------------------------------------
 

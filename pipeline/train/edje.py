@@ -453,7 +453,6 @@ class EdjeLearner(Learner):
     @torch.no_grad()
     def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
         """Text to item and item to text, reranked and as the first stage has them."""
-        self.edje.eval()
         every: dict[str, list[torch.Tensor]] = {}
         for part in self.parts(self.read(held_out), 64):
             for name, tensor in self(part).items():
@@ -467,7 +466,6 @@ class EdjeLearner(Learner):
         quality |= _named("item to text", backwards)
         quality |= _named("first stage", ranking(first_QB, relevant_QB))
         quality |= _named("first stage item to text", ranking(first_QB.T, relevant_QB.T))
-        self.edje.train()
         return quality
 
     def _reranked(

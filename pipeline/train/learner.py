@@ -70,7 +70,10 @@ class Learner(torch.nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
-        """Quality on what is not trained on, more is better; the first figure chooses the best."""
+        """Quality on what is not trained on, more is better; the first figure chooses the best.
+
+        The loop puts the learner into evaluation mode before, and back into training mode after.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:

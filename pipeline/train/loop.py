@@ -20,7 +20,7 @@ from pipeline import config
 from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
-from pipeline.train import distributed, sharding
+from pipeline.train import distributed, masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.data import Batch, TrainingData
 from pipeline.train.learner import Embedded, Learner, joined
@@ -85,7 +85,9 @@ class TrainSpec(config.Spec):
         accumulate: batches whose gradients' mean makes one step.
         epochs: how often the data are seen.
         max_steps: at most so many steps; null: as many as the epochs have.
-        precision: of the forward pass; weights and losses are float32.
+        precision: Precision of the forward pass. Trained weights, their gradients, the optimiser's
+            states and losses are float32 in both cases, whatever dtype the encoder's spec names;
+            weights that stay frozen have that dtype.
         shard: whether weights, their gradients and the states of the optimiser are spread over the
             workers (FSDP); else each worker has all of them. For what one cannot hold.
         recompute: whether a layer's activations are computed again for its gradients instead of
@@ -164,6 +166,9 @@ class Loop:
         self.spec, self._say, self._report = spec, say, report
         torch.manual_seed(spec.seed)
         self.learner = LEARNERS.build(spec.learner)
+        self._dtypes = masters.to_float32(self.learner)
+        if distributed.rank():  # dropout differs by worker
+            torch.manual_seed(spec.seed + distributed.rank())
         self.data = data or data_of(spec)
         self.device = next(self.learner.parameters()).device
         self.steps_an_epoch = self.data.num_batches // spec.accumulate
@@ -185,6 +190,7 @@ class Loop:
             weight_decay=spec.optimiser.weight_decay,
         )
         self.checkpoints.restore(self.optimiser, self.device)
+        self.learner.train()
 
     def _parallel(self) -> torch.nn.Module:
         """The learner's forward pass, of which workers share the gradients."""
@@ -232,7 +238,7 @@ class Loop:
                 self.checkpoints.save(self.step, self.learner, self.optimiser)
                 if self._report:
                     self._report(self.step, figures)
-        with sharding.whole(self.learner):
+        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
             if distributed.rank() == 0:
                 self.checkpoints.publish(self.folder / "model", self.learner)
         distributed.wait_for_all()
@@ -319,6 +325,7 @@ class Loop:
             tensor.requires_grad_(tensor.is_floating_point())
         loss, figures = self.learner.loss(whole, batch, self.data)
         (loss * share).backward()
+        after = random_state(self.device)
         starts = dict.fromkeys(whole, 0)
         for number, (part, state) in enumerate(zip(parts, states, strict=True)):
             syncing = self._syncing(is_last and number == len(parts) - 1)
@@ -335,6 +342,7 @@ class Loop:
                         product = product + (tensor * grad[own]).sum()
                     starts[name] += len(tensor)
                 product.backward()
+        set_random_state(after, self.device)  # else the next loss draws as this one did
         return {"loss": loss.item(), **figures}
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
@@ -370,10 +378,12 @@ class Loop:
         quality = {}
         # Where each has a share of the weights all have to compute, the same.
         if (is_first or is_spread) and self._held_out is not None:
+            self.learner.eval()
             with self._autocast():
                 each = self.learner.evaluate(self._held_out, self.data)
+            self.learner.train()
             quality = means(each)
-        with sharding.whole(self.learner):
+        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
             if is_first and quality:
                 self.metrics.add(self.step, quality)
                 measured = self.folder / HELD_OUT

@@ -82,6 +82,13 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
     return get_peft_model(model, settings)
 
 
+def train(model: torch.nn.Module, mode: bool) -> None:
+    """Switches the dropout of the matrices, and no other, to training or evaluation mode."""
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout.train(mode)
+
+
 def save(tuned: Any, folder: Path, within: str = "") -> None:
     """Writes an adapter in peft's form, as the field `adapter` of an encoder's spec reads it.
 

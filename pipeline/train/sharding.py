@@ -40,7 +40,16 @@ def recompute(model: torch.nn.Module) -> None:
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.training = True  # the library's condition; what is inside it stays without dropout
+
+
+def recompute_in_training(model: torch.nn.Module, mode: bool) -> None:
+    """Has a model in evaluation mode recompute activations all the same, if `recompute` was called.
+
+    The library does so in training mode only. The modules inside a layer are not switched, so that
+    a frozen model has no dropout.
+    """
+    for layer in layers_of(model):
+        layer.training = mode and layer.gradient_checkpointing
 
 
 def shard(

@@ -124,6 +124,7 @@ def test_minilm_is_trained_and_read_back(trains, score, tmp_path):
     before, after = ENCODERS.build(ENCODERS.resolve(MINILM)), ENCODERS.build(named)
     query = ["Find the report where code K7X labels the green star marker."]
     found = after.encode_queries(query).tokens
+    loop.learner.eval()
     ours = loop.learner.tokens(after.read_queries(query))
     torch.testing.assert_close(found.vectors, ours.vectors.detach(), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.pooled, ours.pooled.detach(), atol=1e-5, rtol=0)

@@ -1,0 +1,36 @@
+"""Float32 master weights of models that were loaded in half precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Converts trained parameters to float32; returns the dtypes of those that had another.
+
+    AdamW's states have the dtype of their parameters, and most of its updates are smaller than
+    bfloat16 can add to a weight.
+    """
+    dtypes = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtypes[name] = parameter.dtype
+            parameter.data = parameter.data.float()
+    return dtypes
+
+
+@contextlib.contextmanager
+def as_loaded(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Inside, parameters have these dtypes, in which the model is saved and used."""
+    parameters = dict(module.named_parameters())
+    masters = {name: parameters[name].data for name in dtypes}
+    for name, dtype in dtypes.items():
+        parameters[name].data = masters[name].to(dtype)
+    try:
+        yield
+    finally:
+        for name, master in masters.items():
+            parameters[name].data = master

@@ -60,6 +60,8 @@ class Encoder(ABC):
     dim: int  # D of the token vectors
     num_states: int = 1  # hidden states that a token vector has side by side
     pooled_dim: int | None  # P of the pooled vector, None if the model has none
+    #: Factor by which the model was trained to multiply single-vector scores; None: it has none.
+    logit_scale: float | None = None
     normalised: bool  # whether the token vectors have unit length
     has_spans: bool  # whether tokens carry character offsets
     has_extents: bool  # whether tokens carry boxes or times

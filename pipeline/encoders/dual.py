@@ -105,6 +105,7 @@ class Dual(SequenceEncoder):
         self._layer = layer_of(spec, settings)
         self.dim = settings.vision_config.hidden_size
         self.pooled_dim = pooled_dim_of(settings)
+        self.logit_scale = self.model.logit_scale.exp().item()
         self.normalised = spec.normalise
         # Null and a number may name one layer.
         self.fingerprint = fingerprint_of(

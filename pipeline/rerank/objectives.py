@@ -63,26 +63,31 @@ def hard_negatives(
     allowed_AB: torch.Tensor,
     count: int,
     temperature: float | None = None,
+    top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates most like each anchor that are no matches, int64 (A, K), and which there are.
+    """Returns the negatives of each anchor, int64 (A, K), and which of them exist, bool (A, K).
 
     Args:
-        similarity_AB: by the embedding model.
-        allowed_AB: bool, which are no matches.
-        count: K; of fewer candidates all.
-        temperature: None: the K most similar; a number: K are drawn without replacement, each with
-            probability softmax(similarity / temperature) among those that are left.
+        similarity_AB: Similarities computed by the embedding model.
+        allowed_AB: bool, the candidates that are not relevant to the anchor.
+        count: K. An anchor with fewer candidates gets all of them.
+        temperature: None takes the K most similar candidates. A number draws K without
+            replacement, each with probability softmax(similarity / temperature) among the rest.
+        top_k: Restricts the draw to the most similar candidates; None allows all.
 
     >>> similarity = torch.tensor([[0.9, 0.1, 0.5]])
     >>> rows, there = hard_negatives(similarity, torch.tensor([[False, True, True]]), 3)
     >>> rows.tolist(), there.tolist()
     ([[2, 1, 0]], [[True, True, False]])
     """
-    key_AB = similarity_AB.double()
+    num_candidates = similarity_AB.shape[1]
+    key_AB = similarity_AB.double().masked_fill(~allowed_AB, -torch.inf)
     if temperature is not None:
+        best_AT = key_AB.topk(min(top_k or num_candidates, num_candidates), dim=1).indices
+        is_best_AB = torch.zeros_like(allowed_AB).scatter(1, best_AT, True)
         # The largest of logits with Gumbel noise are a draw without replacement (Vieira, 2014).
         noise_AB = -torch.empty(key_AB.shape, dtype=torch.float64).exponential_().log()
         key_AB = key_AB / temperature + noise_AB.to(key_AB.device)
-    key_AB = key_AB.masked_fill(~allowed_AB, -torch.inf)
-    key_AK, row_AK = key_AB.topk(min(count, key_AB.shape[1]), dim=1)
+        key_AB = key_AB.masked_fill(~is_best_AB, -torch.inf)
+    key_AK, row_AK = key_AB.topk(min(count, num_candidates), dim=1)
     return row_AK, key_AK > -torch.inf

@@ -423,6 +423,10 @@ class Contrastive(Learner):
             }
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
             return
+        if self.spec.score == "single" and hasattr(self.model, "logit_scale"):
+            # Dual encoders keep the scale of their scores, by which EDJE draws negatives.
+            with torch.no_grad():
+                self.model.logit_scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
 
 

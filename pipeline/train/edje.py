@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 #: What the teacher's tensors are called, beside the student's.
 TEACHER = "teacher_"
+#: Negatives' temperature for scores without a scale of their own: late-interaction scores are means
+#: of cosines, and 0.02 is what ColPali was trained with.
+DEFAULT_TEMPERATURE = 0.02
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,13 @@ class EdjeLearner(Learner):
             contrast_temperature: of it.
             distillation: of a teacher's logits, on the pairs of image-text matching.
             masked: the probability that a word is masked.
-            negatives: `sampled`, drawn by softmax(similarity / temperature), or `top`, the most
-                similar.
-            num_negatives: documents for each positive pair, and as many queries.
-            negatives_temperature: of `sampled`.
+            negatives: `sampled` draws among the `negatives_top_k` most similar candidates with
+                probability softmax(similarity / temperature); `top` takes the most similar ones.
+            num_negatives: Negative documents per positive pair, and as many negative queries.
+            negatives_top_k: Number of candidates that `sampled` draws from.
+            negatives_temperature: Temperature of `sampled`. Null is the encoder's own, 1 /
+                exp(logit_scale), for `single` scores of an encoder that has one, and
+                `DEFAULT_TEMPERATURE` otherwise.
             pairs_at_once: pairs that go through the joint encoder at once; of a batch with more,
                 each does so twice (once for the loss, once for its gradients). Null: all.
             pool: how many candidates of the first stage are reranked, in measurements.
@@ -124,7 +130,8 @@ class EdjeLearner(Learner):
         masked: float = Field(0.5, gt=0, lt=1)
         negatives: Literal["sampled", "top"] = "sampled"
         num_negatives: int = Field(3, ge=1)
-        negatives_temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
+        negatives_top_k: int = Field(10, ge=1)
+        negatives_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
         pairs_at_once: int | None = Field(None, ge=1)
         pool: int = Field(POOL, ge=1)
         add_first_stage: bool = False
@@ -136,6 +143,9 @@ class EdjeLearner(Learner):
                 raise SpecError("itm", 0, legal)
             if self.compressor.name != "none" and self.first_stage != "late":
                 raise SpecError("first_stage", self.first_stage, "late, of compressed vectors")
+            if self.negatives == "sampled" and self.negatives_top_k < self.num_negatives:
+                legal = f"at least num_negatives={self.num_negatives}"
+                raise SpecError("negatives_top_k", self.negatives_top_k, legal)
             for field in ("adapter", "joint"):
                 own = getattr(self, field)
                 if self.start is not None and own is not None:
@@ -361,12 +371,20 @@ class EdjeLearner(Learner):
             figures[name] = mean.item()
         return total, figures
 
+    @property
+    def negatives_temperature(self) -> float:
+        """The temperature that negatives are drawn with."""
+        if self.spec.negatives_temperature is not None:
+            return self.spec.negatives_temperature
+        scale = self.encoder.logit_scale if self.spec.first_stage == "single" else None
+        return DEFAULT_TEMPERATURE if scale is None else 1 / scale
+
     def _pairs(
         self, similarity_QB: torch.Tensor, is_negative_QB: torch.Tensor, positives_A2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(P, 2) positive pairs, negative documents, negative queries; and which are positive."""
         spec = self.spec
-        temperature = spec.negatives_temperature if spec.negatives == "sampled" else None
+        temperature = self.negatives_temperature if spec.negatives == "sampled" else None
         query_A, document_A = positives_A2.unbind(1)
         pairs = [positives_A2]
         for axis, similarity, allowed, anchor_A in (
@@ -374,7 +392,11 @@ class EdjeLearner(Learner):
             (0, similarity_QB.T, is_negative_QB.T, document_A),
         ):
             row_AK, there_AK = objectives.hard_negatives(
-                similarity[anchor_A], allowed[anchor_A], spec.num_negatives, temperature
+                similarity[anchor_A],
+                allowed[anchor_A],
+                spec.num_negatives,
+                temperature,
+                spec.negatives_top_k,
             )
             negatives_AK2 = positives_A2.unsqueeze(1).repeat(1, row_AK.shape[1], 1)
             negatives_AK2[..., axis] = row_AK

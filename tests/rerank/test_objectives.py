@@ -105,3 +105,17 @@ def test_of_few_candidates_all_are_negatives():
     rows, there = objectives.hard_negatives(torch.zeros(2, 2), torch.eye(2).bool(), 3, 0.07)
     assert rows.shape == (2, 2)
     assert [rows[a, there[a]].tolist() for a in range(2)] == [[0], [1]]
+
+
+def test_negatives_are_drawn_among_the_most_similar():
+    torch.manual_seed(7)
+    similarity, allowed = torch.randn(4, 40), torch.rand(4, 40) < 0.8
+    best = similarity.masked_fill(~allowed, -torch.inf).topk(5).indices
+    seen = [set() for _ in best]
+    for _ in range(100):
+        rows, there = objectives.hard_negatives(similarity, allowed, 3, 100.0, top_k=5)
+        assert there.all() and rows.shape == (4, 3)
+        for anchor, row in enumerate(rows.tolist()):
+            assert len(set(row)) == 3
+            seen[anchor].update(row)
+    assert [set(own.tolist()) for own in best] == seen

@@ -16,11 +16,11 @@ from transformers import SiglipConfig, SiglipModel, SiglipProcessor
 from jobs.bench import rerank
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.registry import COMPRESSORS
+from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.tokens import unit_vectors
 from pipeline.train import tiny
-from pipeline.train.edje import TEACHER, drawn, texts_of
+from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, drawn, texts_of
 from pipeline.train.loop import Loop, TrainSpec, check
 from pipeline.train.losses import late_scores
 from pipeline.train.study import StudySpec, runs_of
@@ -446,6 +446,51 @@ def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
     assert len(pairs) == 32 * 7
 
 
+def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, tmp_path):
+    """Cosines of a dual encoder differ by hundredths, which its own scale is trained to spread."""
+    folder = tmp_path / "scaled"
+    model = SiglipModel.from_pretrained(towers["model"])
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(100))
+    model.save_pretrained(folder)
+    SiglipProcessor.from_pretrained(towers["model"]).save_pretrained(folder)
+    data = {"name": "shapes", "num_scenes": 64, "captions": 1, "held_out": 12, "fresh": False}
+
+    def share_of_top_10(encoder: dict[str, Any], **learner: Any) -> float:
+        """The share of the negative documents that are among the ten most similar."""
+        spec = run_of("run", {**learner, "encoder": encoder}, data=data, batch_size=64)
+        loop = loop_of(spec)
+        own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+        similarity = own.similarity(own(own.read(batch)))
+        similarity = 0.05 * (similarity - similarity.mean()) / similarity.std()
+        relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+        anchors = drawn(relevant, slice(0, 64))
+        pairs, _ = own._pairs(similarity, ~relevant, anchors)
+        query, document = pairs[len(anchors) : 4 * len(anchors)].unbind(1)
+        order = similarity.masked_fill(relevant, -torch.inf).argsort(dim=1, descending=True)
+        ranks = order.argsort(dim=1)[query, document]
+        return (ranks < 10).float().mean().item()
+
+    scaled = {**towers, "model": str(folder)}
+    assert share_of_top_10(towers) == share_of_top_10(scaled) == 1
+    everywhere = {"negatives_top_k": 63}
+    assert share_of_top_10(scaled, **everywhere) > 0.6
+    assert share_of_top_10(scaled, **everywhere, negatives_temperature=0.07) < 0.35
+
+
+def test_scores_without_a_scale_draw_negatives_by_the_default_temperature(run_of, towers):
+    learner = {"first_stage": "late", "encoder": {**towers, "normalise": True}}
+    assert loop_of(run_of("run", learner)).learner.negatives_temperature == DEFAULT_TEMPERATURE
+
+
+def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
+    learner = {"encoder": towers, "score": "single", "temperature": 0.1, "learn_temperature": True}
+    trained(spec_of(tmp_path, "", learner, epochs=1))
+    (scale,) = [1 / each for each in logged(tmp_path, "temperature")[-1:]]
+    encoder = ENCODERS.build(ENCODERS.resolve({**towers, "model": f"{tmp_path}/model"}))
+    assert encoder.logit_scale == pytest.approx(scale, rel=1e-2) and scale != 10
+
+
 @pytest.mark.parametrize(
     ("learner", "said"),
     [
@@ -469,6 +514,7 @@ def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
         ({"joint": {"model": "nowhere/at all"}}, "learner.joint.model: .* is not a folder"),
         ({"encoder": {"name": "dual", "model": "x y"}}, "learner.encoder.model: 'x y'"),
         ({"adapter": {"num_tokens": 64, "max_tokens": 32}}, "learner.adapter.max_tokens: 32"),
+        ({"negatives_top_k": 2}, "learner.negatives_top_k: 2 .* at least num_negatives=3"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before(run_of, learner, said):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 #: What the teacher's tensors are called, beside the student's.
 TEACHER = "teacher_"
-#: Negatives' temperature for scores without a scale of their own: late-interaction scores are means
-#: of cosines, and 0.02 is what ColPali was trained with.
+#: Temperature of negatives for scores without a scale of their own. Late-interaction scores are
+#: means of cosines, for which colpali-engine's contrastive loss has the same temperature.
 DEFAULT_TEMPERATURE = 0.02
 
 

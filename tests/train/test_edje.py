@@ -305,6 +305,16 @@ def test_a_loss_may_be_off(run_of, tmp_path, off):
     assert first == pytest.approx(sum(sum(part) for part in parts), abs=1e-5)
 
 
+def test_steps_in_parts_draw_anew(run_of):
+    """Negatives and masked words are not those of the step before."""
+    loop, states = loop_of(run_of("run", part_size=3)), []
+    honest, batch = loop.learner.loss, next(loop.data.batches(0, 0, 0, 1))
+    loop.learner.loss = lambda *given: states.append(torch.get_rng_state()) or honest(*given)
+    for _ in range(2):
+        loop._backward(batch, loop.learner.read(batch), is_last=True)
+    assert not torch.equal(*states)
+
+
 def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
     trained(run_of("first", {"adapter": {**ADAPTER, "kind": "local"}}))
     start = str(tmp_path / "first" / "model")

@@ -206,7 +206,10 @@ def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, 
 
 @pytest.mark.parametrize(
     "learner",
-    [{"trains": "all"}, {"trains": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}}],
+    [
+        pytest.param({"trains": "all"}, marks=pytest.mark.heavy),
+        {"trains": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}},
+    ],
     ids=["all", "lora"],
 )
 def test_a_run_with_dropout_goes_on_where_it_was(model, tmp_path, learner, monkeypatch):
@@ -355,7 +358,7 @@ def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
     loss_atol, atol = 1e-5, 1e-4
     if "encoder" in learner:  # the base computes in bfloat16, which rounds by the batch
         learner = {**learner, "encoder": {**learner["encoder"], "model": model}}
-        loss_atol, atol = 2e-3, 2e-2
+        loss_atol, atol = 1e-2, 2e-2
     one = trained(spec_of(tmp_path / "one", model, learner, **more))
     two = spec_of(tmp_path / "two", model, learner, **more)
     run_workers(two, tmp_path, 2)

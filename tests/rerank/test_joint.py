@@ -109,7 +109,7 @@ def test_places_through_the_sequence_must_suffice(tmp_path):
 
 
 def test_patches_have_positions_behind_those_of_the_text(tmp_path):
-    """Of an item with more tokens than the table has room, neighbours share one."""
+    """Neighbours share one where an item has more tokens than the table has room."""
     joint = joint_encoder(tmp_path, positions="patches", max_text_tokens=30)
     mask = torch.tensor([[True] * 10 + [False] * 15, [True] * 25])
     few, many = joint._patch_positions(mask).tolist()

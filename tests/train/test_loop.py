@@ -174,8 +174,8 @@ def dropping(model: str, folder: Path) -> str:
     ids=["all", "projection", "lora"],
 )
 def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, recompute):
-    own = dropping(model, tmp_path / "model")
-    spec = spec_of(tmp_path / "run", own, learner, recompute=recompute)
+    with_dropout = dropping(model, tmp_path / "model")
+    spec = spec_of(tmp_path / "run", with_dropout, learner, recompute=recompute)
     loop = Loop(spec, say=lambda line: None)
     batch = next(loop.data.batches(0, 0, 0, 1))
     modes = []
@@ -214,13 +214,13 @@ def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, 
 )
 def test_a_run_with_dropout_goes_on_where_it_was(model, tmp_path, learner, monkeypatch):
     """Also with measurements, which draw nothing, and parts, which draw twice the same."""
-    own = dropping(model, tmp_path / "model")
+    with_dropout = dropping(model, tmp_path / "model")
     less = {"part_size": 4, "max_steps": 4}
     more = {**less, "evaluate_every": 2}
-    whole = trained(spec_of(tmp_path / "whole", own, learner, **more))
-    without = trained(spec_of(tmp_path / "without", own, learner, **less))
+    whole = trained(spec_of(tmp_path / "whole", with_dropout, learner, **more))
+    without = trained(spec_of(tmp_path / "without", with_dropout, learner, **less))
     assert_same(whole, without, atol=0)
-    spec, step = spec_of(tmp_path / "broken", own, learner, **more), Loop._step
+    spec, step = spec_of(tmp_path / "broken", with_dropout, learner, **more), Loop._step
 
     def breaking(self, batches):
         if self.step == 3:

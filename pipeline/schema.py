@@ -143,6 +143,26 @@ class Item:
         return {**row, "span": span, "metadata": metadata, **self.payload}
 
 
+#: Modalities whose metadata names the item's file as `file` where the id does not.
+MEDIA = ("image", "video", "audio")
+
+
+def detail_in(detail: str, file: str | None) -> str:
+    """Returns the detail of a reject with the name of the item's file, where it has one to add.
+
+    >>> detail_in("cut short", "1.tar"), detail_in("", "1.tar"), detail_in("cut short", None)
+    ('cut short (file 1.tar)', 'file 1.tar', 'cut short')
+    """
+    if not file:
+        return detail
+    return f"{detail[:400]} (file {file})" if detail else f"file {file}"
+
+
+def file_in(modality: str, metadata: str | None) -> str | None:
+    """Returns the file of a stored item, such as its archive; None where the id names the file."""
+    return json.loads(metadata).get("file") if metadata and modality in MEDIA else None
+
+
 @dataclass(frozen=True)
 class Reject:
     """One row of `REJECT`; the index job fills in `spec`."""

@@ -22,7 +22,7 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
-from pipeline.schema import REJECT, Reject
+from pipeline.schema import REJECT, Reject, detail_in, file_in
 
 if TYPE_CHECKING:
     import ray.data
@@ -184,12 +184,14 @@ def _failed(stage: Stage, item: pa.Table, error: Exception) -> Reject:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = type(error).__name__
         detail = f"{error} ({os.path.basename(last.filename)}:{last.lineno})"
+    detail = " ".join(detail.split())[:500]
+    holder = file_in(item["modality"][0].as_py(), item["metadata"][0].as_py())
     return Reject(
         item_id=item["item_id"][0].as_py(),
         source=item["source"][0].as_py(),
         stage=stage.name,
         reason=reason,
-        detail=" ".join(detail.split())[:500],
+        detail=detail_in(detail, holder),
         revision=item["revision"][0].as_py(),
         retryable=isinstance(error, RETRYABLE) or "out of memory" in str(error).lower(),
     )

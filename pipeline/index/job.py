@@ -354,19 +354,28 @@ class Run:
         with self._phase("plan"):
             self.num_shards = ray.get(plan.options(**light).remote(self.listing, limit))
         counts: dict[int, dict[str, int]] = {}
+        unlisted: dict[int, int] = {}
         self.num_unreadable = 0
         with self._phase("list"):
             at_once = self.resources.read.max_actors
             asked = (_list.options(**light), self.listing, range(self.num_shards), at_once)
             for tally in by_shard(*asked, self.session.check):
                 counts[tally.shard] = tally.counts
-                self.progress.rejected_before += tally.num_known_rejects
-                self.progress.rejected += tally.rejects.num_rows
-                self.progress.listed += tally.num_known_rejects + tally.rejects.num_rows
+                unlisted[tally.shard] = tally.num_unlisted
                 self.num_unreadable += tally.num_unreadable
-                self.writer.set_rejects(tally.rejects, tally.solved)
+                if tally.solved:
+                    self.writer.set_rejects(REJECT.empty_table(), tally.solved)
         with self._phase("mark duplicates"):
             counts.update(ray.get(_mark.options(**light).remote(self.listing, self.num_shards)))
+        # Only now: a shard that is listed later must not take the rejects of this run for known.
+        with self._phase("record rejects"):
+            shards = [shard for shard in sorted(unlisted) if unlisted[shard]]
+            asked = (_unlisted.options(**light), self.listing, shards, at_once)
+            for rejects, num_known in by_shard(*asked, self.session.check):
+                self.progress.rejected_before += num_known
+                self.progress.rejected += rejects.num_rows
+                self.progress.listed += num_known + rejects.num_rows
+                self.writer.set_rejects(rejects)
         total = sum((Counter(c) for c in counts.values()), Counter())
         self.progress.listed += sum(total.values())
         self.progress.unchanged = total["done"]
@@ -705,6 +714,7 @@ class Pending:
 plan = ray.remote(listing.plan)
 _list = ray.remote(listing.list_shard)
 _mark = ray.remote(listing.mark_duplicates)
+_unlisted = ray.remote(listing.unlisted_rejects)
 _gone = ray.remote(listing.gone_rows)
 
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 from pipeline.config import Spec
 from pipeline.index.reader import ITEMS, REJECTS, part, quote, reading, with_ids
 from pipeline.registry import SOURCES
-from pipeline.schema import REJECT, Item, Reject
+from pipeline.schema import MEDIA, REJECT, Item, Reject, detail_in
 from pipeline.sources import Source, items_table
 from pipeline.stage import Unit
 
@@ -71,8 +71,7 @@ class ShardTally:
 
     shard: int
     counts: dict[str, int]  # by status, over items
-    rejects: pa.Table  # what could not be listed and was not known yet
-    num_known_rejects: int  # what could not be listed, as before
+    num_unlisted: int  # what could not be listed
     num_unreadable: int  # parts of the source that may hold more items, could they be read
     solved: list[str]  # ids that have a row and were rejected at some time in between
 
@@ -107,11 +106,11 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     rejected = _dataset(part(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
     kept: list[list[Any]] = []
-    unlisted: list[Reject] = []
+    unlisted: list[tuple[int, Reject]] = []
     solved: list[str] = []
     for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
         items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
-        unlisted += [entry for _, entry in chunk if isinstance(entry, Reject)]
+        unlisted += [(p, entry) for p, entry in chunk if isinstance(entry, Reject)]
         stored = _stored(dataset, [item.item_id for _, item in items])
         known = _known_rejects(rejected, [item.item_id for _, item in items], job)
         done: list[str] = []
@@ -131,18 +130,41 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     if source.keeps_listing:
         with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
             json.dump(kept, file, default=str)
-    hashes = [id_hash(reject.item_id) for reject in unlisted]
-    _write_table(job.file("unlisted", shard), pa.table({"hash": pa.array(hashes, pa.uint64())}))
-    known = _known_rejects(rejected, [reject.item_id for reject in unlisted], job)
-    fresh = [r for r in unlisted if known.get(r.item_id) != r.revision]
-    return ShardTally(
-        shard,
-        _count(table),
-        _rejects_table(fresh, job),
-        len(unlisted) - len(fresh),
-        sum(reject.retryable for reject in unlisted),
-        solved,
-    )
+    rejects = _rejects_table([reject for _, reject in unlisted], job)
+    hashes = [id_hash(reject.item_id) for _, reject in unlisted]
+    for name, values, kind in (
+        ("hash", hashes, pa.uint64()),
+        ("position", [position for position, _ in unlisted], pa.int32()),
+        ("taken", [False] * len(unlisted), pa.bool_()),
+    ):
+        rejects = rejects.append_column(name, pa.array(values, kind))
+    _write_table(job.file("unlisted", shard), rejects)
+    num_unreadable = sum(reject.retryable for _, reject in unlisted)
+    return ShardTally(shard, _count(table), len(unlisted), num_unreadable, solved)
+
+
+def unlisted_rejects(job: ListingJob, shard: int) -> tuple[pa.Table, int]:
+    """Returns the rejects of what could not be listed, once ids listed twice are marked.
+
+    The table of rejects has one row an id. An entry whose id is taken, by an item or by an entry
+    before it, therefore gets an id of its own, as an item that is listed twice does.
+
+    Returns:
+        (Rejects that are not known yet, number of those that are.)
+    """
+    table = _read_table(job.file("unlisted", shard))
+    ids = [
+        _own_id(item_id, shard, position) if taken else item_id
+        for item_id, position, taken in zip(
+            *(table[name].to_pylist() for name in ("item_id", "position", "taken")), strict=True
+        )
+    ]
+    table = table.select(REJECT.names).set_column(0, REJECT.field("item_id"), pa.array(ids))
+    known = _known_rejects(_dataset(part(job.index, REJECTS)), ids, job)
+    revisions = table["revision"].to_pylist()
+    is_fresh = [known.get(i) != revision for i, revision in zip(ids, revisions, strict=True)]
+    fresh = table.filter(pa.array(is_fresh, pa.bool_()))
+    return fresh, table.num_rows - fresh.num_rows
 
 
 def _status(
@@ -162,13 +184,15 @@ def _status(
 def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int]]:
     """Finds ids listed more than once; all but the first get the status "duplicate".
 
-    Holds 8 bytes an item (run it in a task, not in the driver).
+    Of what could not be listed it marks entries whose id is taken, for `unlisted_rejects`. Holds
+    8 bytes per item (run it in a task, not in the driver).
 
     Returns:
         The new counts by status of the shards that changed.
     """
     hashes = _hashes(job, "listed", num_shards)
-    every = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+    every = np.concatenate([np.zeros(0, np.uint64), *hashes])
+    _mark_taken(job, num_shards, every)
     values, first, counts = np.unique(every, return_index=True, return_counts=True)
     if len(values) == len(every):
         return {}
@@ -185,6 +209,22 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
             _write_table(job.file("listed", shard), table)
             changed[shard] = _count(table)
     return changed
+
+
+def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
+    """Marks what could not be listed and has the id of an item or of an entry before it."""
+    hashes = _hashes(job, "unlisted", num_shards)
+    unlisted = np.concatenate([np.zeros(0, np.uint64), *hashes])
+    taken = np.ones(len(unlisted), bool)
+    taken[np.unique(unlisted, return_index=True)[1]] = False
+    taken |= np.isin(unlisted, listed)
+    ends = np.cumsum([len(own) for own in hashes])
+    for shard, own in enumerate(np.split(taken, ends[:-1]) if hashes else []):
+        if own.any():
+            table = _read_table(job.file("unlisted", shard))
+            place = table.schema.get_field_index("taken")
+            table = table.set_column(place, "taken", pa.array(own))
+            _write_table(job.file("unlisted", shard), table)
 
 
 def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
@@ -218,7 +258,8 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
         replaces: dict[str, list[str]] = {}
         for row, _, entry in group:
             if status[row] in (DUPLICATE, FOREIGN):
-                rejects.append(_refused(entry, status[row], f"{shard:06d}:{positions[row]}"))
+                own_id = _own_id(entry.item_id, shard, positions[row])
+                rejects.append(_refused(entry, status[row], own_id))
                 continue
             result = next(decoded)
             assert result.item_id == entry.item_id, "decode yields one result an item, in order"
@@ -278,13 +319,19 @@ def stored_units(
         yield unit, len(results) - len(items)
 
 
-def _refused(item: Item, status: int, place: str) -> Reject:
-    """The reject of an item whose id is taken; its own id keeps it apart from the id's holder."""
+def _own_id(item_id: str, shard: int, position: int) -> str:
+    """Returns an id for an entry whose id is taken, which keeps it apart from the id's holder."""
+    return f"{item_id}~{shard:06d}:{position}"
+
+
+def _refused(item: Item, status: int, own_id: str) -> Reject:
+    """Returns the reject of an item whose id is taken."""
     if status == DUPLICATE:
         reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
     else:
         reason, detail = "id of another source", f"{item.item_id} is indexed from another source"
-    own_id = f"{item.item_id}~{place}"
+    file = (item.metadata or {}).get("file") if item.modality in MEDIA else None
+    detail = detail_in(detail, file)
     return Reject(own_id, item.source, "list", reason, detail, item.revision)
 
 

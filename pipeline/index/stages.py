@@ -34,7 +34,7 @@ from pipeline.index.fitting import Learned
 from pipeline.index.reader import ITEMS, part
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
-from pipeline.schema import ITEM, Reject
+from pipeline.schema import ITEM, Reject, detail_in, file_in
 from pipeline.stage import Stage, Unit, to_ipc
 from pipeline.taps import Tap, average
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
@@ -348,6 +348,7 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     detail = ""
     if problem.startswith(NOTHING) and items["caption"][row].is_valid:
         detail = "it has a caption, which a representation `of: caption` would hold"
+    detail = detail_in(detail, file_in(*(items[n][row].as_py() for n in ("modality", "metadata"))))
     return Reject(item_id, source, "encode", problem, detail, revision)
 
 

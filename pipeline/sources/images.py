@@ -149,7 +149,7 @@ class Images(MediaSource):
             fields = dict(row.fields)
             data, name = _take_picture(fields)
             own = self._id(fields)
-            own = (name or row.where) if own is None and not self.spec.id_field else own
+            own = (name or row.where()) if own is None and not self.spec.id_field else own
             try:
                 if problem := item_id_problem(own):
                     raise Unreadable("bad id", f"{own!r}: {problem}")
@@ -162,7 +162,7 @@ class Images(MediaSource):
                 else:
                     raise Unreadable("no image", f"none of {', '.join(PICTURE_FIELDS)} names one")
             except (Unreadable, OSError) as error:
-                where = row.where if item_id_problem(own) else own
+                where = row.where() if item_id_problem(own) else own
                 yield self.reject(escaped(where), "", error, "list")
                 continue
             suffix = PurePosixPath(name or "").suffix.lower()
@@ -175,7 +175,7 @@ class Images(MediaSource):
                 for number in range(*shard["rows"]):
                     where = f"{manifest}#row={number}"
                     try:
-                        yield Row(where, table.row(number), number)
+                        yield Row(functools.partial(str, where), table.row(number), number)
                     except (Unreadable, OSError) as error:
                         yield BadRow(where, error)
         except (Unreadable, OSError) as error:

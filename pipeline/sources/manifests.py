@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from pipeline.decoding import Unreadable
 from pipeline.sources.media import BYTES_PER_SHARD
-from pipeline.sources.text import UNREADABLE, parse_line, read_lines
+from pipeline.sources.text import UNREADABLE, Lines, parse_line, parse_object
 
 LINES = (".jsonl", ".jsonl.gz")
 TABLE = ".parquet"
@@ -30,9 +31,9 @@ ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What a manifest says of one file; `where` names a row that has no id."""
+    """The fields of one file in a manifest; `where()` names a row that has no id."""
 
-    where: str
+    where: Callable[[], str]
     fields: dict[str, Any]
     number: int | None = None  # of a table's row
 
@@ -80,7 +81,7 @@ def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
     if "problem" in shard:
         yield BadRow(manifest, Unreadable(*shard["problem"]))
     elif "listed" in shard:
-        yield from (Row(where, fields) for where, fields in shard["listed"])
+        yield from (Row(partial(str, where), fields) for where, fields in shard["listed"])
     else:
         yield from _read_lines(fs, folder, manifest, shard["start"], shard["end"])
 
@@ -88,30 +89,22 @@ def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
 def _read_lines(
     fs: Any, folder: str, manifest: str, start: int, end: int | None
 ) -> Iterator[Row | BadRow]:
-    compression = "gzip" if manifest.lower().endswith(".gz") else None
-    offset = start
+    lines = Lines(fs, f"{folder}/{manifest}", start, end)
+
+    def where() -> str:
+        return f"{manifest}:{lines.number}"
+
     try:
-        with fs.open(f"{folder}/{manifest}", "rb", compression=compression) as stream:
-            for offset, line in read_lines(stream, start, end):
-                where = f"{manifest}:{offset}"
-                if line.strip():
-                    yield _line(where, line)
-                offset += len(line)
+        for line in lines:
+            try:
+                fields = parse_object(line)
+            except Unreadable as error:
+                yield BadRow(where(), error)
+                continue
+            yield Row(where, fields)
     except UNREADABLE as error:
         problem = f"{type(error).__name__}: {error}"
-        yield BadRow(f"{manifest}:{offset}", Unreadable("unreadable", problem))
-
-
-def _line(where: str, line: bytes) -> Row | BadRow:
-    try:
-        fields = parse_line(line)
-    except UnicodeError as error:
-        return BadRow(where, Unreadable("not UTF-8", str(error)))
-    except (ValueError, RecursionError) as error:
-        return BadRow(where, Unreadable("not JSON", str(error)))
-    if not isinstance(fields, dict):
-        return BadRow(where, Unreadable("not a JSON object", f"a {type(fields).__name__}"))
-    return Row(where, fields)
+        yield BadRow(f"{manifest}#byte={lines.offset}", Unreadable("unreadable", problem))
 
 
 def _told(error: Unreadable | OSError) -> list[str]:

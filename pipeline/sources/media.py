@@ -21,7 +21,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
-from pipeline.schema import Item, Reject, item_id_problem, payload_of
+from pipeline.schema import Item, Reject, detail_in, item_id_problem, payload_of
 from pipeline.sources import Source, revision_of
 from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
@@ -193,7 +193,7 @@ class MediaSource(Source):
                     revision = self._revision(file, path)
                     items = list(self.items_of(file, revision, path))
         except (Unreadable, OSError) as error:
-            yield self.reject(escaped(file.id), revision, error, "list")
+            yield self._reject(file, escaped(file.id), revision, error, "list")
             return
         yield from (self._listed(item, file) for item in items)
 
@@ -305,14 +305,20 @@ class MediaSource(Source):
                     for item, result in zip(own, results, strict=True):
                         is_bad = isinstance(result, Unreadable)
                         yield (
-                            self.reject(item.item_id, item.revision, result, "decode")
+                            self._reject(file, item.item_id, item.revision, result, "decode")
                             if is_bad
                             else result
                         )
                         given += 1
             except (Unreadable, OSError) as error:
                 for item in own[given:]:
-                    yield self.reject(item.item_id, item.revision, error, "decode")
+                    yield self._reject(file, item.item_id, item.revision, error, "decode")
+
+    def _reject(self, file: MediaFile, *about: Any) -> Reject:
+        """Returns the reject of an item of a file, which the detail names if the id does not."""
+        reject = self.reject(*about)
+        holder = None if file.path == file.id else escaped(file.path)
+        return replace(reject, detail=detail_in(reject.detail, holder))
 
     @contextmanager
     def local(self, file: MediaFile) -> Iterator[str]:

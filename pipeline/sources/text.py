@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
+from fsspec import AbstractFileSystem
 from pydantic import Field, model_validator
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
@@ -130,8 +132,8 @@ class Text(Source):
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
         """Lists documents in order; a line belongs to the byte range in which it starts.
 
-        A line that has no legal id is named `<file>:<byte offset>` in its reject (in a .gz file the
-        offset is that in its content).
+        A line without a valid id is named `<file>:<line number>` in its reject, counted from 1; a
+        file that cannot be read any further is named `<file>#byte=<offset>`.
         """
         if "files" in shard:
             for file in shard["files"]:
@@ -182,41 +184,19 @@ class Text(Source):
 
     def _scan_lines(self, file: str, start: int, end: int | None) -> Iterator[Item | Reject]:
         fs, folder = self._folder
-        compression = "gzip" if file.lower().endswith(".gz") else None
-        offset = start
+        lines = Lines(fs, f"{folder}/{file}", start, end)
         try:
-            with fs.open(
-                f"{folder}/{file}", "rb", compression=compression, block_size=BYTES_PER_SHARD
-            ) as stream:
-                for offset, line in read_lines(stream, start, end):
-                    if line.strip():
-                        yield from self._scan_line(f"{file}:{offset}", line)
-                    offset += len(line)
+            for line in lines:
+                yield from self._scan_line(file, lines, line)
         except UNREADABLE as error:
-            yield self._unreadable(f"{file}:{offset}", error)
+            yield self._unreadable(f"{file}#byte={lines.offset}", error)
 
-    def _scan_line(self, where: str, line: bytes) -> Iterator[Item | Reject]:
+    def _scan_line(self, file: str, lines: Lines, line: bytes) -> Iterator[Item | Reject]:
         try:
-            record = parse_line(line)
-        except UnicodeError as error:
-            yield self._reject(where, "not UTF-8", str(error), line)
-            return
-        except (ValueError, RecursionError) as error:
-            yield self._reject(where, "not JSON", str(error), line)
-            return
-        if not isinstance(record, dict):
-            yield self._reject(where, "not a JSON object", f"a {type(record).__name__}", line)
-            return
-        id_field = self.spec.id_field or ("_id" if "_id" in record else "id")
-        document_id = record.pop(id_field, None)
-        if document_id is None:
-            wanted = self.spec.id_field or "_id or id"
-            yield self._reject(where, "missing id", f"no field {wanted}", line)
-            return
-        if isinstance(document_id, int) and not isinstance(document_id, bool):
-            document_id = str(document_id)
-        if problem := item_id_problem(document_id):
-            yield self._reject(where, "bad id", f"{document_id!r}: {problem}", line)
+            record = parse_object(line)
+            document_id = self._document_id(record)
+        except Unreadable as error:
+            yield self._reject(f"{file}:{lines.number}", error.reason, error.detail, line)
             return
         title = record.pop(self.spec.title_field, None)
         text = record.pop(self.spec.text_field, None)
@@ -229,6 +209,22 @@ class Text(Source):
         else:
             text = join_title(title or "", text)
             yield from self._items(document_id, title or None, text, record or None, line)
+
+    def _document_id(self, record: dict[str, Any]) -> str:
+        """Takes the id out of a record.
+
+        Raises:
+            Unreadable: there is no valid id.
+        """
+        id_field = self.spec.id_field or ("_id" if "_id" in record else "id")
+        document_id = record.pop(id_field, None)
+        if document_id is None:
+            raise Unreadable("missing id", f"no field {self.spec.id_field or '_id or id'}")
+        if isinstance(document_id, int) and not isinstance(document_id, bool):
+            document_id = str(document_id)
+        if problem := item_id_problem(document_id):
+            raise Unreadable("bad id", f"{document_id!r}: {problem}")
+        return document_id
 
     def _items(
         self,
@@ -320,6 +316,87 @@ def read_lines(stream: BinaryIO, start: int, end: int | None) -> Iterator[tuple[
     while (end is None or offset < end) and (line := stream.readline()):
         yield offset, line
         offset += len(line)
+
+
+class Lines:
+    """The lines of a byte range of a file that are not blank.
+
+    Args:
+        start, end: The range, in bytes of the content; a line belongs to the range in which it
+            starts. None as the end is the end of the file.
+
+    Attributes:
+        offset: Offset in bytes of the current line, or of the one that could not be read.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str, start: int, end: int | None):
+        self._fs, self._path, self._start, self._end = fs, path, start, end
+        self.offset = start
+        self._first, self._row = start, -1
+
+    def __iter__(self) -> Iterator[bytes]:
+        compression = "gzip" if self._path.lower().endswith(".gz") else None
+        options = {"compression": compression, "block_size": BYTES_PER_SHARD}
+        with self._fs.open(self._path, "rb", **options) as stream:
+            for offset, line in read_lines(stream, self._start, self._end):
+                self.offset = offset
+                self._row += 1
+                if not self._row:
+                    self._first = self.offset
+                if line.strip():
+                    yield line
+                self.offset += len(line)
+
+    @property
+    def number(self) -> int:
+        """Number of the current line in the file, counted from 1.
+
+        What lies before the range is read only here: most ranges have no line to report.
+        """
+        return count_newlines(self._fs, self._path, self._first) + self._row + 1
+
+
+def count_newlines(fs: AbstractFileSystem, path: str, end: int) -> int:
+    """Returns the number of newlines in the first `end` bytes of a file.
+
+    A process reads each part of a file once as long as `end` ascends from call to call: a large
+    file with malformed lines in all its ranges is not read from its beginning for each of them.
+    """
+    if not end:
+        return 0
+    counted = _counted(path, fs.ukey(path))
+    if end < counted[0]:
+        counted[:] = 0, 0
+    with fs.open(path, "rb", block_size=BYTES_PER_SHARD) as stream:
+        stream.seek(counted[0])
+        while counted[0] < end and (data := stream.read(min(BYTES_PER_SHARD, end - counted[0]))):
+            counted[:] = counted[0] + len(data), counted[1] + data.count(b"\n")
+    return counted[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _counted(path: str, state: str) -> list[int]:
+    """[bytes, newlines in them] of the part of a file, in one state of it, that was counted."""
+    return [0, 0]
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a line.
+
+    Raises:
+        Unreadable: The line is not UTF-8, not JSON, or another JSON value.
+    """
+    try:
+        value = parse_line(line)
+    except UnicodeError as error:
+        raise Unreadable("not UTF-8", str(error)) from None
+    except json.JSONDecodeError as error:  # its text would call every line "line 1"
+        raise Unreadable("not JSON", f"{error.msg}, column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("not JSON", str(error)) from None
+    if not isinstance(value, dict):
+        raise Unreadable("not a JSON object", f"a {type(value).__name__}")
+    return value
 
 
 def parse_line(line: bytes) -> Any:

@@ -17,6 +17,7 @@ from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.index import job
 from pipeline.index.reader import Index
+from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -149,18 +150,25 @@ def test_what_cannot_be_indexed_is_rejected_and_the_sum_holds(tmp_path):
     (folder / "good.txt").write_text("readable words")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "empty.txt").touch()
+    # One id in three shards, one of them an item: nothing is known before the first run.
+    for name, text in (("a", ""), ("b", ""), ("c", "words")):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"_id": "x", "text": text}))
     a_spec = spec(tmp_path, folder)
     first = run(a_spec)
-    assert (first.listed, first.new, first.rejected) == (3, 1, 2)
-    assert rejects(a_spec) == {"latin.txt": "not UTF-8", "empty.txt": "empty text"}
+    assert (first.listed, first.new, first.rejected, first.rejected_before) == (6, 2, 4, 0)
+    expected = {"latin.txt": "not UTF-8", "empty.txt": "empty text"}
+    taken = {"x~000000:0": "empty text", "x~000001:0": "empty text"}
+    assert rejects(a_spec) == expected | taken
+    assert status(a_spec.index)["rejects"] == {"empty text": 3, "not UTF-8": 1}
 
     again = run(a_spec)
-    assert (again.unchanged, again.rejected_before, again.rejected) == (1, 2, 0)
+    assert (again.unchanged, again.rejected_before, again.rejected) == (2, 4, 0)
+    assert rejects(a_spec) == expected | taken
 
     (folder / "empty.txt").write_text("words at last")
     third = run(a_spec)
-    assert (third.new, third.rejected_before) == (1, 1)
-    assert rejects(a_spec) == {"latin.txt": "not UTF-8"}
+    assert (third.new, third.rejected_before) == (1, 3)
+    assert rejects(a_spec) == {"latin.txt": "not UTF-8"} | taken
 
 
 def test_duplicate_ids_keep_the_first(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lance
 import pyarrow as pa
 import pytest
 
@@ -111,6 +112,17 @@ def revision_of(job: ListingJob, item_id: str) -> str:
     return next(e.revision for e in entries if isinstance(e, Item) and e.item_id == item_id)
 
 
+def record_unlisted(job: ListingJob) -> list[dict[str, Any]]:
+    """Lists as the index job does, records what could not be listed, and returns what is new."""
+    tallies = list_all(job)
+    tables = [listing.unlisted_rejects(job, tally.shard)[0] for tally in tallies]
+    rejects = pa.concat_tables(tables)
+    writer = IndexWriter(job.index, "writer")
+    writer.set_rejects(rejects)
+    writer.release()
+    return rejects.to_pylist()
+
+
 # -- units -----------------------------------------------------------------------------------
 
 
@@ -143,8 +155,10 @@ def test_a_line_that_cannot_be_listed_keeps_its_position(folder):
     )
     job = a_job(folder)
     (tally,) = list_all(job)
-    assert tally.rejects["reason"].to_pylist() == ["not JSON"]
-    assert tally.rejects["spec"].to_pylist() == ["this spec"]
+    rejects, _ = listing.unlisted_rejects(job, 0)
+    assert (tally.num_unlisted, rejects["item_id"].to_pylist()) == (1, ["a.jsonl:2"])
+    assert rejects["reason"].to_pylist() == ["not JSON"]
+    assert rejects["spec"].to_pylist() == ["this spec"]
     assert units(job, 1) == {"000000-000000": ["a"], "000000-000001": ["c"]}
 
 
@@ -273,14 +287,21 @@ def test_what_was_rejected_is_tried_again_only_for_a_reason(folder, reject, job_
 def test_what_cannot_be_listed_is_counted_once_it_is_known(folder):
     write(folder, a="a0= ; a1=x")
     job = a_job(folder)
-    (first,) = list_all(job)
-    assert (first.rejects.num_rows, first.num_known_rejects) == (1, 0)
-    writer = IndexWriter(job.index, "writer")
-    writer.set_rejects(first.rejects)
-    (second,) = list_all(a_job(folder, "next"))
-    assert (second.rejects.num_rows, second.num_known_rejects) == (0, 1)
-    (other,) = list_all(a_job(folder, "other", spec_digest="another spec"))
-    assert (other.rejects.num_rows, other.num_known_rejects) == (1, 0)
+    assert [row["item_id"] for row in record_unlisted(job)] == ["a0"]
+    assert record_unlisted(a_job(folder, "next")) == []
+    assert len(record_unlisted(a_job(folder, "other", spec_digest="another spec"))) == 1
+
+
+def test_each_entry_that_cannot_be_listed_has_an_id_of_its_own(folder):
+    """The table of rejects has one row an id: of entries that share one all but one were lost."""
+    write(folder, a="a0= ; a1=x; a0= ; a1= ", b="a0= ; b0=x")
+    job = a_job(folder)
+    rows = record_unlisted(job)
+    ids = ["a0", "a0~000000:2", "a1~000000:3", "a0~000001:0"]
+    assert [row["item_id"] for row in rows] == ids
+    stored = lance.dataset(part(job.index, "rejects.lance")).to_table()["item_id"].to_pylist()
+    assert sorted(stored) == sorted(ids)
+    assert record_unlisted(a_job(folder, "next")) == []  # now they are known
 
 
 # -- rows that went, and samples -------------------------------------------------------------

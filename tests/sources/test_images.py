@@ -277,7 +277,9 @@ def test_lines_name_pictures(tmp_path):
     assert found["./b.jpg"].metadata["width"] == 80  # what the file says
 
     def line(begins: bytes) -> str:
-        return f"rows.jsonl:{manifest.read_bytes().index(begins)}"
+        content = manifest.read_bytes()
+        num_before = content[: content.index(begins)].count(b"\n")
+        return f"rows.jsonl:{num_before + 1}"
 
     assert reasons(found) == {
         "gone": "missing file",

@@ -107,6 +107,7 @@ def test_an_archive(tmp_path):
     (tmp_path / "x.tar").write_bytes(tar(members))
     found = read(source(tmp_path))
     assert reasons(found) == {"003": "not audio", "004": "empty file"}
+    assert found["003"].detail.endswith(" (file x.tar)") and found["004"].detail == "file x.tar"
     good = {name: tone(item) for name, item in found.items() if isinstance(item, Item)}
     assert good == {"a/001": 500, "a/002.flac": 600}
     where = found["a/001"].metadata

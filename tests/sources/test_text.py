@@ -15,11 +15,12 @@ from pathlib import Path
 import fsspec
 import pyarrow as pa
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError, parse
 from pipeline.schema import ITEM, REJECT, Item, Reject
 from pipeline.sources import text as text_module
-from pipeline.sources.text import Passages, Text, read_lines, windows
+from pipeline.sources.text import Passages, Text, count_newlines, read_lines, windows
 
 CRANFIELD = Path(__file__).parents[2] / "jobs" / "data" / "cranfield"
 
@@ -150,7 +151,7 @@ def test_a_file_that_vanishes_between_listing_and_reading(tmp_path: Path):
     (tmp_path / "c.jsonl").unlink()
     results = {r.item_id: r for shard in shards for r in text.scan(shard)}
     assert isinstance(results["b.txt"], Item)
-    for name in ("a.txt", "c.jsonl:0"):
+    for name in ("a.txt", "c.jsonl#byte=0"):
         assert results[name].reason == "unreadable file"
         assert results[name].retryable
 
@@ -229,15 +230,15 @@ def test_lines_that_cannot_be_items_are_rejected_and_the_scan_goes_on(tmp_path: 
         (b'{"id": "title", "title": 3, "text": "t"}', "title is not a string", "title"),
         (b'{"id": "blank", "text": " \\n"}', "empty text", "blank"),
     ]
-    expected, lines, offset = [], [], 0
+    expected, lines = [], []
     for line, reason, item_id in bad:
-        expected += [(item_id or f"d.jsonl:{offset}", reason), ("good", None)]
+        expected += [(item_id or f"d.jsonl:{len(lines) + 1}", reason), ("good", None)]
         lines += [line, b'{"id": "good", "text": "g\\u00e9"}']
-        offset += len(line) + len(lines[-1]) + 2
     results = listed(source(write_lines(tmp_path / "d.jsonl", *lines)))
     assert [(r.item_id, getattr(r, "reason", None)) for r in results] == expected
     rejects = [r for r in results if isinstance(r, Reject)]
     assert all(r.revision and r.stage == "list" and not r.retryable for r in rejects)
+    assert rejects[2].detail == "Invalid control character at, column 24"
 
 
 def test_byte_order_mark_of_a_jsonl_file(tmp_path: Path):
@@ -271,14 +272,22 @@ def test_scans_of_the_shards_are_the_scan_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ):
     records = [{"id": f"d{i}", "text": "wörd " * (i * i % 90)} for i in range(40)]
-    path = write_lines(tmp_path / "d.jsonl", *records, b"broken", b"")
+    path = write_lines(tmp_path / "d.jsonl", b"broken", *records, b"", b"broken", b"")
     text = source(path, passages={"max_words": 20, "overlap_words": 5})
     whole = list(text.scan({"lines": "d.jsonl", "start": 0, "end": None}))
     monkeypatch.setattr(text_module, "BYTES_PER_SHARD", size)
     assert listed(text) == whole
     assert {r.parent_id for r in whole if isinstance(r, Item)} | {
         r.item_id for r in whole if isinstance(r, Reject)
-    } == {f"d{i}" for i in range(40)} | {f"d.jsonl:{path.stat().st_size - 8}"}
+    } == {f"d{i}" for i in range(40)} | {"d.jsonl:1", "d.jsonl:43"}
+
+
+def test_newlines_are_counted_anew_in_a_file_that_changed(tmp_path: Path):
+    fs, path = LocalFileSystem(), str(tmp_path / "lines")
+    for content in (b"a\nb\n\nc", b"abc\n" * 9):
+        Path(path).write_bytes(content)
+        for end in (2, len(content), 3, 0):  # also behind what was counted before
+            assert count_newlines(fs, path, end) == content[:end].count(b"\n")
 
 
 def test_a_line_longer_than_several_shards(tmp_path: Path):
@@ -311,7 +320,7 @@ def test_a_truncated_gzip_gives_what_is_there_and_a_reject(tmp_path: Path):
     assert first.reason == second.reason == "unreadable file"
     assert first.retryable
     offset = sum(len(line) + 1 for line in lines[: len(items)])
-    assert (first.item_id, second.item_id) == (f"d.jsonl.gz:{offset}", "e.jsonl.gz:0")
+    assert (first.item_id, second.item_id) == (f"d.jsonl.gz#byte={offset}", "e.jsonl.gz#byte=0")
     assert last.item_id == "f"
 
 

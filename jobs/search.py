@@ -14,16 +14,18 @@
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
     python -m jobs.search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
 
-Prints hits, the words that matched best marked, or with --json all that is known of each as a line
-of JSON. With --run it writes a run in TREC's form instead, and says how many queries were encoded
-and scored a second. With --actors the index is searched in so many parts, each in a Ray actor.
+Prints hits with their best passages: the words that contribute most to the score are marked, and
+below stand the box or the seconds of each passage. With --json each hit is a line of JSON with all
+matches and passages (docs/explanations.md).
+With --run it writes a run in TREC's form instead, and says how many queries were encoded and scored
+a second. With --actors the index is searched in so many parts, each in a Ray actor.
 With --rerank the best hits (10, or --pool) are put into the order of EDJE's joint encoder, which
 reads the query with what its adapter made of each, see jobs.backfill; for a picture with the texts
 of the hits. A hit that it cannot read keeps its place and says so.
-With --save-maps it also writes each hit with the matching words lit, by the whole query and by each
-of its tokens: the page, the photo, the frame or the wave of what is said, as PNG; and the numbers
-as JSON. With --save-sheet it writes one PNG of the hits side by side; with --rerank below those of
-the first stage.
+With --save-maps it also writes each hit with the matching words highlighted, by the whole query and
+by each of its tokens: the page, the photo, the frame or the waveform of the speech, as PNG with a
+legend; and the numbers as JSON. With --save-sheet it writes one PNG of the hits side by side; with
+--rerank below those of the first stage.
 Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
 tokens, dim) or as Parquet with the columns `id` and `vectors`.
 """
@@ -210,8 +212,7 @@ def _search(
         _write_run(args.run, searcher, queries, num_items, how, rerank)
         return
     for part in _some_at_a_time(queries):
-        options = {"explain": not args.json, "rerank": rerank}
-        found = searcher.search(list(part.values()), **options, **how)
+        found = searcher.search(list(part.values()), rerank=rerank, **how)
         for (query_id, query), hits in zip(part.items(), found, strict=True):
             if args.json:
                 for hit in hits:
@@ -443,11 +444,13 @@ def write_maps(
 
     moved = (named.rpartition("=") for named in documents)
     previews = maps.Previews(searcher.index, {name: where for name, _, where in moved})
+    text = query.text if isinstance(query, Composed) else query
+    shown = text if isinstance(text, str) else "image" if isinstance(query, bytes) else "vectors"
     errors = []
     for hit in hits:
         try:
             map = maps.similarity_map(searcher, query, hit.item_id, representation)
-            maps.write_maps(folder, hit.rank, previews, map)
+            maps.write_maps(folder, hit.rank, previews, map, shown)
         except SpecError as error:
             errors.append(error)
             if len(errors) < len(hits):
@@ -462,7 +465,7 @@ def write_maps(
 
 def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     """The hits of a query for reading: rank, score, id, place, title, and a snippet below."""
-    from pipeline.search.explain import best_half, best_place, printable, snippet
+    from pipeline.search.explain import highlights, printable, snippet
 
     if not hits:
         return "no hits"
@@ -473,11 +476,11 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         lines.append("  ".join(printable(part) for part in head if part))
         if made := parts(hit.parts):
             lines.append(f"     {made}")
-        ranges = [words for match in best_half(hit.matches) for words in match.spans]
-        if hit.text and (shown := snippet(hit.text, ranges, marks=marks)):
+        marked = highlights(hit.passages[0]) if hit.passages else []
+        if hit.text and (shown := snippet(hit.text, marked, marks=marks)):
             lines.append(f"     {shown}")
-        if where := best_place(hit.text, hit.matches):
-            lines.append(f"     {place(where)}")
+        if where := "; ".join(filter(None, map(place, hit.passages))):
+            lines.append(f"     {where}")
     return "\n".join(lines)
 
 

@@ -212,13 +212,52 @@ class Place:
 
 @dataclass(frozen=True)
 class Match:
-    """What one query token matched best: a vector of the hit, and the words it stands for."""
+    """The vector of a hit that a query token matched best, and the words it stands for.
+
+    Attributes:
+        similarity: Best similarity of the query token with a vector of the hit: its term of MaxSim.
+        document_token: Index among the vectors of the item in the searched representation.
+        spans: Character ranges in the item's text; may be empty.
+        places: Locations of the words that have one, in the order of the text.
+        contribution: `similarity` minus the mean similarity of the query token with all vectors of
+            the hit. It is small for a token that is about as similar to everything, a stop word.
+    """
 
     query_token: str
     similarity: float
-    document_token: int  # index among the vectors of the item in the searched representation
-    spans: tuple[tuple[int, int], ...]  # character ranges in the item's text; may be empty
-    places: tuple[Place, ...] = ()  # of the words that have a place, in the order of the text
+    document_token: int
+    spans: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...] = ()
+    contribution: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The word of a passage that a query token matches best.
+
+    Attributes:
+        span: Characters of the encoder's token in the item's text.
+        contribution: As in `Match`, with the best similarity inside the passage.
+    """
+
+    query_token: str
+    span: tuple[int, int]
+    contribution: float
+
+
+@dataclass(frozen=True)
+class Passage(Place):
+    """A contiguous part of a hit that matches the query: words read or spoken one after the other,
+    or an image region.
+
+    Attributes:
+        contribution: Sum of the contributions of the query tokens inside the passage, as far as
+            they exceed those inside the passages before it.
+        marks: At most one per query token, in the order of the query; empty for an image region.
+    """
+
+    contribution: float
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,5 +323,6 @@ class Hit:
     text: str | None = None
     span: dict[str, Any] | None = None
     matches: tuple[Match, ...] = ()
+    passages: tuple[Passage, ...] = ()  # best first
     parts: Parts = Parts()
     reranked: Reranked | None = None

@@ -11,7 +11,7 @@ from pipeline.eval.cells import Kept
 from pipeline.eval.results import Evaluation, Result, differences
 from pipeline.index.reader import Index, quote
 from pipeline.schema import Hit
-from pipeline.search.explain import best_half, snippet
+from pipeline.search.explain import highlights, snippet
 from pipeline.search.searcher import Searcher
 
 #: Draws a hit: (searcher, query text, hit, representation) -> captions and PNG files. A function
@@ -200,6 +200,6 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
 
 
 def _matched(hit: Hit) -> str:
-    """The stretch of the hit's text with the words that match at least as well as the median."""
-    spans = [span for match in best_half(hit.matches) for span in match.spans]
+    """Returns the stretch of the hit's text with its best passage, the matched words marked."""
+    spans = highlights(hit.passages[0]) if hit.passages else []
     return snippet(hit.text or "", spans, marks=MARKS)

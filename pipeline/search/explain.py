@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
-from pipeline.schema import Match, Place
+from pipeline.schema import Mark, Passage, Place
+
+#: The most passages of a hit.
+MAX_PASSAGES = 3
+#: Share of all contributions that a passage after the first must add.
+MIN_SHARE = 0.25
+#: A gap of this many characters (eight English words) costs a query token's mean contribution.
+TOKEN_CHARACTERS = 48
+#: Characters of speech per second, by which a pause has a length.
+SPEECH_CHARACTERS = 15
+#: Query tokens that decide on passages, those that contribute most: images have hundreds.
+MAX_QUERY_TOKENS = 32
+#: Tokens of an item in a passage that match a query token.
+MAX_ANCHORS = 64
+#: A word is highlighted if it contributes this share of what the best word of its passage does.
+MIN_HIGHLIGHT = 2 / 3
 
 #: The characters of what is no word: of a patch of a picture.
 NO_SPAN = (-1, -1)
@@ -80,43 +93,226 @@ def place_of(span: Sequence[int], extent: Sequence[float]) -> Place | None:
     return Place(tuple(span), box, times) if box or times else None
 
 
-def best_place(text: str | None, matches: Sequence[Match], *, width: int = 240) -> Place | None:
-    """Where the words are that `snippet` shows and marks: what is shown together, or said.
+def contributions(sim_MN: np.ndarray) -> np.ndarray:
+    """Returns what each query token contributes to the score of an item beyond its mean: (M,).
 
-    Of frames and of speech in one stretch of text the one with more marked words counts, and of
-    frames the one; the box is around its marked words, the times are from the first to the last.
-    Of patches, which are no words, it is the one that matched best.
+        c_m = max_n s_mn - mean_n s_mn
+
+    The sum over m is the MaxSim score minus the score that a random alignment of the query tokens
+    with the item's vectors has in the mean. A stop word is about as similar to all vectors of an
+    item as to the best one and contributes little, although its term of MaxSim may be high.
+
+    Args:
+        sim_MN: Similarities of the query tokens with the item's vectors.
+
+    >>> contributions(np.array([[0.9, 0.0, 0.0], [0.8, 0.7, 0.6]])).round(2).tolist()
+    [0.6, 0.1]
     """
-    best = best_half(matches)
-    if not any(match.spans for match in best):
-        seen = [match for match in best if match.places]
-        return max(seen, key=lambda match: match.similarity).places[0] if seen else None
-    text = text or ""
-    start, end, _ = _shown(text, [span for match in best for span in match.spans], width)
-    places = [
-        place
-        for place in dict.fromkeys(place for match in best for place in match.places)
-        if start <= place.span[0] and place.span[1] <= end
-    ]
-    if not places:
-        return None
-    groups: dict[Any, list[Place]] = {}
-    for place in places:
-        groups.setdefault(place.times if place.box else "said", []).append(place)
-    group = max(groups.values(), key=len)
-    box = times = None
-    if group[0].box:
-        sides = list(zip(*(place.box for place in group), strict=True))
-        box = (min(sides[0]), min(sides[1]), max(sides[2]), max(sides[3]))
-    if group[0].times:
-        times = (min(p.times[0] for p in group), max(p.times[1] for p in group))
-    return Place((min(p.span[0] for p in group), max(p.span[1] for p in group)), box, times)
+    return sim_MN.max(axis=1) - sim_MN.mean(axis=1)
 
 
-def best_half(matches: Sequence[Match]) -> list[Match]:
-    """The matches at least as close as the median one: what is worth marking."""
-    middle = statistics.median_low([match.similarity for match in matches]) if matches else 0.0
-    return [match for match in matches if match.similarity >= middle]
+def find_passages(
+    query_tokens: Sequence[str],
+    sim_MN: np.ndarray,
+    output_T: np.ndarray,
+    spans_T2: np.ndarray | None,
+    extents_T6: np.ndarray | None,
+    text: str | None,
+) -> tuple[Passage, ...]:
+    """Returns the passages of an item that match a query, best first, at most `MAX_PASSAGES`.
+
+    The gain of a passage W is the part of the contributions that the passage alone accounts for,
+    and its cost grows with its length:
+
+        gain(W) = sum over m of max(0, max_{t in W} e_mt - f_m)
+        cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
+
+    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token of the item is no match.
+    f_m is the best e_mt inside the passages found before. The first passage has the highest gain
+    minus cost; another one follows only if its gain is `MIN_SHARE` of the sum of all c_m.
+
+    A passage is a window of consecutive tokens in reading order, of one frame, or of what is heard,
+    or a region of adjacent image patches.
+
+    Args:
+        sim_MN: Similarities of the M query tokens with the N vectors of the item.
+        output_T: The vector that stands for each of T input tokens; -1 for none.
+        spans_T2: Characters of each input token in `text`; -1 for image patches.
+        extents_T6: x0 y0 x1 y1 t0 t1 of each input token; NaN where it has none.
+    """
+    num_tokens = len(output_T)
+    if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
+        return ()  # nothing tells one part of the item from another
+    spans_T2 = np.full((num_tokens, 2), -1) if spans_T2 is None else spans_T2
+    extents_T6 = np.full((num_tokens, 6), np.nan) if extents_T6 is None else extents_T6
+    is_single = sim_MN.shape[1] == 1
+    mean_M = np.zeros(len(sim_MN)) if is_single else sim_MN.mean(axis=1)
+    best_M = sim_MN.max(axis=1) - mean_M
+    chosen = np.sort(np.argsort(-best_M, kind="stable")[:MAX_QUERY_TOKENS])
+    chosen = chosen[best_M[chosen] > 0]
+    if not len(chosen):
+        return ()
+    best_M = best_M[chosen]
+    e_MT = np.where(output_T < 0, 0.0, sim_MN[chosen][:, output_T] - mean_M[chosen, None])
+    e_MT[e_MT < best_M[:, None] / 2] = 0.0
+    words = _Words(e_MT, spans_T2, extents_T6, best_M.mean() / TOKEN_CHARACTERS)
+    patches = _Patches(e_MT, spans_T2, extents_T6)
+    floor_M = np.zeros(len(chosen))
+    taken_T = np.zeros(num_tokens, bool)
+    passages: list[Passage] = []
+    while len(passages) < MAX_PASSAGES:
+        found = [f for f in (words.best(floor_M, taken_T), patches.best(floor_M)) if f is not None]
+        if not found:
+            break
+        gain, tokens = max(found, key=lambda f: f[0])
+        if passages and gain < MIN_SHARE * best_M.sum():
+            break
+        inside_M = e_MT[:, tokens].max(axis=1)
+        marks = []
+        if spans_T2[tokens[0], 0] >= 0:
+            at_M = tokens[e_MT[:, tokens].argmax(axis=1)]
+            marks = [
+                Mark(query_tokens[m], tuple(spans_T2[t].tolist()), float(contribution))
+                for m, t, contribution in zip(chosen, at_M, inside_M, strict=True)
+                if contribution > 0
+            ]
+        place = _hull(tokens, spans_T2, extents_T6, text or "")
+        passages.append(Passage(*place, float(gain), tuple(marks)))
+        floor_M = np.maximum(floor_M, inside_M)
+        taken_T[tokens] = True
+    return tuple(passages)
+
+
+class _Words:
+    """The tokens of an item that are text, among which the best window is searched.
+
+    Args:
+        e_MT: See `find_passages`.
+        price: Cost of a character.
+    """
+
+    def __init__(
+        self, e_MT: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, price: float
+    ):
+        tokens = np.flatnonzero(spans_T2[:, 0] >= 0)
+        spans, extents = spans_T2[tokens], extents_T6[tokens]
+        step = np.r_[0, np.diff(spans[:, 0])].astype(float)
+        is_seen = ~np.isnan(extents[:, 0])
+        times = np.nan_to_num(extents[:, 4:], nan=-1.0)
+        # Another frame, or speech after text on a screen, does not continue a passage.
+        breaks = np.r_[False, is_seen[1:] != is_seen[:-1]]
+        breaks[1:] |= is_seen[1:] & (times[1:] != times[:-1]).any(axis=1)
+        spoken = np.r_[0, np.diff(times[:, 0])] * SPEECH_CHARACTERS
+        step = np.where(is_seen, step, np.maximum(step, spoken))
+        # The box around two columns would be half a page; a gap between lines only costs.
+        height = np.maximum(extents[:, 3] - extents[:, 1], 1e-6)
+        down = np.diff(extents[:, [1, 3]].mean(axis=1)) / (2 * np.maximum(height[1:], height[:-1]))
+        breaks[1:] |= down < -1
+        step[1:] += np.where(down > 1, TOKEN_CHARACTERS, 0)
+        at = np.flatnonzero(e_MT[:, tokens].any(axis=0))  # the ends of a window match something
+        self._all, self._anchors = tokens, tokens[at]
+        self._e_MA, self._price = e_MT[:, self._anchors], price
+        self._run_A = breaks.cumsum()[at]
+        self._start_A = step.cumsum()[at]
+        self._end_A = self._start_A + (spans[at, 1] - spans[at, 0])
+
+    def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
+        """Returns the gain and the tokens of the best window without tokens that are taken."""
+        num = len(self._anchors)
+        top, window, gain = 0.0, None, 0.0
+        best_MA = np.tile(floor_M[:, None], num)
+        is_free = ~taken_T[self._anchors]
+        free_A = is_free
+        most = np.maximum(self._e_MA.max(axis=1, initial=0.0) - floor_M, 0).sum()
+        for length in range(min(num, MAX_ANCHORS)):
+            last = num - length
+            best_MA = np.maximum(best_MA[:, :last], self._e_MA[:, length:])
+            cost_A = self._price * (self._end_A[length:] - self._start_A[:last])
+            if cost_A.min() >= most:
+                break
+            gain_A = best_MA.sum(axis=0) - floor_M.sum()
+            is_whole = self._run_A[length:] == self._run_A[:last]
+            free_A = free_A[:last] & is_free[length:]
+            net_A = np.where(is_whole & free_A, gain_A - cost_A, 0.0)
+            first = int(net_A.argmax())
+            if net_A[first] > top:
+                top, gain = float(net_A[first]), float(gain_A[first])
+                window = first, first + length
+        if window is None:
+            return None
+        bounds = self._anchors[window[0]], self._anchors[window[1]]
+        return gain, self._all[(self._all >= bounds[0]) & (self._all <= bounds[1])]
+
+
+class _Patches:
+    """The image patches of an item, among which the best region is searched.
+
+    Args:
+        e_MT: See `find_passages`.
+    """
+
+    def __init__(self, e_MT: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray):
+        is_patch = (spans_T2[:, 0] < 0) & ~np.isnan(extents_T6[:, 0])
+        self._patches = np.flatnonzero(is_patch & e_MT.any(axis=0))
+        self._e_MP = e_MT[:, self._patches]
+        self._extents_P6 = np.nan_to_num(extents_T6[self._patches], nan=-1.0)
+
+    def best(self, floor_M: np.ndarray) -> tuple[float, np.ndarray] | None:
+        """Returns the gain and the tokens of the best patch and of the patches around it that reach
+        half its gain.
+        """
+        gain_P = np.maximum(self._e_MP - floor_M[:, None], 0).sum(axis=0)
+        if not gain_P.any():
+            return None
+        start = int(gain_P.argmax())
+        left = gain_P >= gain_P[start] / 2
+        left &= (self._extents_P6[:, 4:] == self._extents_P6[start, 4:]).all(axis=1)
+        region, edge = [], [start]
+        left[start] = False
+        while edge:
+            region += edge
+            boxes = self._extents_P6[edge, :4]
+            near = left & np.any([_touch(self._extents_P6[:, :4], box) for box in boxes], axis=0)
+            left &= ~near
+            edge = np.flatnonzero(near).tolist()
+        gain = np.maximum(self._e_MP[:, region].max(axis=1) - floor_M, 0).sum()
+        return float(gain), self._patches[np.sort(region)]
+
+
+def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Returns which boxes share an edge with a box, or overlap it: (P,)."""
+    slack = 0.1 * (box[2:] - box[:2])
+    gaps = np.maximum(boxes_P4[:, :2] - box[2:], box[:2] - boxes_P4[:, 2:])  # by axis
+    return (gaps <= slack).all(axis=1) & (gaps <= -slack).any(axis=1)
+
+
+def _hull(
+    tokens: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, text: str
+) -> tuple[tuple[int, int], tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Returns the span of consecutive tokens, widened to whole words, and their box and times."""
+    start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
+    if start >= 0:
+        while start > 0 and text[start - 1 : start + 1].isalnum():
+            start -= 1
+        while end < len(text) and text[end - 1 : end + 1].isalnum():
+            end += 1
+        tokens = np.flatnonzero((spans_T2[:, 0] >= start) & (spans_T2[:, 1] <= end))
+    extents = extents_T6[tokens]
+    low, high = extents.min(axis=0).tolist(), extents.max(axis=0).tolist()
+    box, times = (*low[:2], *high[2:4]), (low[4], high[5])
+    box, times = (None if any(map(math.isnan, sides)) else sides for sides in (box, times))
+    return (start, end) if start >= 0 else NO_SPAN, box, times
+
+
+def highlights(passage: Passage) -> list[tuple[int, int]]:
+    """Returns the spans of a passage worth highlighting: those that contribute most of the score.
+
+    >>> marks = [Mark("the", (0, 3), 0.2), Mark("wing", (4, 8), 0.6)]
+    >>> highlights(Passage((0, 8), None, None, 0.8, tuple(marks)))
+    [(4, 8)]
+    """
+    most = max((mark.contribution for mark in passage.marks), default=0.0)
+    return [mark.span for mark in passage.marks if mark.contribution >= MIN_HIGHLIGHT * most]
 
 
 def printable(text: str) -> str:

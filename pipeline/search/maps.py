@@ -1,7 +1,7 @@
 """Similarity maps: where in an item the words of a query match, and where its score comes from.
 
-Pages and photos are lit where the words stand, videos on the frame in which the best word is to be
-seen, and what is said on the wave of the sound. A map compares each query token with each *input*
+Pages and photos are highlighted where the words stand, videos on the frame of the best passage, and
+speech on the waveform. A map compares each query token with each *input*
 token of an item, through the vector that stands for it: its own, or that of the compressed token
 whose support holds it. So a map of a compressed item shows what its few vectors still tell apart.
 """
@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,15 @@ from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
 from pipeline.index.reader import JOBS, Index, first_line, open_folder
 from pipeline.registry import SOURCES
-from pipeline.schema import Hit
-from pipeline.search.explain import NO_SPAN, outputs_of, place_of
+from pipeline.schema import Hit, Passage
+from pipeline.search.explain import (
+    NO_SPAN,
+    contributions,
+    find_passages,
+    outputs_of,
+    place_of,
+    printable,
+)
 from pipeline.search.queries import Queries
 from pipeline.search.searcher import AnyQuery, Searcher
 from pipeline.sources import NO_PREVIEW, Source, content_in
@@ -37,6 +44,8 @@ COLOUR = (255, 120, 0)
 MAX_OPACITY = 150
 #: Of the frame around what matches best, and around where a phrase stands.
 BEST_COLOUR, TRUE_COLOUR = (200, 30, 0), (0, 90, 255)
+#: Of titles and legends.
+GREY = (90, 90, 90)
 #: The longer side of a map, nearly: smaller pictures are shown so many times as large.
 LEAST_PIXELS = 448
 
@@ -58,19 +67,24 @@ class Word:
 
     Attributes:
         text: the word, or the part of it in this box; empty: a patch of a picture, no word.
+        span: Its characters in the item's text; -1 of a patch.
         box: x0 y0 x1 y1 in [0, 1] of the page, photo or frame; None if it is not to be seen.
         times: t0 t1 in seconds of the parent; None if it has no time.
         similarities: (M,) with each query token, the best of the word's tokens; NaN if no vector
             stands for them.
         credit: what the word's vectors add to the late score, summed over the query tokens; the
             words that share a vector each have all of its credit.
+        contribution: The same of the score beyond its mean, see `explain.contributions`: stop words
+            have little of it.
     """
 
     text: str
+    span: tuple[int, int]
     box: tuple[float, float, float, float] | None
     times: tuple[float, float] | None
     similarities: np.ndarray
     credit: float
+    contribution: float
 
     @property
     def is_heard(self) -> bool:
@@ -84,37 +98,72 @@ class SimilarityMap:
 
     Attributes:
         query_tokens: their texts, M of them.
+        contributions: That of each, see `explain.contributions`.
         words: in the order of the text.
         score: the late score.
+        passages: Where the query matches best, best first.
     """
 
     item_id: str
     representation: str
     query_tokens: list[str]
+    contributions: list[float]
     words: list[Word]
     score: float
+    passages: tuple[Passage, ...] = ()
 
     def values(self, query_token: int | None = None) -> np.ndarray:
-        """(W,) the similarities of one query token, or the credits for the whole query."""
+        """Returns what is drawn of each word: (W,).
+
+        It is the similarity with a query token; for the whole query the contribution to the score
+        of the item or, where it is higher, to the gain of a passage. More than the highest
+        contribution of a query token counts as that: a name of many tokens would outshine all else.
+        """
         if query_token is None:
-            return np.array([word.credit for word in self.words])
+            marks = [mark for passage in self.passages for mark in passage.marks]
+            inside = [
+                sum(m.contribution for m in marks if _overlap(m.span, word.span))
+                for word in self.words
+            ]
+            values = np.maximum([word.contribution for word in self.words], inside)
+            return np.minimum(values, max(self.contributions))
         return np.array([word.similarities[query_token] for word in self.words])
 
     def best_word(self, query_token: int | None = None) -> Word:
         """The word with the highest value, the first of equals."""
         return self.words[int(np.nanargmax(self.values(query_token)))]
 
+    def lines(self, passage: Passage) -> list[tuple[float, ...]]:
+        """Returns the boxes around the words of a passage, one per line of text."""
+        if passage.span == NO_SPAN:
+            return [passage.box]
+        lines: list[np.ndarray] = []
+        for word in self.words:
+            if word.box and _overlap(word.span, passage.span):
+                box = np.array(word.box)
+                if lines and lines[-1][1] <= (box[1] + box[3]) / 2 <= lines[-1][3]:
+                    box = np.r_[np.minimum(lines[-1], box)[:2], np.maximum(lines.pop(), box)[2:]]
+                lines.append(box)
+        return [tuple(line.tolist()) for line in lines]
+
+    def focus(self, query_token: int | None = None) -> Word | Passage:
+        """Returns what to show and frame: the best word of a query token, or the best passage."""
+        seen = [p for p in self.passages if p.box or p.times] if query_token is None else []
+        return seen[0] if seen else self.best_word(query_token)
+
     def to_json(self) -> str:
         """The map as a JSON object, for other tools."""
         words = [
             {
                 "text": word.text,
+                "span": word.span,
                 "box": word.box and [round(side, 5) for side in word.box],
                 "times": word.times and [round(side, 3) for side in word.times],
                 "similarities": [
                     None if np.isnan(s) else round(float(s), 4) for s in word.similarities
                 ],
                 "credit": round(word.credit, 4),
+                "contribution": round(word.contribution, 4),
             }
             for word in self.words
         ]
@@ -123,6 +172,8 @@ class SimilarityMap:
             "representation": self.representation,
             "score": round(self.score, 5),
             "query_tokens": self.query_tokens,
+            "contributions": [round(contribution, 4) for contribution in self.contributions],
+            "passages": [asdict(passage) for passage in self.passages],
         }
         return json.dumps({**about, "words": words}, ensure_ascii=False)
 
@@ -153,11 +204,18 @@ def similarity_map(
 
     sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])
     best_M = sim_MN.argmax(axis=1)
-    credit_N = np.bincount(best_M, weights=sim_MN.max(axis=1), minlength=len(vectors_ND))
-    credit_T = np.where(output_T < 0, 0.0, credit_N[output_T])
-    words = _words(row, about, sim_MT, credit_T)
+    contribution_M = contributions(sim_MN)
+    credit_T, contribution_T = (
+        np.where(output_T < 0, 0.0, np.bincount(best_M, parts_M, len(vectors_ND))[output_T])
+        for parts_M in (sim_MN.max(axis=1), contribution_M)
+    )
+    text = row[about.get("text", "text")][0].as_py()
+    spans_T2, extents_T6 = _positions(row, about["positions"])
+    words = _words(text, spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
+    tokens = queries.token_texts[0]
+    passages = find_passages(tokens, sim_MN, output_T, spans_T2, extents_T6, text)
     score = float(sim_MN.max(axis=1).sum())
-    return SimilarityMap(item_id, name, queries.token_texts[0], words, score)
+    return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 
 
 class Previews:
@@ -246,31 +304,33 @@ def _collections(spec: Spec) -> tuple[str, ...]:
 
 
 def light(previews: Previews, map: SimilarityMap, query_token: int | None = None) -> bytes:
-    """An item's picture with the matching words lit, as a PNG.
+    """Returns an item's image with the matching words highlighted, as a PNG.
 
-    Of a video it is the frame in which the best word is to be seen; if that is said, the wave of
-    the item's sound.
+    For a video it is the frame of the best passage or word; if that is speech, the waveform.
 
     Raises:
         SpecError: as `Previews`.
     """
-    best = map.best_word(query_token)
-    if best.is_heard:
+    focus = map.focus(query_token)
+    if focus.times and not focus.box:
         return draw_sound(*previews.sound(map.item_id), map, query_token)
-    at = None if best.times is None else best.times[0]
+    at = None if focus.times is None else focus.times[0]
     return draw(previews.picture(map.item_id, at), map, query_token)
 
 
 def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> bytes:
-    """A picture with its words lit by one query token, or by the whole query, as a PNG.
+    """Returns an image with words highlighted by one query token, or by the whole query, as a PNG.
 
-    For a query token only what is more similar than the item's middle word is lit, the most similar
-    brightest; for the whole query every word with a part in the score. Of the words of a video
-    those are lit that are to be seen together with the best one.
+    A query token highlights what is more similar than the item's median word, the whole query
+    highlights words by their contribution. Framed is the best word, or the passages, line by line.
+    Of a video only what one frame shows is drawn.
     """
-    best = map.best_word(query_token)
-    boxes = [best.box] if best.box else []
-    return _png(_lit(image, map.words, map.values(query_token), best, boxes, BEST_COLOUR))
+    focus = map.focus(query_token)
+    boxes = [focus.box] if isinstance(focus, Word) and focus.box else []
+    for passage in map.passages if query_token is None else ():
+        if passage.box and _together(passage, focus):
+            boxes += map.lines(passage)
+    return _png(_lit(image, map.words, map.values(query_token), focus, boxes, BEST_COLOUR))
 
 
 def phrase_sheet(
@@ -347,7 +407,7 @@ def _lit(
     image: bytes,
     words: Sequence[Word],
     values: np.ndarray,
-    best: Word,
+    best: Word | Passage,
     boxes: Boxes,
     frame: tuple[int, int, int],
 ) -> Image.Image:
@@ -382,6 +442,58 @@ def _png(picture: Image.Image) -> bytes:
     return png.getvalue()
 
 
+def titled(picture: bytes, map: SimilarityMap, query: str, query_token: int | None = None) -> bytes:
+    """Returns a map with a header: the query, the item and its score, and what the colour means."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    size = min(max(image.width // 60, 14), 28)
+    font, large = ImageFont.load_default(size), ImageFont.load_default(size * 5 // 4)
+    width, line, margin = max(image.width, 30 * size), size * 8 // 5, size // 2
+    values = map.values(query_token)
+    low, high = (f"{value:.2f}" for value in _scale(values))
+    if query_token is None:
+        meaning = "contribution to the score"
+        frame = "best passages" if len(map.passages) > 1 else "best passage"
+    else:
+        meaning = f'similarity with the query token "{map.query_tokens[query_token]}"'
+        frame = "best word"
+    where = f"{map.item_id} · {map.representation} · late score {map.score:.2f}"
+    rows = [(text, large, "black") for text in _wrapped(f'"{query}"', large, width - 2 * margin)]
+    rows += [(text, font, GREY) for text in _wrapped(where, font, width - 2 * margin)]
+    height = margin + len(rows) * line + 2 * line + margin
+    sheet = Image.new("RGB", (width, height + image.height), "white")
+    pen, top = ImageDraw.Draw(sheet), margin
+    for text, face, colour in rows:
+        pen.text((margin, top), text, colour, face)
+        top += line
+    left = margin
+    pen.text((left, top), low, GREY, font)
+    left += pen.textlength(low, font) + margin
+    for step in range(bar := 8 * size):
+        opacity = MAX_OPACITY / 255 * (step / bar) ** 2  # as `_strengths` has it
+        colour = tuple(round(255 + (c - 255) * opacity) for c in COLOUR)
+        pen.line((left + step, top, left + step, top + size), colour)
+    pen.rectangle((left, top, left + bar, top + size), outline=GREY)
+    pen.text((left + bar + margin, top), f"{high}   {meaning}", GREY, font)
+    top += line
+    pen.rectangle((margin, top + 2, margin + 2 * size, top + size), outline=BEST_COLOUR, width=2)
+    pen.text((margin + 3 * size, top), frame, GREY, font)
+    sheet.paste(image, (0, height))
+    pen.line((0, height - 1, width, height - 1), (200, 200, 200))
+    return _png(sheet)
+
+
+def _wrapped(text: str, font: Any, width: float) -> list[str]:
+    """Returns a text in lines no wider than `width` pixels."""
+    lines = [""]
+    for word in printable(text).split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
 def draw_sound(
     samples: np.ndarray,
     sample_rate: int,
@@ -399,18 +511,23 @@ def draw_sound(
     picture = Image.new("RGB", (width, height + foot), "white")
     pen = ImageDraw.Draw(picture)
     font = ImageFont.load_default(13)
+    labels: list[tuple[tuple[float, float], str]] = []
 
     def x(time: float) -> float:
         return (time - start) / seconds * width
 
-    best = map.best_word(query_token)
-    for word, strength in zip(map.words, _strengths(map.values(query_token)), strict=True):
+    strengths = _strengths(map.values(query_token))
+    ends = [0.0] * 3  # of what is written in each row: short words would hide one another
+    for word, strength in zip(map.words, strengths, strict=True):
         if strength > 0 and word.is_heard:
             share = MAX_OPACITY / 255 * strength
             colour = tuple(round(255 + (c - 255) * share) for c in COLOUR)
-            edge = (200, 30, 0) if word is best else None
-            pen.rectangle((x(word.times[0]), 0, x(word.times[1]), height), colour, edge, 2)
-            pen.text((x(word.times[0]) + 3, 4), word.text, "black", font)
+            left = x(word.times[0])
+            pen.rectangle((left, 0, x(word.times[1]), height), colour)
+            row = next((i for i, end in enumerate(ends) if end <= left), None)
+            if row is not None:
+                labels.append(((left + 3, 4 + 16 * row), word.text))
+                ends[row] = left + 6 + pen.textlength(word.text, font)
     columns = np.array_split(samples, width) if len(samples) >= width else [samples]
     loudest = max(float(np.abs(samples).max(initial=0)), 1e-6)
     for column, part in enumerate(columns):
@@ -420,6 +537,12 @@ def draw_sound(
     for mark in np.arange(-(-start // step) * step, start + seconds, step):
         pen.line((x(mark), height, x(mark), height + 5), "black")
         pen.text((x(mark) + 2, height + 6), f"{mark:g} s", "black", font)
+    for place in [map.focus(query_token), *(map.passages if query_token is None else ())]:
+        if place.times and not place.box:
+            sides = (x(place.times[0]), 0, x(place.times[1]), height)
+            pen.rectangle(sides, outline=BEST_COLOUR, width=2)
+    for at, text in labels:
+        pen.text(at, text, "black", font)
     png = io.BytesIO()
     picture.save(png, "PNG", optimize=True)
     return png.getvalue()
@@ -449,42 +572,60 @@ def smaller(picture: bytes) -> bytes:
     return png.getvalue()
 
 
-def write_maps(folder: str, number: int, previews: Previews, map: SimilarityMap) -> list[str]:
+def write_maps(
+    folder: str, number: int, previews: Previews, map: SimilarityMap, query: str
+) -> list[str]:
     """Writes a hit's maps: of the whole query, of each query token, and the numbers as JSON.
 
-    Words without a place, such as those of a caption, light nothing: the picture is there once. So
-    it is for a query of very many tokens, a picture.
+    Words without a location, such as those of a caption, are not highlighted: there is one map. So
+    there is for a query of very many tokens, an image.
+
+    Args:
+        query: What the maps are titled with.
 
     Returns:
         The names of the files, `<number>.png`, `<number>-<token>-<text>.png`, `<number>.json`.
     """
-    files = {f"{number}.png": light(previews, map), f"{number}.json": map.to_json()}
+    files = {
+        f"{number}.png": titled(light(previews, map), map, query),
+        f"{number}.json": map.to_json(),
+    }
     has_places = any(word.box or word.times for word in map.words)
     apart = has_places and len(map.query_tokens) <= MOST_TOKEN_MAPS
     for token, text in enumerate(map.query_tokens if apart else []):
         name = re.sub(r"\W+", "_", text)[:20]
-        files[f"{number}-{token + 1:02d}-{name}.png"] = light(previews, map, token)
+        picture = titled(light(previews, map, token), map, query, token)
+        files[f"{number}-{token + 1:02d}-{name}.png"] = picture
     for name, data in files.items():
         write_atomic(f"{folder}/{name}", data)
     return list(files)
 
 
-def _together(word: Word, best: Word) -> bool:
-    """Whether two words are to be seen at one time."""
+def _together(word: Word | Passage, best: Word | Passage) -> bool:
+    """Returns whether a frame that shows the best word or passage shows another one too."""
     if word.times is None or best.times is None:
         return word.times == best.times
     return word.times[0] <= best.times[0] <= word.times[1]
 
 
 def _strengths(values: np.ndarray) -> np.ndarray:
-    """Values -> 0 (not above the middle one) to 1 (the highest)."""
+    """Values -> 0 (not above the median) to 1 (the highest)."""
+    low, high = _scale(values)
     values = np.nan_to_num(values, nan=-np.inf)
+    if high <= low:
+        return (values == high).astype(float)
+    return np.clip((values - low) / (high - low), 0, 1) ** 2
+
+
+def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Returns whether two character ranges share a character."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _scale(values: np.ndarray) -> tuple[float, float]:
+    """Returns the values drawn in no colour and in the strongest: the median and the highest."""
     finite = values[np.isfinite(values)]
-    middle = max(float(np.median(finite)), 0.0)
-    highest = float(finite.max())
-    if highest <= middle:
-        return (values == highest).astype(float)
-    return np.clip((values - middle) / (highest - middle), 0, 1) ** 2
+    return max(float(np.median(finite)), 0.0), float(finite.max())
 
 
 def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> Any:
@@ -524,17 +665,27 @@ def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> 
     return outputs_of(row[about["support"]][0].as_py(), form, num_tokens)
 
 
-def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.ndarray) -> list[Word]:
-    """Neighbouring tokens of one place, as words; without places, those of one run of letters."""
-    positions = about["positions"]
-    text = row[about.get("text", "text")][0].as_py()
+def _positions(row: Any, positions: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the characters (T, 2) and the extents (T, 6) of an item's input tokens."""
     num_tokens = _num_tokens(row, positions)
-    is_text = positions.get("spans") in row.column_names
-    spans_T2 = np.array(row[positions["spans"]][0].as_py() if is_text else [NO_SPAN] * num_tokens)
-    extents_T6 = np.full((len(spans_T2), 6), np.nan)
-    extents = positions.get("extents")
+    spans_T2, extents_T6 = np.full((num_tokens, 2), NO_SPAN), np.full((num_tokens, 6), np.nan)
+    spans, extents = positions.get("spans"), positions.get("extents")
+    if spans in row.column_names:
+        spans_T2 = np.array(row[spans][0].as_py())
     if extents in row.column_names and row[extents].is_valid()[0].as_py():
         extents_T6 = np.array(row[extents][0].as_py(), float)
+    return spans_T2, extents_T6
+
+
+def _words(
+    text: str | None,
+    spans_T2: np.ndarray,
+    extents_T6: np.ndarray,
+    sim_MT: np.ndarray,
+    credit_T: np.ndarray,
+    contribution_T: np.ndarray,
+) -> list[Word]:
+    """Neighbouring tokens of one place, as words; without places, those of one run of letters."""
     has_place_T = ~np.isnan(extents_T6).all(axis=1)
     moves_T = (np.nan_to_num(np.diff(extents_T6, axis=0)) != 0).any(axis=1)
     moves_T |= np.isnan(extents_T6[1:]).sum(axis=1) != np.isnan(extents_T6[:-1]).sum(axis=1)
@@ -551,7 +702,7 @@ def _words(row: Any, about: dict[str, Any], sim_MT: np.ndarray, credit_T: np.nda
         first, last = spans_T2[start, 0], spans_T2[stop - 1, 1]
         found = place_of((first, last), extents_T6[start].tolist())
         box, times = (found.box, found.times) if found else (None, None)
-        credit = float(credit_T[start:stop].max())
+        credit, share = (float(each[start:stop].max()) for each in (credit_T, contribution_T))
         word = text[first:last] if first >= 0 else ""
-        words.append(Word(word, box, times, similarities, credit))
+        words.append(Word(word, (int(first), int(last)), box, times, similarities, credit, share))
     return words

@@ -318,18 +318,3 @@ def _rows(
     shift_n = torch.repeat_interleave(shift_b, lengths_b, output_size=num_tokens)
     index_n = torch.arange(num_tokens, device=starts_b.device) + shift_n
     return {name: part[index_n] for name, part in segment.parts.items()}
-
-
-def best_matches(query_MD: torch.Tensor, doc_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of one document for each query token, to explain a hit.
-
-    Returns:
-        Similarities (M,) float32 and document tokens (M,) int64, the first of equals.
-
-    >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> best_matches(query, torch.tensor([[0.5, 0.0], [-1.0, 2.0]]))
-    (tensor([0.5000, 2.0000]), tensor([0, 1]))
-    """
-    sim_MN = query_MD.float() @ doc_ND.float().T
-    index_M = sim_MN.argmax(dim=1)
-    return sim_MN.gather(1, index_M.unsqueeze(1)).squeeze(1), index_M

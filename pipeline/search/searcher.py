@@ -35,10 +35,18 @@ from pipeline.index.columns import fitted_for
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Composed, Hit, Match, Parts, Place, Reranked
+from pipeline.schema import Composed, Hit, Match, Parts, Passage, Place, Reranked
 from pipeline.search.cache import packed_column
-from pipeline.search.explain import NO_SPAN, input_tokens, merge, place_of
-from pipeline.search.maxsim import best_matches, maxsim
+from pipeline.search.explain import (
+    NO_SPAN,
+    contributions,
+    find_passages,
+    input_tokens,
+    merge,
+    outputs_of,
+    place_of,
+)
+from pipeline.search.maxsim import maxsim
 from pipeline.search.packed import PackedVectors
 from pipeline.search.queries import Queries, Unencoded, bad_query, encoded_by
 
@@ -179,7 +187,7 @@ class Searcher:
             ids: the items that can be hits; ids that are not in the index are none. With `where`
                 and `parents`, what all of them let through.
             parents: the ids of the parents whose items can be hits.
-            explain: whether hits carry `matches`, one a query token.
+            explain: whether hits carry `matches`, one per query token, and `passages`.
             rerank: a second stage, which puts its pool of the best into an order of its own.
 
         Returns:
@@ -480,7 +488,7 @@ class Searcher:
 
         Args:
             queries: what `queries` gave for the representation.
-            explain: whether hits carry `matches`.
+            explain: whether hits carry `matches` and `passages`.
         """
         name, about = self.representation(representation)
         text = about.get("text", "text")
@@ -510,10 +518,16 @@ class Searcher:
                     parts=_parts(ranking, i, len(queries.tokens[query])),
                     reranked=ranking.reranked and ranking.reranked[i],
                 )
-                if explain:
-                    inputs = self._inputs_of(row, about)
-                    matches = _matches(queries, query, vectors[i], inputs, _positions(row, about))
-                    hit = replace(hit, matches=matches)
+                if explain and len(vectors[i]):  # else it was found by its pooled vector alone
+                    inputs, positions = self._inputs_of(row, about), _positions(row, about)
+                    sim_MN = (queries.tokens[query] @ vectors[i].T).numpy()
+                    tokens = queries.token_texts[query]
+                    outputs = self._outputs_of(row, about, positions.num_tokens)
+                    hit = replace(
+                        hit,
+                        matches=_matches(tokens, sim_MN, inputs, positions),
+                        passages=positions.passages(tokens, sim_MN, outputs, hit.text),
+                    )
                 hits[-1].append(hit)
         return hits
 
@@ -528,6 +542,19 @@ class Searcher:
             return lambda token: []
         form = self.index.by_role("support")[about["support"]]["form"]
         return lambda token: input_tokens(token, support, form)
+
+    def _outputs_of(
+        self, row: dict[str, Any], about: dict[str, Any], num_tokens: int
+    ) -> np.ndarray | None:
+        """Returns the vector of each input token, or -1: (T,); None if that is not stored."""
+        if about["compressor"]["name"] == "none":
+            return np.arange(num_tokens)
+        support = row.get(about.get("support"))
+        if support is None or not num_tokens:
+            return None
+        return outputs_of(
+            support, self.index.by_role("support")[about["support"]]["form"], num_tokens
+        )
 
 
 def _are_of_one_kind(queries: Sequence[AnyQuery]) -> bool:
@@ -597,6 +624,25 @@ class _Positions:
         """The character ranges of some input tokens, merged."""
         return merge(self.spans[i] for i in tokens) if self.spans else ()
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of the item's input tokens; 0 if nothing is stored."""
+        return len(self.spans or self.extents or ())
+
+    def passages(
+        self,
+        query_tokens: Sequence[str],
+        sim_MN: np.ndarray,
+        output_T: np.ndarray | None,
+        text: str | None,
+    ) -> tuple[Passage, ...]:
+        """Returns the passages that match best, see `find_passages`."""
+        if output_T is None or not self.num_tokens:
+            return ()
+        spans = None if self.spans is None else np.array(self.spans)
+        extents = None if self.extents is None else np.array(self.extents, float)
+        return find_passages(query_tokens, sim_MN, output_T, spans, extents, text)
+
     def places(self, tokens: Sequence[int]) -> tuple[Place, ...]:
         """Where some input tokens are to be seen or heard, in the order of the text."""
         if not self.extents:
@@ -612,21 +658,19 @@ def _positions(row: dict[str, Any], about: dict[str, Any]) -> _Positions:
 
 
 def _matches(
-    queries: Queries,
-    query: int,
-    vectors_ND: torch.Tensor,
+    query_tokens: Sequence[str],
+    sim_MN: np.ndarray,
     inputs_of: Callable[[int], Sequence[int]],
     positions: _Positions,
 ) -> tuple[Match, ...]:
-    if not len(vectors_ND):  # found by its pooled vector alone
-        return ()
-    similarities, tokens = best_matches(queries.tokens[query], vectors_ND)
-    texts = queries.token_texts[query]
     matches = []
-    for text, similarity, token in zip(texts, similarities.tolist(), tokens.tolist(), strict=True):
+    best_M, contribution_M = sim_MN.argmax(axis=1).tolist(), contributions(sim_MN).tolist()
+    for text, row, token, contribution in zip(
+        query_tokens, sim_MN, best_M, contribution_M, strict=True
+    ):
         inputs = inputs_of(token)
         characters, places = positions.characters(inputs), positions.places(inputs)
-        matches.append(Match(text, similarity, token, characters, places))
+        matches.append(Match(text, float(row[token]), token, characters, places, contribution))
     return tuple(matches)
 
 

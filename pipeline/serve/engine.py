@@ -684,6 +684,7 @@ def _hit(
                 logit=stood.joint, num_cut=stood.num_cut, problem=stood.problem or None
             )
     matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
+    passages = [wire.Passage.model_validate(asdict(passage)) for passage in hit.passages]
     return wire.Hit(
         rank=rank,
         score=hit.score,
@@ -696,6 +697,7 @@ def _hit(
         first_stage=first,
         edje=joint,
         matches=matches if asked.explain else None,
+        passages=passages if asked.explain else None,
         map=wire.Map.model_validate_json(drawn.to_json()) if drawn else None,
     )
 

@@ -189,7 +189,7 @@ class SearchOptions(Request):
     rerank: Rerank | None = None
     explain: Literal["matches", "map"] | None = Field(
         None,
-        description="matches: each query token's best vector of the hit; map: each word's as well",
+        description="matches: each query token's best vector, and the passages; map: each word too",
     )
 
 
@@ -214,23 +214,56 @@ class Place(Answer):
 
 
 class Match(Answer):
-    """What one query token matched best."""
+    """The vector of a hit that a query token matched best.
+
+    Attributes:
+        similarity: the query token's term of the late score.
+        contribution: `similarity` minus the mean similarity of the query token with all vectors of
+            the hit; small for stop words.
+        document_token: number of the vector among those of the hit.
+        spans: characters of the words it stands for, in the hit's text.
+        places: locations of those words.
+    """
 
     query_token: str
     similarity: float
+    contribution: float
     document_token: int
     spans: list[tuple[int, int]]
     places: list[Place]
+
+
+class Mark(Answer):
+    """The word of a passage that a query token matches best, and its contribution there."""
+
+    query_token: str
+    span: tuple[int, int]
+    contribution: float
+
+
+class Passage(Place):
+    """A contiguous part of a hit that matches the query.
+
+    Attributes:
+        contribution: sum of the query tokens' contributions inside the passage, as far as they
+            exceed those inside the passages before it.
+        marks: at most one per query token; empty for an image region.
+    """
+
+    contribution: float
+    marks: list[Mark]
 
 
 class Word(Answer):
     """A word of a hit, and how it matches each query token; None where no vector stands for it."""
 
     text: str
+    span: tuple[int, int]
     box: tuple[float, float, float, float] | None
     times: tuple[float, float] | None
     similarities: list[float | None]
     credit: float
+    contribution: float
 
 
 class Map(Answer):
@@ -283,6 +316,7 @@ class Hit(Answer):
     first_stage: FirstStage | None = None
     edje: Joint | None = None
     matches: list[Match] | None = None
+    passages: list[Passage] | None = None
     map: Map | None = None
 
 

@@ -14,7 +14,6 @@ import pytest
 from pipeline import config, open_index
 from pipeline.index import job
 from pipeline.index.reader import Index
-from pipeline.search.explain import best_place
 from pipeline.search.maps import Previews, light, similarity_map
 from tests.conftest import ROOT
 from tests.pictures import noise, png
@@ -144,7 +143,7 @@ def test_texts_and_maps(index, folder):
         hit = searcher.search(photo, representation, k=1)[0]
         places = [place for match in hit.matches for place in match.places]
         assert places and all(place.box for place in places)  # a token of the prompt has none
-        assert best_place(hit.text, hit.matches) in (*places, None)
+        assert all(passage.box for passage in hit.passages)
         drawn = similarity_map(searcher, photo, hit.item_id, representation)
         assert drawn.score == pytest.approx(hit.score, abs=1e-3)
         assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")

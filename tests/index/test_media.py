@@ -19,9 +19,9 @@ from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.schema import Hit
-from pipeline.search.explain import best_place
 from pipeline.search.maps import Previews, light, similarity_map
 from tests.conftest import ROOT
+from tests.media import tar
 
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "of": "caption"}
@@ -70,6 +70,8 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     shutil.copy(ROOT / "jobs/data/speech/jfk.flac", folder / "sound")
     soundfile.write(folder / "sound/silence.wav", np.zeros(16_000), 16_000)
     (folder / "sound/empty.wav").touch()
+    quiet = (folder / "sound/silence.wav").read_bytes()
+    (folder / "sound/x.tar").write_bytes(tar([("quiet.wav", quiet)]))
     return sources_of(folder)
 
 
@@ -90,8 +92,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def uri(cluster, folder) -> Path:
     progress, said = run(folder / "index", write_corpus(folder), "transcript", FULL, CAPTION)
-    assert (progress.listed, progress.indexed) == (11, 5)
-    assert said[-1].startswith("listed 11 = indexed 5 (5 new")
+    assert (progress.listed, progress.indexed) == (12, 5)
+    assert said[-1].startswith("listed 12 = indexed 5 (5 new")
     assert progress.seconds["prepare"] > progress.seconds["encode"]
     return folder / "index"
 
@@ -108,29 +110,34 @@ def test_what_cannot_be_indexed_says_why(uri):
         "cut.mp4": "damaged video",
         "silence.wav#t=0,1": NOTHING,
         "empty.wav": "empty file",
+        "quiet#t=0,1": NOTHING,
     }
+    details = {r["item_id"]: r["detail"] for r in Index(str(uri)).rejects().to_pylist()}
+    assert (details["quiet#t=0,1"], details["silence.wav#t=0,1"]) == ("file x.tar", "")
 
 
 def test_what_has_nothing_is_not_recognised_again(uri, folder):
     progress, said = run(uri, sources_of(folder), "transcript", FULL, CAPTION)
-    assert (progress.to_do, progress.commits, progress.rejected_before) == (0, 0, 6)
-    assert said[-1].startswith("listed 11 = indexed 5 (0 new")
+    assert (progress.to_do, progress.commits, progress.rejected_before) == (0, 0, 7)
+    assert said[-1].startswith("listed 12 = indexed 5 (0 new")
 
 
 def test_a_spoken_phrase_is_found_with_its_time(uri):
     hit = first(uri, "what you can do for your country")
     assert hit.item_id == "jfk.flac#t=0,11"
-    place = best_place(hit.text, hit.matches)
-    assert place.box is None and 5 < place.times[0] < place.times[1] < 11
+    place = hit.passages[0]  # one clause of the sentence, the one in which "country" was recognised
+    assert hit.text[slice(*place.span)] == "what your country can do for you"
+    assert place.box is None and place.times == pytest.approx((5.4, 7.7), abs=0.2)
     # The same words in the talk, which begin five seconds in: the times are those of the file.
     hit = first(uri, "what you can do for your country", where="source = 'clips'")
     assert hit.item_id == "talk.mp4#t=10,20"
-    assert 10 < best_place(hit.text, hit.matches).times[0] < 16
+    assert hit.text[slice(*hit.passages[0].span)] == "what you can do for your country"
+    assert hit.passages[0].times == pytest.approx((13.5, 15.5), abs=0.2)
 
 
 def test_text_on_a_screen_is_found_with_its_frame(uri):
     hit = first(uri, "wildlife criterion for otters and ospreys", where="source = 'clips'")
-    place = best_place(hit.text, hit.matches)
+    place = hit.passages[0]
     assert hit.item_id == "talk.mp4#t=10,20"
     assert 14 <= place.times[0] <= 18 and place.times[1] == 20  # shown from 15 to 20 seconds
     assert 0 < place.box[0] < place.box[2] < 1
@@ -138,7 +145,7 @@ def test_text_on_a_screen_is_found_with_its_frame(uri):
 
 def test_a_sign_in_a_photo_is_found_with_its_box(uri):
     hit = first(uri, "the road is closed", where="source = 'photos'")
-    place = best_place(hit.text, hit.matches)
+    place = hit.passages[0]
     assert (hit.item_id, hit.text, place.times) == ("sign.png", "road closed", None)
     assert place.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
 
@@ -224,7 +231,7 @@ def test_scanned_pages_of_an_index_without_ocr_are_read_later(cluster, tmp_path)
     assert rejects(tmp_path / "index") == {}
     hit = first(tmp_path / "index", "the port of Lisbon")
     assert (hit.item_id, hit.text) == ("scan.pdf#page=1", "harbour\nof Lisbon")
-    place = best_place(hit.text, hit.matches)
+    place = hit.passages[0]
     assert place.times is None and 0 < place.box[1] < 0.6
     row = Index(str(tmp_path / "index")).items([hit.item_id], ["minilm_pooled"]).to_pylist()[0]
     assert row["minilm_pooled"] is not None

@@ -174,7 +174,7 @@ def test_hits_as_json(index_uri, query_file, capsys):
     command = ["-k", "2", "--score", "hybrid", "--weights", "1", "0.5", "--json"]
     search.main([index_uri, "--queries", query_file, *command])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    every = open_index(index_uri).search(list(TEXTS.values()), explain=False, **how)
+    every = open_index(index_uri).search(list(TEXTS.values()), **how)
     expected = [
         {"query_id": query_id, **asdict(hit)}
         for query_id, hits in zip(TEXTS, every, strict=True)
@@ -185,6 +185,10 @@ def test_hits_as_json(index_uri, query_file, capsys):
         parts = row["parts"]
         assert row["score"] == pytest.approx(parts["single"] + 0.5 * parts["late_mean"], abs=1e-6)
         assert parts["late"] > parts["late_mean"] > 0
+        assert sum(m["similarity"] for m in row["matches"]) == pytest.approx(
+            parts["late"], abs=1e-4
+        )
+        assert row["matches"][0]["spans"] and row["passages"][0]["marks"]
 
 
 def test_parts_of_a_hybrid_score_are_shown(index_uri, capsys):

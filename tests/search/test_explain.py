@@ -1,9 +1,10 @@
-"""Snippets and the way from a vector back to characters."""
+"""Snippets, passages, and the way from a vector back to characters."""
 
+import numpy as np
 import pytest
 
-from pipeline.schema import Match, Place
-from pipeline.search.explain import best_place, input_tokens, merge, snippet
+from pipeline.schema import Passage
+from pipeline.search.explain import NO_SPAN, find_passages, input_tokens, merge, snippet
 
 TEXT = "The lift of a wing in a propeller slipstream was measured at low speed."
 
@@ -54,35 +55,150 @@ def test_empty_text():
     assert snippet("", [(0, 3)]) == ""
 
 
-SCREEN = "road closed today"  # words shown from 2 to 6 seconds, the last one later
-SPOKEN = "the road is closed"
-PLACES = {
-    "road": Place((0, 4), (0.1, 0.2, 0.3, 0.4), (2.0, 6.0)),
-    "closed": Place((5, 11), (0.4, 0.2, 0.6, 0.5), (2.0, 6.0)),
-    "today": Place((12, 17), (0.0, 0.8, 0.2, 0.9), (8.0, 9.0)),
-    "heard road": Place((23, 27), None, (4.5, 4.9)),
-    "heard closed": Place((31, 37), None, (5.2, 5.8)),
-}
+# -- passages --------------------------------------------------------------------------------
+
+#: A screen from 2 to 6 seconds, another one from 8 to 9, and speech.
+WORDS = [
+    ("road", (0.1, 0.2, 0.3, 0.4, 2.0, 6.0)),
+    ("closed", (0.4, 0.2, 0.6, 0.5, 2.0, 6.0)),
+    ("today", (0.0, 0.8, 0.2, 0.9, 8.0, 9.0)),
+    *(
+        (word, (*[np.nan] * 4, 4.0 + i / 2, 4.4 + i / 2))
+        for i, word in enumerate(["the", "road", "is", "closed"])
+    ),
+]
+TEXT_OF_WORDS = " ".join(word for word, _ in WORDS)
 
 
-def where(*names: str) -> Place | None:
-    matches = [Match(n, 1.0, i, (PLACES[n].span,), (PLACES[n],)) for i, n in enumerate(names)]
-    return best_place(f"{SCREEN}\n\n{SPOKEN}", matches)
+def layout(words: list[tuple[str, tuple[float, ...]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the characters and the extents of words that stand one behind the other."""
+    starts = np.cumsum([0, *(len(word) + 1 for word, _ in words)])[:-1]
+    spans = np.array(
+        [(start, start + len(word)) for start, (word, _) in zip(starts, words, strict=True)]
+    )
+    return spans, np.array([extent for _, extent in words], float)
 
 
-def test_the_place_of_what_is_shown_is_a_frame_and_a_box_around_its_words():
-    assert where("road", "closed") == Place((0, 11), (0.1, 0.2, 0.6, 0.5), (2.0, 6.0))
+def passages(
+    sims: dict[str, dict[int, float]], words=WORDS, base: float = 0.1
+) -> tuple[Passage, ...]:
+    """Finds passages; `sims` has, by query token, its similarity with some words."""
+    sim_MN = np.full((len(sims), len(words)), base)
+    for row, of_words in zip(sim_MN, sims.values(), strict=True):
+        for word, similarity in of_words.items():
+            row[word] = similarity
+    text = " ".join(word for word, _ in words)
+    return find_passages(list(sims), sim_MN, np.arange(len(words)), *layout(words), text)
 
 
-def test_of_several_frames_the_one_with_most_words_counts():
-    assert where("road", "today", "closed") == where("road", "closed")
+def test_what_is_shown_together_is_a_frame_and_a_box_around_its_words():
+    (passage,) = passages({"road": {0: 0.9}, "closed": {1: 0.8}})
+    assert passage.span == (0, 11) and TEXT_OF_WORDS[0:11] == "road closed"
+    assert (passage.box, passage.times) == ((0.1, 0.2, 0.6, 0.5), (2.0, 6.0))
+    assert [(mark.query_token, mark.span) for mark in passage.marks] == [
+        ("road", (0, 4)),
+        ("closed", (5, 11)),
+    ]
+    # The equations: each similarity minus the mean of its row.
+    expected = sum(s - (s + 6 * 0.1) / 7 for s in (0.9, 0.8))
+    assert passage.contribution == pytest.approx(expected)
 
 
-def test_the_place_of_what_is_said_goes_from_the_first_word_to_the_last():
-    spoken = Place((23, 37), None, (4.5, 5.8))
-    assert where("heard road", "heard closed") == where("today", *list(PLACES)[3:]) == spoken
+def test_frames_and_speech_are_passages_of_their_own():
+    shown, today = passages({"road": {0: 0.9}, "closed": {1: 0.8}, "today": {2: 0.8}})
+    assert (shown.span, today.span) == ((0, 11), (12, 17))
+    heard, later = passages({"road": {4: 0.9}, "closed": {6: 0.8}, "today": {2: 0.7}})
+    assert (heard.box, heard.times) == (None, (4.5, 5.9)) and later.span == today.span
 
 
-def test_words_without_a_place_have_none():
-    assert best_place("a wing", [Match("wing", 1.0, 0, ((2, 6),))]) is None
-    assert best_place("a wing", []) is None
+def test_where_words_stand_twice_the_passage_that_has_more_of_them_counts():
+    (heard,) = passages({"the": {3: 0.6}, "road": {0: 0.9, 4: 0.85}, "closed": {1: 0.8, 6: 0.78}})
+    assert heard.times == (4.0, 5.9)
+
+
+def speech(num_words: int) -> list[tuple[str, tuple[float, ...]]]:
+    """Returns words of 0.4 seconds each, two per second."""
+    return [(f"word{i:03}", (*[np.nan] * 4, i / 2, i / 2 + 0.4)) for i in range(num_words)]
+
+
+def test_a_stop_word_does_not_stretch_a_span():
+    """A word that matches about everything matches best far away."""
+    words = speech(60)
+    sims = {"ask": {40: 0.9}, "your": {41: 0.85}, "country": {42: 0.9}}
+    (passage,) = passages({**sims, "the": {i: 0.6 for i in range(60)} | {3: 0.75}}, words)
+    assert passage.times == (20.0, 21.4)
+    # Nor does one that matches nothing else; it is less than a passage.
+    (passage,) = passages({**sims, "the": {3: 0.4}}, words)
+    assert passage.times == (20.0, 21.4)
+
+
+def test_a_pause_counts_as_the_words_that_fit_into_it():
+    words = speech(6)
+    gap = [
+        (word, (*extent[:4], *np.add(extent[4:], 30.0 * (i > 2))))
+        for i, (word, extent) in enumerate(words)
+    ]
+    sims = {"a": {1: 0.9}, "b": {2: 0.9}, "c": {3: 0.9}}
+    assert [p.times for p in passages(sims, words)] == [(0.5, 1.9)]
+    assert [p.times for p in passages(sims, gap)] == [(0.5, 1.4), (31.5, 31.9)]
+
+
+def test_a_box_does_not_reach_over_two_columns():
+    column = [
+        (f"w{i}", (x, y, x + 0.1, y + 0.02, *[np.nan] * 2))
+        for i, (x, y) in enumerate([(0.1, 0.1), (0.1, 0.13), (0.1, 0.9), (0.6, 0.1), (0.6, 0.13)])
+    ]
+    first, second = passages({"a": {2: 0.9}, "b": {3: 0.9}, "c": {4: 0.9}}, column)
+    assert first.box == (0.6, 0.1, 0.7, 0.15) and second.box == (0.1, 0.9, 0.2, 0.92)
+
+
+def test_a_region_of_patches():
+    """Adjacent patches that reach half the best one's gain, and no others."""
+    grid = [
+        (x / 4, y / 4, (x + 1) / 4, (y + 1) / 4, np.nan, np.nan) for y in range(4) for x in range(4)
+    ]
+    sim_MN = np.full((1, 16), 0.1)
+    sim_MN[0, [5, 6, 15]] = 0.9, 0.8, 0.85
+    (passage,) = find_passages(["#0"], sim_MN, np.arange(16), None, np.array(grid), None)
+    assert passage.box == (0.25, 0.25, 0.75, 0.5)
+    assert (passage.span, passage.times, passage.marks) == (NO_SPAN, None, ())
+
+
+def test_an_image_with_text_has_regions_and_windows():
+    """The window that the region beats at first follows it."""
+    spans = np.array([(-1, -1), (0, 4), (5, 9)])
+    extents = np.array([(0.0, 0.0, 0.5, 0.5, *[np.nan] * 2), *[(np.nan,) * 6] * 2])
+    sim_MN = np.array([[0.9, 0.1, 0.1], [0.1, 0.1, 0.8]])
+    region, window = find_passages(["a", "b"], sim_MN, np.arange(3), spans, extents, "text more")
+    assert (region.box, region.span) == ((0.0, 0.0, 0.5, 0.5), NO_SPAN)
+    assert (window.box, window.span) == (None, (5, 9))
+
+
+def test_a_passage_is_of_whole_words():
+    spans, text = np.array([(0, 5), (5, 10), (11, 15)]), "slipstream wing"
+    sim_MN = np.array([[0.1, 0.9, 0.1]])
+    (passage,) = find_passages(["tream"], sim_MN, np.arange(3), spans, None, text)
+    assert passage.span == (0, 10) and passage.marks[0].span == (5, 10)
+
+
+def test_a_compressed_item_has_the_words_its_vectors_stand_for():
+    spans, _ = layout(words := speech(5))
+    text = " ".join(word for word, _ in words)
+    sim_MN, outputs = np.array([[0.1, 0.9], [0.1, 0.8]]), np.array([0, 0, 1, 1, -1])
+    (passage,) = find_passages(["a", "b"], sim_MN, outputs, spans, None, text)
+    assert text[slice(*passage.span)] == "word002"
+
+
+@pytest.mark.parametrize("sim_MN", [np.array([[0.9]]), np.zeros((2, 3))])
+def test_nothing_tells_one_part_from_another(sim_MN):
+    spans, extents = layout(speech(3))
+    outputs = np.arange(3) % sim_MN.shape[1]
+    assert find_passages(["a", "b"], sim_MN, outputs, spans, extents, "word000 word001") == ()
+    assert find_passages(["a", "b"], sim_MN, outputs, None, None, None) == ()
+
+
+def test_the_only_token_of_an_item_is_its_passage():
+    (passage,) = find_passages(
+        ["a"], np.array([[0.5]]), np.arange(1), np.array([(0, 6)]), None, "detour"
+    )
+    assert passage.span == (0, 6)

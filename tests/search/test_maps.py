@@ -14,7 +14,7 @@ from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
-from pipeline.search.maps import Previews, draw, similarity_map
+from pipeline.search.maps import Previews, draw, light, similarity_map, titled
 from tests.pdfs import Page, pdf
 
 #: 200 x 100 points, the words 6 points a letter: every box is known.
@@ -62,7 +62,12 @@ def test_the_credits_are_the_score(uri):
     map = similarity_map(searcher, "fresh fish in Lisbon", "a.pdf#page=1")
     (hit,) = searcher.search("fresh fish in Lisbon", "full", k=1)
     assert map.score == pytest.approx(hit.score, abs=1e-4)
-    assert map.values().sum() == pytest.approx(map.score, abs=1e-4)  # a word a credit: no sharing
+    # A word a credit: no sharing.
+    assert sum(word.credit for word in map.words) == pytest.approx(map.score, abs=1e-4)
+    contributions = sum(match.contribution for match in hit.matches)
+    total = sum(word.contribution for word in map.words)
+    assert total == pytest.approx(contributions, abs=1e-4) and 0 < total < map.score
+    assert map.passages == pytest.approx(hit.passages)
 
 
 @pytest.mark.parametrize("representation", ["hpool_8", "samer_8", "random_8"])
@@ -93,6 +98,29 @@ def test_the_picture_is_lit_where_the_word_is(uri):
     assert change[y1 + 40 :].mean() < 30
 
 
+def test_a_saved_map_has_a_header(uri):
+    searcher = open_index(uri)
+    map = similarity_map(searcher, "the harbour of Lisbon", "a.pdf#page=1")
+    bare = light(Previews(searcher.index), map)
+    for token in (None, 1):
+        whole = Image.open(io.BytesIO(titled(bare, map, "the harbour of Lisbon " * 9, token)))
+        header = np.asarray(whole.convert("RGB")).astype(int)[: whole.height - 200]
+        assert (whole.width, len(header) > 100) == (420, True)
+        assert (header.sum(axis=2) < 150).sum() > 1000  # the query, in several lines
+        assert ((header[..., 0] - header[..., 2]) > 90).any()  # the colour scale
+
+
+def test_a_stop_word_is_hardly_highlighted(uri):
+    """It matches its like as well as a rare word does, and contributes less."""
+    map = similarity_map(open_index(uri), "the harbour of Lisbon", "a.pdf#page=1")
+    words = {word.text: word for word in map.words}
+    assert words["of"].credit > 0.75 * words["harbour"].credit
+    assert words["of"].contribution < 0.75 * words["harbour"].contribution
+    (line,) = map.lines(map.passages[0])
+    assert line[0] == pytest.approx(20 / 200, abs=0.02)  # the first line, as a whole
+    assert line[2] == pytest.approx((20 + 21 * 6) / 200, abs=0.02)
+
+
 def test_maps_from_the_command_line(uri, tmp_path, capsys):
     out = tmp_path / "maps"
     search.main([uri, "fish", "--k", "1", "--where", "modality = 'page'", "--save-maps", str(out)])
@@ -101,6 +129,7 @@ def test_maps_from_the_command_line(uri, tmp_path, capsys):
     stored = json.loads((out / "1.json").read_text())
     assert stored["item_id"] == "a.pdf#page=1"
     best = max(stored["words"], key=lambda word: word["similarities"][0])
+    assert stored["passages"][0]["marks"][0]["query_token"] == "fish"
     assert best["text"] == "fish" and best["credit"] == pytest.approx(stored["score"], abs=1e-3)
 
 

@@ -109,6 +109,11 @@ def test_explanations(client, searcher, index):
             )
             assert match.spans == list(other.spans)
             assert match.similarity == pytest.approx(other.similarity, abs=1e-5)
+            assert match.contribution == pytest.approx(other.contribution, abs=1e-5)
+        for passage, other in zip(hit.passages, expected.passages, strict=True):
+            assert (passage.span, passage.box, passage.times) == (other.span, None, None)
+            assert passage.contribution == pytest.approx(other.contribution, abs=1e-4)
+            assert [mark.span for mark in passage.marks] == [mark.span for mark in other.marks]
     hit = client.search(query, index=index, explain="map", **how).hits[0]
     drawn = wire.Map.model_validate_json(
         similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()
@@ -117,7 +122,8 @@ def test_explanations(client, searcher, index):
     for word, expected in zip(hit.map.words, drawn.words, strict=True):
         assert (word.text, word.box, word.times) == (expected.text, None, None)
         assert word.similarities == pytest.approx(expected.similarities, abs=2e-4)
-    assert client.search(query, index=index).hits[0].matches is None
+    hit = client.search(query, index=index).hits[0]
+    assert hit.matches is None and hit.passages is None
 
 
 @pytest.mark.parametrize("index", SHARDED)

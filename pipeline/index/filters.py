@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import lance
 import pyarrow as pa
 
 from pipeline.config import SpecError
@@ -98,6 +99,19 @@ def filtering(index: Index, where: str | None) -> Iterator[None]:
             if where is None or "Error applying filter" not in str(error):
                 raise
             raise _unusable(where, error) from None
+
+
+def matching_ids(
+    index: Index, where: str, fragments: Sequence[lance.LanceFragment] | None = None
+) -> pa.ChunkedArray:
+    """Returns the ids of the items that a filter lets through, of some fragments or of all.
+
+    Raises:
+        SpecError: As `filtering`.
+    """
+    with filtering(index, where):
+        scanner = index.dataset.scanner(columns=["item_id"], filter=where, fragments=fragments)
+        return scanner.to_table()["item_id"]
 
 
 def _unusable(where: str, error: Exception) -> SpecError:

@@ -369,6 +369,18 @@ class Index:
         return None if lease is None or lease.is_free(time.time()) else lease
 
 
+def open_edition(uri: str, edition: Edition) -> Index:
+    """Opens a version of an index.
+
+    Raises:
+        SpecError: It is not there any more; another index may be in its place.
+    """
+    index = Index(uri, edition.version)
+    if index.edition != edition:
+        raise SpecError("index", uri, "the index that is served", "is another one now")
+    return index
+
+
 def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[str]:
     """The names of a fragment's data files that hold any of the fields, which never change."""
     wanted = set(field_ids)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import fitted_for
-from pipeline.index.filters import filtering
+from pipeline.index.filters import matching_ids
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Composed, Hit, Match, Parts, Passage, Place, Reranked
@@ -53,6 +53,7 @@ from pipeline.search.queries import Queries, Unencoded, bad_query, encoded_by
 if TYPE_CHECKING:  # it needs transformers, and a search without it does not
     from pipeline.search.rerank import Reranker
 
+T = TypeVar("T")
 AnyQuery = Unencoded | np.ndarray
 AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
 Score = Literal["late", "single", "hybrid"]
@@ -69,6 +70,11 @@ ID_COLUMNS = {"ids": "item_id", "parents": "parent_id"}
 QUERY_BATCH = 64
 #: Filters whose items are known: 8 bytes an item each.
 KEPT_FILTERS = 16
+#: Pairs of a query token and a vector that are scored between two pauses of `rank_in_slices`:
+#: 0.15 s for 128 dimensions in float32 on two cores.
+SLICE_PAIRS = 1 << 27
+#: Hits that are described between two pauses of `hits_in_slices`.
+SLICE_HITS = 64
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,27 @@ class Searcher:
         rows, queries = self._rows(where, ids, parents), self.queries(queries, name)
         return self._rank(queries, name, about, k, score, weights, group_by, rows)
 
+    def rank_in_slices(
+        self,
+        queries: Queries,
+        representation: str,
+        *,
+        rows: np.ndarray | None,
+        k: int,
+        score: Score = "late",
+        weights: Weights = EQUAL,
+        group_by: Literal["parent"] | None = None,
+    ) -> Generator[None, None, list[Ranking]]:
+        """Ranks as `rank` does, and yields after each fraction of a second's work.
+
+        Args:
+            queries: What `transformed` returned for the representation.
+            rows: Ascending positions of the items that can be hits; None for all.
+        """
+        name, about = self.representation(representation)
+        arguments = name, about, k, score, weights, group_by, rows
+        return (yield from self._rank_in_slices(queries, *arguments, slice_pairs=SLICE_PAIRS))
+
     def num_items(
         self,
         *,
@@ -337,6 +364,11 @@ class Searcher:
         for column in _columns(name, about, score):
             self._vectors(column)
 
+    def has_loaded(self, representation: str, score: Score = "late") -> bool:
+        """Returns whether `load` has nothing to do."""
+        name, about = self.representation(representation)
+        return all(column in self._packed for column in _columns(name, about, score))
+
     def packed(self, representation: str | None = None) -> PackedVectors:
         """The vectors of a representation, for what looks at them otherwise than by a score."""
         return self._vectors(self.representation(representation)[0])
@@ -352,12 +384,32 @@ class Searcher:
         group_by: str | None,
         rows: np.ndarray | None,
     ) -> list[Ranking]:
+        return _finished(
+            self._rank_in_slices(queries, name, about, k, score, weights, group_by, rows)
+        )
+
+    def _rank_in_slices(
+        self,
+        queries: Queries,
+        name: str,
+        about: dict[str, Any],
+        k: int,
+        score: str,
+        weights: Weights,
+        group_by: str | None,
+        rows: np.ndarray | None,
+        slice_pairs: int | None = None,
+    ) -> Generator[None, None, list[Ranking]]:
         check_options(queries, about, k, score, weights, group_by)
         parents = self._parents if group_by else None
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
+            if first:
+                yield
             batch = slice(first, first + QUERY_BATCH)
-            scores = self._scores(queries, batch, name, about, score, weights, rows)
+            scores = yield from self._scores(
+                queries, batch, name, about, score, weights, rows, slice_pairs
+            )
             for query, total in enumerate(scores.total):
                 best = top_rows(total, rows, self._order, k, parents)
                 rankings.append(self._ranking(best, scores.of(query), rows))
@@ -372,17 +424,18 @@ class Searcher:
         score: str,
         weights: Weights,
         rows: np.ndarray | None,
-    ) -> _Scores:
+        slice_pairs: int | None,
+    ) -> Generator[None, None, _Scores]:
         """Scores the queries of a batch; -inf where an item lacks what the score needs."""
         items = None if rows is None else torch.from_numpy(rows)
         tokens = queries.tokens[batch]
         late = single = None
         if score in ("late", "hybrid"):
-            late = maxsim(tokens, self._vectors(name), rows=items).cpu()
+            late = yield from _maxsim(tokens, self._vectors(name), items, slice_pairs)
         if score in ("single", "hybrid"):
             # One vector each: MaxSim of a one-token query with a one-token item.
-            pooled = self._vectors(about["pooled"])
-            single = maxsim(list(queries.pooled[batch].unsqueeze(1)), pooled, rows=items).cpu()
+            pooled, ones = self._vectors(about["pooled"]), queries.pooled[batch].unsqueeze(1)
+            single = yield from _maxsim(list(ones), pooled, items, slice_pairs)
         if score == "hybrid":
             mean = late / torch.tensor([[max(len(query), 1)] for query in tokens])
             total = weights[0] * single + weights[1] * mean
@@ -433,7 +486,15 @@ class Searcher:
         parents: Collection[str] | None,
     ) -> np.ndarray | None:
         """The ascending positions of the items that can be hits; None for all."""
-        rows = self._rows_where(where)
+        return self.restricted(self._rows_where(where), ids, parents)
+
+    def restricted(
+        self,
+        rows: np.ndarray | None,
+        ids: Collection[str] | None,
+        parents: Collection[str] | None,
+    ) -> np.ndarray | None:
+        """Returns those of ascending positions (None: all) that lists of ids let through."""
         for field, named in (("ids", ids), ("parents", parents)):
             if named is not None:
                 own = pc.is_in(self._ids[ID_COLUMNS[field]], value_set=_id_array(field, named))
@@ -447,16 +508,24 @@ class Searcher:
             return None
         if isinstance(where, str) and where in self._filtered:  # the version does not change
             return self._filtered[where]
-        with filtering(self.index, where):
-            scanner = self.index.dataset.scanner(
-                columns=["item_id"], filter=where, fragments=self._fragments
-            )
-            through = scanner.to_table()["item_id"]
-        let_through = pc.is_in(self._ids["item_id"], value_set=through)
+        return self.remember_filter(where, matching_ids(self.index, where, self._fragments))
+
+    def filtered(self, where: str) -> np.ndarray | None:
+        """Returns the positions of the items that a filter lets through, if they are known."""
+        return self._filtered.get(where)
+
+    def remember_filter(self, where: str, item_ids: pa.ChunkedArray) -> np.ndarray:
+        """Returns the ascending positions of the items that a filter lets through, and keeps them.
+
+        Args:
+            item_ids: What `matching_ids` returned for the filter.
+        """
+        let_through = pc.is_in(self._ids["item_id"], value_set=item_ids)
+        rows = np.flatnonzero(let_through.to_numpy())
         while len(self._filtered) >= KEPT_FILTERS:
-            del self._filtered[next(iter(self._filtered))]
-        self._filtered[where] = np.flatnonzero(let_through.to_numpy())
-        return self._filtered[where]
+            self._filtered.pop(next(iter(self._filtered)), None)
+        self._filtered[where] = rows
+        return rows
 
     def _vectors(self, column: str) -> PackedVectors:
         """The vectors of a representation, or of the pooled ones, opened once."""
@@ -490,6 +559,17 @@ class Searcher:
             queries: what `queries` gave for the representation.
             explain: whether hits carry `matches` and `passages`.
         """
+        return _finished(self.hits_in_slices(rankings, queries, representation, explain=explain))
+
+    def hits_in_slices(
+        self,
+        rankings: Sequence[Ranking],
+        queries: Queries,
+        representation: str,
+        *,
+        explain: bool = True,
+    ) -> Generator[None, None, list[list[Hit]]]:
+        """Describes as `hits` does, and yields after each fraction of a second's work."""
         name, about = self.representation(representation)
         text = about.get("text", "text")
         wanted = ["title", text, "span"]
@@ -501,11 +581,14 @@ class Searcher:
         found = self.index.items(item_ids, there) if item_ids else pa.table({"item_id": []})
         stored = {row["item_id"]: row for row in found.to_pylist()}
 
-        hits = []
+        hits, num_described = [], 0
         for query, ranking in enumerate(rankings):
             vectors = self._items(name, ranking.rows) if explain else []
             hits.append([])
             for i, item_id in enumerate(ranking.item_ids):
+                if num_described and num_described % SLICE_HITS == 0:
+                    yield
+                num_described += 1
                 row = stored[item_id]
                 hit = Hit(
                     rank=i + 1,
@@ -555,6 +638,36 @@ class Searcher:
         return outputs_of(
             support, self.index.by_role("support")[about["support"]]["form"], num_tokens
         )
+
+
+def _finished(slices: Generator[None, None, T]) -> T:
+    """The result of work that is done in slices, all at once."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _maxsim(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    rows: torch.Tensor | None,
+    slice_pairs: int | None,
+) -> Generator[None, None, torch.Tensor]:
+    """Scores (Q, R) of some items; pauses after about `slice_pairs` pairs."""
+    num_rows = len(packed) if rows is None else len(rows)
+    pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
+    size = num_rows if slice_pairs is None else max(1, int(slice_pairs / max(pairs, 1)))
+    if num_rows <= size:
+        return maxsim(queries, packed, rows=rows).cpu()
+    rows = torch.arange(num_rows) if rows is None else rows
+    parts = []
+    for some in rows.split(size):
+        if parts:
+            yield
+        parts.append(maxsim(queries, packed, rows=some).cpu())
+    return torch.cat(parts, dim=1)
 
 
 def _are_of_one_kind(queries: Sequence[AnyQuery]) -> bool:

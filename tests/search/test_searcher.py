@@ -94,6 +94,33 @@ def test_vectors_and_encoded_queries_equal_texts(searcher, encoder):
     assert [ranking.item_ids for ranking in searcher.rank(encoded, k=4)] == by_text
 
 
+@pytest.mark.parametrize("score", ["late", "hybrid"])
+def test_slices_give_equal_results(searcher, monkeypatch, score):
+    """Bit for bit, wherever the work pauses."""
+    texts = ["lift of a wing", "heat", "crust of the bread"]
+    queries, rows = searcher.queries(texts, "full"), np.array([0, 2, 3, 5])
+    for chosen in (None, rows):
+        whole = searcher.rank_in_slices(queries, "full", rows=chosen, k=5, score=score)
+        with pytest.raises(StopIteration) as expected:
+            next(whole)  # a small index needs no pause
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeline.search.searcher.SLICE_PAIRS", 200)
+            pauses, slices = (
+                0,
+                searcher.rank_in_slices(queries, "full", rows=chosen, k=5, score=score),
+            )
+            while True:
+                try:
+                    next(slices)
+                except StopIteration as stop:
+                    found = stop.value
+                    break
+                pauses += 1
+        assert pauses >= 3
+        for ranking, other in zip(found, expected.value.value, strict=True):
+            assert (ranking.item_ids, ranking.scores) == (other.item_ids, other.scores)
+
+
 def test_group_by_parent_takes_the_best_part(searcher, texts):
     every = searcher.search("a wing in a slipstream", k=100)
     parents = list(dict.fromkeys(hit.parent_id for hit in every))

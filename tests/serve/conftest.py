@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return 0.0 if fields[0] == "Z" else sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(process: int | str = "self") -> set[int]:
+    """The processes that a process has started."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text().split()}
 
 
 def write_keys(path: Path, keys: dict[str, dict[str, Any]]) -> None:

@@ -152,9 +152,9 @@ def _check_indexes(settings: ServeSpec) -> None:
 
 def be_lean() -> None:
     """Sets what Ray Serve reads when a cluster is started here, unless it is set already."""
-    from pipeline.serve.settings import LEAN
+    from pipeline.serve.settings import FRONT, LEAN
 
-    for name, value in LEAN.items():
+    for name, value in (LEAN | FRONT).items():
         os.environ.setdefault(name, value)
 
 

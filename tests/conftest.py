@@ -27,10 +27,13 @@ from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, metadata_of, with_metadata
+from pipeline.serve.settings import FRONT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+os.environ |= FRONT  # before a test imports Ray Serve, or starts a cluster
+os.environ["MAXRAY_HEADER_SECONDS"] = "2"
 
 torch.set_num_threads(1)  # many small operations: threads that wait for each other cost more
 

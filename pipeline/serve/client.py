@@ -4,10 +4,10 @@
         for hit in client.search("a question", k=5).hits:
             print(hit.score, hit.item_id)
 
-What failed for a moment is asked again: a connection that broke, 429, 502 to 504, and a 500 that is
-not the server's own, after what its `Retry-After` says or a growing while, for half a minute in all
-(a replica that died takes some seconds to start). Searches change nothing and may be sent
-twice; an evaluation carries a key by which the server knows it again.
+What failed for a moment is asked again: a connection that was refused or broke, 429, 502 to 504,
+and a 500 that is not the server's own, after what its `Retry-After` says or a growing while, for
+half a minute in all (a proxy or replica that died takes some seconds to start). Searches change
+nothing and may be sent twice; an evaluation carries a key by which the server knows it again.
 """
 
 from __future__ import annotations

@@ -19,6 +19,12 @@ LEAN = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
 }
+#: What Ray Serve's proxies read when they start: see `pipeline.serve.front`. A proxy is started
+#: again after three failed health checks, which Ray would make every ten seconds.
+FRONT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serve.front:middlewares",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+}
 #: Names that stand in URLs, in metrics and in the names of deployments.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -32,8 +38,9 @@ class Scale(Spec):
         target_ongoing: requests under way in a replica beyond which more replicas start.
         num_cpus, num_gpus: what Ray sets aside for each. A tenth of a CPU lets a laptop run all.
         threads: of torch, in each; null: as many as the machine has cores.
-        max_ongoing: requests a replica works on at once; more wait.
-        max_queued: requests that wait for a replica; more are refused (503).
+        max_ongoing: Calls that a replica takes at once; it shares its time fairly among their keys.
+        max_queued: Calls that wait for a replica, in the order in which they came; more are refused
+            (503).
     """
 
     replicas: PositiveInt = 1
@@ -42,7 +49,7 @@ class Scale(Spec):
     num_cpus: NonNegativeFloat = 0.1
     num_gpus: NonNegativeFloat = 0
     threads: PositiveInt | None = None
-    max_ongoing: PositiveInt = 32
+    max_ongoing: PositiveInt = 256
     max_queued: PositiveInt = 64
 
     @field_validator("max_replicas")
@@ -91,7 +98,10 @@ class Limits(Spec):
         k: hits of a query; of a request of many, `batch_hits` in all.
         batch: queries of a request.
         pairs: of a query and an item that EDJE reads for one request.
-        in_flight: requests that a gateway works on at once; more are refused (503).
+        in_flight: Requests that a gateway works on at once; more are refused (503). Where there are
+            access keys, a key gets another place while it holds fewer than are free: one key holds
+            at most half of the places, two keys a third each.
+        bodies: Requests whose body a gateway waits for at once, shared among keys in the same way.
         requests_per_second: of each key, at each gateway; null: any. A key may have its own.
         burst: requests that may come at once before the rate counts.
     """
@@ -104,7 +114,8 @@ class Limits(Spec):
     batch: PositiveInt = 128
     batch_hits: PositiveInt = 20_000
     pairs: PositiveInt = 2_000
-    in_flight: PositiveInt = 64
+    in_flight: PositiveInt = 128
+    bodies: PositiveInt = 128
     requests_per_second: PositiveFloat | None = None
     burst: PositiveInt = 20
 
@@ -114,6 +125,8 @@ class Seconds(Spec):
 
     encode: PositiveFloat = 10
     search: PositiveFloat = 20
+    #: Evaluating a filter, within `search`; its process is killed then.
+    filter: PositiveFloat = 5
     rerank: PositiveFloat = 20  # by vectors, or by EDJE
     describe: PositiveFloat = 10
     preview: PositiveFloat = 30
@@ -164,7 +177,7 @@ class ServeSpec(Spec):
     searcher: Scale = Scale()
     reranker: Scale = Scale()
     edje: Scale = Scale()
-    library: Scale = Scale(max_ongoing=8)
+    library: Scale = Scale()
 
 
 def is_loopback(host: str | None) -> bool:

@@ -73,12 +73,12 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     for name, served in settings.indexes.items():
         searchers[name] = [
             _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
-                served, settings.searcher, (i, served.shards)
+                served, settings.searcher, settings.seconds.filter, (i, served.shards)
             )
             for i in range(served.shards)
         ]
         reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
-        rerankers[name] = reranker.bind(served, settings.reranker)
+        rerankers[name] = reranker.bind(served, settings.reranker, settings.seconds.filter)
         if served.edje is not None:
             edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain)
             edjes[name] = edje.bind(served, settings.edje)

@@ -14,7 +14,7 @@ import io
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponse
 
 from pipeline.config import SpecError
 from pipeline.encoders import QUERY_KINDS, not_read
@@ -37,6 +38,7 @@ from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.settings import ServedIndex, ServeSpec
 from pipeline.serve.stages import Encoded, JointOptions, Options, answer
+from pipeline.serve.turns import Caller, all_of
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -45,8 +47,6 @@ T = TypeVar("T")
 ASK_AGAIN = 0.2
 #: Seconds in which a stage says that it is there.
 READY_SECONDS = 5.0
-#: Queries of a request that are reranked at once: each is a call, since each has its own items.
-RERANKED_AT_ONCE = 16
 #: Rows of shard i are counted from i times this on, where rankings of shards are merged.
 SHARD_ROWS = 1 << 40
 #: What the second stage is called in metrics and in `milliseconds`.
@@ -162,6 +162,7 @@ class Engine:
         self._observe, self._count = observe, count
         self._served: dict[str, Served] = {}
         self._refreshing: asyncio.Task | None = None
+        self._checking: asyncio.Task | None = None
 
     # -- indexes -----------------------------------------------------------------------------------
 
@@ -223,9 +224,17 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------
 
     async def search(
-        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions, timer: Timer
+        self,
+        served: Served,
+        queries: Sequence[wire.Query],
+        asked: wire.SearchOptions,
+        timer: Timer,
+        key: str,
     ) -> tuple[str, bool, list[list[wire.Hit]], list[str]]:
         """Searches for each query.
+
+        Args:
+            key: name of the access key, here and below: the stages share their time among keys.
 
         Returns:
             The representation, whether hits were reranked, those of each query, and warnings.
@@ -233,15 +242,15 @@ class Engine:
         name, about = served.representation(asked.representation)
         options = _options(served, name, asked)
         depth = max(asked.rerank.pool, asked.k) if asked.rerank else asked.k
-        again = self._again(served, queries, asked) if asked.rerank else None
+        again = self._again(served, queries, asked, key) if asked.rerank else None
         with timer.stage("encode"):
-            encoded = await self.encode(queries, name, about)
+            encoded = await self.encode(queries, name, about, key)
         if again is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
-                hits = await self._search(served, encoded, options, asked)
+                hits = await self._search(served, encoded, options, asked, key)
             return name, False, hits, []
         with timer.stage("search"):
-            rankings = await self._rank(served, encoded, replace(options, k=depth))
+            rankings = await self._rank(served, encoded, replace(options, k=depth), key)
         outcomes = [
             _Outcome(ranking, options, e) for ranking, e in zip(rankings, encoded, strict=True)
         ]
@@ -262,14 +271,14 @@ class Engine:
                     for o in outcomes
                 ]
         with timer.stage("describe"):
-            hits = await self._describe(served, outcomes, asked)
+            hits = await self._describe(served, outcomes, asked, key)
         if asked.rerank and asked.rerank.by == "edje":
             cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
             warnings += _too_long(queries, cut)
         return name, reranked, hits, warnings
 
     def _again(
-        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions
+        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions, key: str
     ) -> Callable[[Sequence[_Outcome]], Awaitable[list[_Outcome]]]:
         """What reranks, after a look at whether it can.
 
@@ -278,15 +287,9 @@ class Engine:
         """
         if asked.rerank.by == "edje":
             self._check_edje(served, queries, "rerank.by")
-            return lambda outcomes: self._rerank_jointly(served, queries, outcomes, asked)
+            return lambda outcomes: self._rerank_jointly(served, queries, outcomes, asked, key)
         second = self._second(served, asked.rerank)
-        return lambda outcomes: _all(
-            (
-                self._rerank(served, query, outcome, second, asked)
-                for query, outcome in zip(queries, outcomes, strict=True)
-            ),
-            at_once=RERANKED_AT_ONCE,
-        )
+        return lambda outcomes: self._rerank(served, queries, outcomes, second, asked, key)
 
     def _check_edje(self, served: Served, queries: Sequence[wire.Query], field: str) -> None:
         if served.name not in self._stages.edjes:
@@ -307,7 +310,7 @@ class Engine:
             raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
 
     async def encode(
-        self, queries: Sequence[wire.Query], name: str, about: Mapping[str, Any]
+        self, queries: Sequence[wire.Query], name: str, about: Mapping[str, Any], key: str
     ) -> list[Encoded]:
         """Queries as vectors for a representation.
 
@@ -322,17 +325,21 @@ class Engine:
         for kind in get_args(Unencoded):  # which an encoder reads apart
             places = [place for place, each in enumerate(read) if isinstance(each, kind)]
             if places:
-                found = await self._encode([read[place] for place in places], name, about)
+                some = [read[place] for place in places]
+                found = await self._encode(some, name, about, key)
                 ready |= zip(places, found, strict=True)
         return [ready[place] for place in range(len(queries))]
 
     async def _encode(
-        self, queries: Sequence[Unencoded], name: str, about: Mapping[str, Any]
+        self, queries: Sequence[Unencoded], name: str, about: Mapping[str, Any], key: str
     ) -> list[Encoded]:
         needed = {key: about[key] for key in ("encoder", "fingerprint")}
-        seconds = self.settings.seconds.encode
         call = self._stages.encoder.encode.remote
-        return await self.ask("encode", lambda: call(name, needed, queries, seconds), seconds)
+        return await self.ask(
+            "encode",
+            lambda caller: call(name, needed, queries, caller),
+            Caller(key, self.settings.seconds.encode),
+        )
 
     def _read(self, query: wire.Query, name: str, about: Mapping[str, Any]) -> Encoded | Unencoded:
         """A query as vectors; or what an encoder reads, after a look at whether it is that.
@@ -367,18 +374,24 @@ class Engine:
         return picture if text is None else Composed(text, picture)
 
     async def check(self) -> None:
-        """Asks every stage whether it is there.
+        """Asks every stage whether it is there, once for all who want to know at the moment.
 
         Raises:
             ApiError: one is not.
         """
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check())
+        await asyncio.shield(self._checking)
+
+    async def _check(self) -> None:
+        caller = Caller("", READY_SECONDS)
         handles = {"encode": [self._stages.encoder], "library": [self._stages.library]}
         handles |= {f"edje {name}": [stage] for name, stage in self._stages.edjes.items()}
         for name, shards in self._stages.searchers.items():
             handles[f"search {name}"] = list(shards)
             handles[f"rerank {name}"] = [self._stages.rerankers[name]]
-        await _all(
-            self.ask(stage, lambda handle=handle: handle.is_there.remote(), READY_SECONDS)
+        await all_of(
+            self.ask(stage, lambda _, handle=handle: handle.is_there.remote(), caller)
             for stage, several in handles.items()
             for handle in several
         )
@@ -389,12 +402,15 @@ class Engine:
         encoded: Sequence[Encoded],
         options: Options,
         asked: wire.SearchOptions,
+        key: str,
     ) -> list[list[wire.Hit]]:
         """The hits of the only shard, ranked and described in one call."""
         seconds = self.settings.seconds.search + self.settings.seconds.describe
         (shard,) = self._stages.searchers[served.name]
         described = await self.ask(
-            "search", lambda: shard.search.remote(encoded, options, asked.explain), seconds
+            "search",
+            lambda caller: shard.search.remote(encoded, options, asked.explain, caller),
+            Caller(key, seconds),
         )
         return [
             [
@@ -405,12 +421,12 @@ class Engine:
         ]
 
     async def _rank(
-        self, served: Served, encoded: Sequence[Encoded], options: Options
+        self, served: Served, encoded: Sequence[Encoded], options: Options, key: str
     ) -> list[Ranking]:
         """The best items of all shards for each query."""
-        seconds = self.settings.seconds.search
-        by_shard = await _all(
-            self.ask("search", lambda s=shard: s.rank.remote(encoded, options), seconds)
+        caller = Caller(key, self.settings.seconds.search)
+        by_shard = await all_of(
+            self.ask("search", lambda own, s=shard: s.rank.remote(encoded, options, own), caller)
             for shard in self._stages.searchers[served.name]
         )
         if len(by_shard) == 1:
@@ -425,29 +441,22 @@ class Engine:
     async def _rerank(
         self,
         served: Served,
-        query: wire.Query,
-        outcome: _Outcome,
+        queries: Sequence[wire.Query],
+        outcomes: Sequence[_Outcome],
         second: tuple[str, dict[str, Any]],
         asked: wire.SearchOptions,
-    ) -> _Outcome:
+        key: str,
+    ) -> list[_Outcome]:
         """Scores the hits again; those of which the second stage has no vectors are left out."""
-        first = outcome.ranking
-        if not first.item_ids:
-            return outcome
-        encoded: Encoded | None = outcome.encoded
-        _, about = served.representation(outcome.options.representation)
-        if any(about[key] != second[1][key] for key in ("encoder", "fingerprint")):
+        _, about = served.representation(outcomes[0].options.representation)
+        encoded: Sequence[Encoded] | None = [outcome.encoded for outcome in outcomes]
+        if any(about[part] != second[1][part] for part in ("encoder", "fingerprint")):
             encoded = None
-        scores = await self.score_again(served, query, encoded, second, first.item_ids)
-        scored = [i for i, item_id in enumerate(first.item_ids) if item_id in scores]
-        order = sorted(scored, key=lambda i: (-scores[first.item_ids[i]], first.item_ids[i]))
-        again = first.taken(order[: asked.k])
-        again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
-        stood = {
-            item_id: Reranked(i + 1, score)
-            for i, (item_id, score) in enumerate(zip(first.item_ids, first.scores, strict=True))
-        }
-        return replace(outcome, ranking=again, stood=stood)
+        found = [outcome.ranking.item_ids for outcome in outcomes]
+        scores = await self.score_again(served, queries, encoded, second, found, key)
+        return [
+            _in_order(outcome, own, asked.k) for outcome, own in zip(outcomes, scores, strict=True)
+        ]
 
     async def _rerank_jointly(
         self,
@@ -455,9 +464,10 @@ class Engine:
         queries: Sequence[wire.Query],
         outcomes: Sequence[_Outcome],
         asked: wire.SearchOptions,
+        key: str,
     ) -> list[_Outcome]:
         """Puts the pools into the order of EDJE's joint encoder, texts and pictures apart."""
-        second, seconds = asked.rerank, self.settings.seconds.rerank
+        second, caller = asked.rerank, Caller(key, self.settings.seconds.rerank)
         options = JointOptions(served.edition, asked.k, second.pool, second.add_first_stage)
         rerank = self._stages.edjes[served.name].rerank.remote
         written = [await asyncio.to_thread(self._written, query) for query in queries]
@@ -465,8 +475,8 @@ class Engine:
         given = [
             ([written[i] for i in own], [outcomes[i].ranking for i in own]) for own in places if own
         ]
-        parts = await _all(
-            self.ask("edje", lambda own=own: rerank(*own, options, seconds), seconds)
+        parts = await all_of(
+            self.ask("edje", lambda caller, own=own: rerank(*own, options, caller), caller)
             for own in given
         )
         found = dict(zip(itertools.chain(*places), itertools.chain(*parts), strict=True))
@@ -480,7 +490,7 @@ class Engine:
         ]
 
     async def read_jointly(
-        self, served: Served, query: wire.Query, item_ids: Sequence[str]
+        self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
     ) -> tuple[dict[str, float], list[str]]:
         """EDJE's logits of some items, best first, but for those that it cannot read; warnings.
 
@@ -492,10 +502,12 @@ class Engine:
             written = await asyncio.to_thread(self._written, query)
         except SpecError as error:
             raise of_spec_error(error) from None
-        seconds, unique = self.settings.seconds.rerank, list(dict.fromkeys(item_ids))
+        unique = list(dict.fromkeys(item_ids))
         read = self._stages.edjes[served.name].read.remote
         found = await self.ask(
-            "edje", lambda: read(served.edition, written, unique, seconds), seconds
+            "edje",
+            lambda caller: read(served.edition, written, unique, caller),
+            Caller(key, self.settings.seconds.rerank),
         )
         best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
         cut = max((num_cut for _, num_cut in found.values()), default=0)
@@ -504,30 +516,33 @@ class Engine:
     async def score_again(
         self,
         served: Served,
-        query: wire.Query,
-        encoded: Encoded | None,
+        queries: Sequence[wire.Query],
+        encoded: Sequence[Encoded] | None,
         second: tuple[str, dict[str, Any]],
-        item_ids: Sequence[str],
-    ) -> dict[str, float]:
-        """Exact late scores of some items by a representation; those without vectors are left out.
+        item_ids: Sequence[Sequence[str]],
+        key: str,
+    ) -> list[dict[str, float]]:
+        """Exact late scores of some items of each query; those without vectors are left out.
 
         Args:
-            encoded: the query as the first stage had it, where both have one encoder.
+            encoded: the queries as the first stage had them, where both have one encoder.
+            second: the representation by which they are scored.
         """
         name, about = second
         if encoded is None:
-            (encoded,) = await self.encode([query], name, about)
-        unique = tuple(dict.fromkeys(item_ids))
-        options = Options(served.edition, name, k=len(unique), ids=unique)
-        (ranking,) = await self.ask(
+            encoded = await self.encode(queries, name, about, key)
+        unique = [tuple(dict.fromkeys(own)) for own in item_ids]
+        options = [Options(served.edition, name, k=max(len(own), 1), ids=own) for own in unique]
+        rank = self._stages.rerankers[served.name].rank_each.remote
+        rankings = await self.ask(
             "rerank",
-            lambda: self._stages.rerankers[served.name].rank.remote([encoded], options),
-            self.settings.seconds.rerank,
+            lambda caller: rank(encoded, options, caller),
+            Caller(key, self.settings.seconds.rerank),
         )
-        return ranking.scores_by_item()
+        return [ranking.scores_by_item() for ranking in rankings]
 
     async def _describe(
-        self, served: Served, outcomes: Sequence[_Outcome], asked: wire.SearchOptions
+        self, served: Served, outcomes: Sequence[_Outcome], asked: wire.SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
         """The hits of each query, each described by the shard it lies in."""
         shards = self._stages.searchers[served.name]
@@ -538,16 +553,17 @@ class Engine:
             for i in range(len(shards))
         ]
         holding = [i for i, own in enumerate(places) if any(own)]
-        parts = await _all(
+        parts = await all_of(
             self.ask(
                 "describe",
-                lambda i=i: shards[i].describe.remote(
+                lambda caller, i=i: shards[i].describe.remote(
                     encoded,
                     options,
                     [_of_shard(o.ranking, p) for o, p in zip(outcomes, places[i], strict=True)],
                     asked.explain,
+                    caller,
                 ),
-                self.settings.seconds.describe,
+                Caller(key, self.settings.seconds.describe),
             )
             for i in holding
         )
@@ -559,16 +575,17 @@ class Engine:
                     hits[query][place] = _hit(hit, place + 1, stood, drawn, asked)
         return [[found[place] for place in sorted(found)] for found in hits]
 
-    async def item(self, served: Served, item_id: str) -> dict[str, Any] | None:
+    async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
         """What is stored of an item; None if it is not in the index."""
+        look_up = self._stages.library.item.remote
         return await self.ask(
             "item",
-            lambda: self._stages.library.item.remote(served.name, served.edition, item_id),
-            self.settings.seconds.describe,
+            lambda caller: look_up(served.name, served.edition, item_id, caller),
+            Caller(key, self.settings.seconds.describe),
         )
 
     async def preview(
-        self, served: Served, item_id: str, what: str, seconds: float | None
+        self, served: Served, item_id: str, what: str, seconds: float | None, key: str
     ) -> tuple[bytes, str]:
         """What an item looks or sounds like.
 
@@ -579,36 +596,38 @@ class Engine:
         try:
             return await self.ask(
                 "preview",
-                lambda: self._stages.library.preview.remote(*where),
-                self.settings.seconds.preview,
+                lambda caller: self._stages.library.preview.remote(*where, caller),
+                Caller(key, self.settings.seconds.preview),
             )
         except ApiError as error:
             if error.field == "item_id":  # there is no such item, or it has none
                 raise ApiError("not_found", error.message, error.field) from None
             raise
 
-    async def ask(self, stage: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    async def ask(
+        self, stage: str, call: Callable[[Caller], DeploymentResponse], caller: Caller
+    ) -> Any:
         """What a stage answers; it is asked once more if its replica died.
+
+        Args:
+            call: Calls the stage, on behalf of the caller with the time that is left.
 
         Raises:
             ApiError: what the stage says of the request; or it is overloaded, gone, or too slow.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + caller.seconds
         for attempt in (1, 2):
+            left = end - time.monotonic()
             try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    return answer(await call())
-            except TimeoutError:
-                message = f"{stage} took longer than {seconds:g} s"
-                raise ApiError("timeout", message) from None
+                async with asyncio.timeout(left):
+                    return answer(await _cancelling(call(caller._replace(seconds=left))))
             except BackPressureError:
                 raise ApiError("unavailable", f"{stage} has too much to do") from None
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, TimeoutError):  # it was not begun in time
-                    message = f"{stage} took longer than {seconds:g} s"
-                    raise ApiError("timeout", message) from None
+            except RayTaskError:
                 raise
+            except TimeoutError as error:
+                message = str(error) or f"{stage} took longer than {caller.seconds:g} s"
+                raise ApiError("timeout", message) from None
             except SpecError as error:
                 raise of_spec_error(error) from None
             except (RayError, DeploymentUnavailableError) as error:
@@ -618,6 +637,15 @@ class Engine:
                 self._count("retry", stage)
                 await asyncio.sleep(ASK_AGAIN)
         raise AssertionError
+
+
+async def _cancelling(response: DeploymentResponse) -> Any:
+    """The answer of a stage, whose work is cancelled with the waiting."""
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
 
 
 def _newest(name: str, spec: ServedIndex, now: Served | None) -> Served | None:
@@ -643,23 +671,18 @@ def _options(served: Served, name: str, asked: wire.SearchOptions) -> Options:
     )
 
 
-async def _all(tasks: Iterable[Awaitable[T]], at_once: int = 1_000) -> list[T]:
-    """What all give; where one fails the others are given up."""
-    tasks = list(tasks)
-    if len(tasks) == 1:
-        return [await tasks[0]]
-    free = asyncio.Semaphore(at_once)
-
-    async def when_free(task: Awaitable[T]) -> T:
-        async with free:
-            return await task
-
-    started = [asyncio.ensure_future(when_free(task)) for task in tasks]
-    try:
-        return await asyncio.gather(*started)
-    finally:
-        for task in started:
-            task.cancel()
+def _in_order(outcome: _Outcome, scores: Mapping[str, float], k: int) -> _Outcome:
+    """The k best of a query's hits by the scores of the second stage."""
+    first = outcome.ranking
+    scored = [i for i, item_id in enumerate(first.item_ids) if item_id in scores]
+    order = sorted(scored, key=lambda i: (-scores[first.item_ids[i]], first.item_ids[i]))
+    again = first.taken(order[:k])
+    again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
+    stood = {
+        item_id: Reranked(i + 1, score)
+        for i, (item_id, score) in enumerate(zip(first.item_ids, first.scores, strict=True))
+    }
+    return replace(outcome, ranking=again, stood=stood)
 
 
 def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:

@@ -7,10 +7,9 @@ import contextlib
 import json
 import logging
 import os
-import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
@@ -31,9 +30,11 @@ from pipeline.serve import wire
 from pipeline.serve.engine import Engine, Served, Timer
 from pipeline.serve.errors import CODES, ApiError, of_spec_error, of_validation
 from pipeline.serve.evaluations import Store
+from pipeline.serve.front import REQUEST_ID
 from pipeline.serve.keys import ANYBODY, VARIABLE, Key, Keys, Rates
 from pipeline.serve.metrics import Metrics, gathered
 from pipeline.serve.settings import ServeSpec, is_loopback
+from pipeline.serve.turns import Shares
 
 log = logging.getLogger("ray.serve")
 
@@ -41,8 +42,6 @@ log = logging.getLogger("ray.serve")
 DRAIN_LOOK_EVERY = 0.05
 #: Headers of what asks for somebody else.
 RELAYED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-#: What a caller's own request id may look like; another one is made in its place.
-REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class Gateway:
@@ -58,21 +57,36 @@ class Gateway:
         self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
         self.keys = Keys(settings.keys) if settings.keys or VARIABLE in os.environ else None
         self.rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
-        self.in_flight = 0
+        are_shared = self.keys is not None
+        self.in_flight = Shares(settings.limits.in_flight, are_shared=are_shared)
+        self.bodies = Shares(settings.limits.bodies, are_shared=are_shared)
         self.drains = False
 
-    def refuses(self) -> str:
-        """Why no more requests are taken at the moment; empty: they are."""
+    def check_running(self) -> None:
+        """Raises `ApiError` if the server takes no more requests."""
         if self.drains:
-            return "the server is being stopped"
-        is_full = self.in_flight >= self.settings.limits.in_flight
-        return "the server has too much to do" if is_full else ""
+            raise ApiError("unavailable", "the server is being stopped")
+
+    @contextlib.contextmanager
+    def place(self, places: Shares, key: Key, what: str) -> Iterator[None]:
+        """Holds one of the places that keys share.
+
+        Raises:
+            ApiError: there is none for this key at the moment.
+        """
+        if not places.take(key.name):
+            held = "the server" if places.taken >= places.number else f"the key {key.name}"
+            raise ApiError("unavailable", f"{held} has too many requests {what}")
+        try:
+            yield
+        finally:
+            places.give_back(key.name)
 
     async def drain(self) -> None:
         """Takes no more requests, and waits until those under way are answered."""
         self.drains = True
         end = time.monotonic() + self.settings.seconds.drain
-        while self.in_flight and time.monotonic() < end:
+        while self.in_flight.taken + self.bodies.taken and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK_EVERY)
 
     def key_of(self, request: Request) -> Key:
@@ -205,7 +219,7 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Gives each request an id, bounds its size and how many are under way, and logs it.
+    """Asks who sends a request, bounds its size and how many are in progress, and logs it.
 
     Queries are not logged.
     """
@@ -219,9 +233,9 @@ class Guard:
             return
         gateway: Gateway = scope["app"].state.gateway
         headers = {name: value for name, value in scope["headers"]}
-        # Ray's proxy gives each request an id, keeps a client's own, and sends it back.
+        # Ray's proxy sends the id back, which the front gave to the request.
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not (is_known := REQUEST_ID.fullmatch(request_id)):
+        if not REQUEST_ID.fullmatch(request_id):  # without the front
             request_id = str(uuid.uuid4())
         scope["maxray_request_id"] = request_id
         start, status = time.perf_counter(), 0
@@ -230,27 +244,16 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if not is_known:
-                    own = (b"x-request-id", request_id.encode())
-                    message = {**message, "headers": [*message["headers"], own]}
             await send(message)
 
-        counted = not scope["path"].endswith(("/healthz", "/readyz", "/metrics"))
-        if counted and (why := gateway.refuses()):
-            error = ApiError("unavailable", why)
+        try:
+            await self._admitted(scope, receive, sending, headers, gateway)
+        except ApiError as error:
             await _failed(Request(scope), error)(scope, receive, sending)
-        else:
-            gateway.in_flight += counted
-            gateway.metrics.in_flight(gateway.in_flight)
-            try:
-                await self._bounded(scope, receive, sending, headers, gateway)
-            finally:
-                gateway.in_flight -= counted
-                gateway.metrics.in_flight(gateway.in_flight)
-        if counted:
+        if not scope["path"].endswith(("/healthz", "/readyz", "/metrics")):
             _note(gateway, scope, status, time.perf_counter() - start)
 
-    async def _bounded(
+    async def _admitted(
         self,
         scope: Scope,
         receive: Receive,
@@ -258,14 +261,19 @@ class Guard:
         headers: dict[bytes, bytes],
         gateway: Gateway,
     ) -> None:
-        """Passes a request on, its body read: of one whose key lets it in."""
-        try:
-            if "/v1/" in scope["path"]:  # nobody else is waited for
-                scope.setdefault("state", {})["key"] = gateway.key_of(Request(scope))
-            body = await _body(receive, headers, gateway.settings)
-        except ApiError as error:
-            await _failed(Request(scope), error)(scope, receive, send)
+        """Passes a request on, its body read, if its key lets it in and has a place for it.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        if "/v1/" not in scope["path"]:  # small, without a body and without a key
+            await self._app(scope, receive, send)
             return
+        gateway.check_running()
+        key = gateway.key_of(Request(scope))
+        scope.setdefault("state", {})["key"] = key
+        with gateway.place(gateway.bodies, key, "whose body has not arrived"):
+            body = await _body(receive, headers, gateway.settings)
         if body is None:  # nobody waits for the answer any more
             return
         given = False
@@ -277,7 +285,12 @@ class Guard:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, receiving, send)
+        with gateway.place(gateway.in_flight, key, "in progress"):
+            gateway.metrics.in_flight(gateway.in_flight.taken)
+            try:
+                await self._app(scope, receiving, send)
+            finally:
+                gateway.metrics.in_flight(gateway.in_flight.taken - 1)
 
 
 async def _body(
@@ -368,8 +381,7 @@ async def healthz() -> dict[str, str]:
 
 @_public.get("/readyz", tags=["operation"], summary="Whether every stage answers")
 async def readyz(gateway: With) -> dict[str, str]:
-    if gateway.drains:
-        raise ApiError("unavailable", gateway.refuses())
+    gateway.check_running()
     await gateway.engine.check()
     return {"status": "ready"}
 
@@ -441,7 +453,9 @@ async def _found(
     request_id = _about(request, index=served.name, k=asked.k, queries=len(queries))
     _check_options(gateway, asked, len(queries))
     timer = Timer(gateway.metrics.stage)
-    name, reranked, hits, warnings = await gateway.engine.search(served, queries, asked, timer)
+    name, reranked, hits, warnings = await gateway.engine.search(
+        served, queries, asked, timer, key.name
+    )
     about = {
         "request_id": request_id,
         "index": served.name,
@@ -474,7 +488,7 @@ async def encode(
     request_id = _about(request, index=served.name, queries=len(asked.queries))
     _check_many(gateway, asked.queries)
     name, about = served.representation(asked.representation)
-    encoded = await gateway.engine.encode(asked.queries, name, about)
+    encoded = await gateway.engine.encode(asked.queries, name, about, key.name)
     return wire.EncodeAnswer(
         request_id=request_id,
         index=served.name,
@@ -500,12 +514,14 @@ async def rerank(
     name, warnings = None, []
     if asked.by == "edje":
         _check_pairs(gateway, len(set(asked.item_ids)), 1, "item_ids")
-        scores, warnings = await gateway.engine.read_jointly(served, asked.query, asked.item_ids)
+        scores, warnings = await gateway.engine.read_jointly(
+            served, asked.query, asked.item_ids, key.name
+        )
     else:
         second = served.representation(asked.representation)
-        name, scores = (
-            second[0],
-            await gateway.engine.score_again(served, asked.query, None, second, asked.item_ids),
+        name = second[0]
+        (scores,) = await gateway.engine.score_again(
+            served, [asked.query], None, second, [asked.item_ids], key.name
         )
     best = list(scores.items())[: asked.k]
     return wire.RerankAnswer(
@@ -571,7 +587,7 @@ async def item(
 ) -> wire.Item:
     served = gateway.served(key, index)
     _about(request, index=served.name)
-    row = await gateway.engine.item(served, item_id)
+    row = await gateway.engine.item(served, item_id, key.name)
     if row is None:
         raise ApiError("not_found", f"item_id: {item_id!r} is not in the index", "item_id")
     return wire.Item(index=served.name, version=served.version, **row)
@@ -597,7 +613,7 @@ async def preview(
 ) -> Response:
     served = gateway.served(key, index)
     _about(request, index=served.name, what=what)
-    data, media_type = await gateway.engine.preview(served, item_id, what, seconds)
+    data, media_type = await gateway.engine.preview(served, item_id, what, seconds, key.name)
     headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
     return Response(data, media_type=media_type, headers=headers)
 

@@ -4,8 +4,10 @@
 is dear to load, and answers each request by itself, so that any replica can be asked, or asked
 again.
 
-Calls of a stage that come while it is at work are answered together: queries are encoded in one
-batch, and vectors are read once for all the queries that ask for them.
+Every call names its caller: the access key, and for how long the answer is waited for. Stages share
+their time fairly among keys, compute in slices of a fraction of a second, and drop what nobody
+waits for any more (`pipeline.serve.turns`). Calls alike that wait at the same time are computed
+together: queries are encoded in one batch, and vectors are read once for all queries.
 """
 
 from __future__ import annotations
@@ -21,24 +23,31 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import soundfile
 import torch
-from ray import serve
 
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
-from pipeline.index.reader import Edition, Index
+from pipeline.index.reader import Edition, open_edition
 from pipeline.schema import ITEM, Hit
 from pipeline.search.maps import Previews, SimilarityMap, similarity_map
 from pipeline.search.queries import Queries, Unencoded, encoded_by
-from pipeline.search.searcher import Ranking, Searcher, check_fingerprint, query_encoder
+from pipeline.search.searcher import (
+    SLICE_PAIRS,
+    Ranking,
+    Searcher,
+    check_fingerprint,
+    query_encoder,
+)
+from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.settings import Scale, ServedIndex
+from pipeline.serve.turns import Caller, Turns, all_of
 
 if TYPE_CHECKING:  # it needs transformers, and the gateway does not
     from pipeline.search.rerank import Reading
@@ -48,30 +57,32 @@ T = TypeVar("T")
 
 #: Versions of an index that a stage keeps open: the newest, and one whose requests are under way.
 OPEN_VERSIONS = 2
-#: Calls that are answered together, at most.
-MAX_BATCH = 32
-#: Characters of queries that are encoded at once: some seconds' work, after which others may come.
-PORTION_CHARS = 8_000
-#: Pairs of a query and an item that the joint encoder reads at once.
-PORTION_PAIRS = 500
+#: Characters of queries that are encoded together: about a second's work of two cores.
+PORTION_CHARS = 2_000
+#: Pairs of a query and an item that the joint encoder reads together.
+PORTION_PAIRS = 100
+#: Hits that are described together.
+PORTION_HITS = 200
+#: Threads in which items are looked up, and previews made.
+LIBRARY_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What a request of a batch gets in place of an answer: the others have theirs."""
+    """An error as a stage returns it; raised, Ray would log it as a fault of the stage."""
 
     error: Exception
 
 
 def answer(outcome: Any) -> Any:
-    """The answer of one request of a batch; raises what went wrong with it."""
+    """Returns the answer of a stage, or raises its error."""
     if isinstance(outcome, Failed):
         raise outcome.error
     return outcome
 
 
 def tells(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | Failed]]:
-    """A method of a stage that answers what is wrong with a request.
+    """A method of a stage that answers what is wrong with a request, or that it is too late.
 
     Raised, it would be an error of the stage in Ray's logs, with all that led to it.
     """
@@ -80,7 +91,7 @@ def tells(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | Fa
     async def told(*args: Any, **kwargs: Any) -> T | Failed:
         try:
             return await method(*args, **kwargs)
-        except SpecError as error:
+        except (SpecError, TimeoutError) as error:
             return Failed(error)
 
     return told
@@ -142,31 +153,16 @@ def _joined(encoded: Sequence[Encoded]) -> Queries:
     )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Queries of one request.
-
-    Attributes:
-        name: of the representation that they are for.
-        about: what that needs of an encoder.
-        queries: all of one kind.
-        end: when nobody waits for the answer any more, on this process's clock.
-    """
-
-    name: str
-    about: Mapping[str, Any]
-    queries: Sequence[Unencoded]
-    end: float
-
-
 class QueryEncoder:
     """Encodes queries with the encoders of the representations, each loaded once."""
 
     def __init__(self, scale: Scale, preload: Sequence[Mapping[str, Any]] = ()):
         limit_threads(scale)
-        self._sizes = batch_sizes("encode")
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
+        self._needs: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
+        size = batch_sizes("encode").observe
+        self._turns = Turns(self._encode, _chars, PORTION_CHARS, observe=size)
         for about in preload:
             self._encoder(about)
 
@@ -180,38 +176,31 @@ class QueryEncoder:
         name: str,
         about: Mapping[str, Any],
         queries: Sequence[Unencoded],
-        seconds: float,
+        caller: Caller,
     ) -> list[Encoded]:
         """Queries' vectors for a representation.
 
         Args:
             about: the encoder and the fingerprint of the representation.
-            queries: texts, files of pictures, or both together.
-            seconds: for which the answer is waited for; nothing is begun after them.
+            queries: texts, files of pictures, or both together; all of one kind.
 
         Raises:
             SpecError: the encoder is not the one that made the representation, or not here.
+            TimeoutError: it is not done in time.
         """
         with logged("encode", queries=len(queries)):
-            end = time.monotonic() + seconds
-            return answer(await self._encode(Asked(name, about, queries, end)))
+            group = digest(about), type(queries[0]).__name__
+            self._needs[group] = name, about
+            return await self._turns.ask(caller, group, queries)
 
-    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _encode(self, asked: list[Asked]) -> list[Any]:
-        self._sizes.observe(len(asked))
-        keys = [(digest(one.about), type(one.queries[0])) for one in asked]
-        return await asyncio.to_thread(together, asked, keys, self._encode_all)
-
-    def _encode_all(self, asked: Sequence[Asked]) -> list[list[Encoded] | Failed]:
-        encoder = self._encoder(asked[0].about)
-        check_fingerprint(encoder, asked[0].name, asked[0].about)
-        are_texts = isinstance(asked[0].queries[0], str)
-        return in_time(
-            [(one.end, one.queries) for one in asked],
-            lambda query: len(query) if are_texts else PORTION_CHARS,
-            PORTION_CHARS,
-            lambda queries: _each(encoded_by(encoder, queries)),
-        )
+    def _encode(
+        self, group: tuple[str, str], queries: list[Unencoded]
+    ) -> Generator[None, None, list[Encoded]]:
+        name, about = self._needs[group]
+        encoder = self._encoder(about)
+        yield  # loading it may have taken long
+        check_fingerprint(encoder, name, about)
+        return _each(encoded_by(encoder, queries))
 
     def _encoder(self, about: Mapping[str, Any]) -> Encoder:
         key = digest(about["encoder"])
@@ -219,6 +208,10 @@ class QueryEncoder:
             if key not in self._encoders:
                 self._encoders[key] = query_encoder(about)
             return self._encoders[key]
+
+
+def _chars(query: Unencoded) -> int:
+    return len(query) if isinstance(query, str) else PORTION_CHARS
 
 
 def _each(encoded: EncodedQueries) -> list[Encoded]:
@@ -231,83 +224,6 @@ def _each(encoded: EncodedQueries) -> list[Encoded]:
         )
         for i, tokens in enumerate(ready.tokens)
     ]
-
-
-def together(
-    asked: Sequence[T], keys: Sequence[Any], do: Callable[[Sequence[T]], Sequence[Any]]
-) -> list[Any]:
-    """Answers requests of equal keys together; if that fails each alone, so that one spoils none.
-
-    >>> together(["a", "b", "c"], [1, 2, 1], lambda some: [len(some)] * len(some))
-    [2, 1, 2]
-    """
-    places: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
-        places.setdefault(key, []).append(place)
-    answers: list[Any] = [None] * len(asked)
-    for alike in places.values():
-        try:
-            outcomes = do([asked[i] for i in alike])
-        except Exception as error:
-            outcomes = [Failed(error)]
-            if len(alike) > 1:
-                outcomes = [together([asked[i]], [None], do)[0] for i in alike]
-        for place, outcome in zip(alike, outcomes, strict=True):
-            answers[place] = outcome
-    return answers
-
-
-def in_time(
-    asked: Sequence[tuple[float, Sequence[T]]],
-    size: Callable[[T], int],
-    most: int,
-    do: Callable[[list[T]], Sequence[Any]],
-) -> list[list[Any] | Failed]:
-    """Does what each request asks for while somebody waits for it, in portions.
-
-    Args:
-        asked: of each request its end, on this process's clock, and its values.
-        size: of a value; those of a portion are not more than `most` in all.
-        do: what is done with a portion, a result for each value.
-    """
-    done: list[list[Any]] = [[] for _ in asked]
-    every = [(i, value) for i, (_, values) in enumerate(asked) for value in values]
-    for some in portions(every, lambda pair: size(pair[1]), most):
-        # Whoever gave up is not to hold up those behind.
-        wanted = [(i, value) for i, value in some if time.monotonic() < asked[i][0]]
-        if wanted:
-            results = do([value for _, value in wanted])
-            for (i, _), result in zip(wanted, results, strict=True):
-                done[i].append(result)
-    too_late = Failed(TimeoutError("it was not done in time"))
-    return [
-        own if len(own) == len(values) else too_late
-        for own, (_, values) in zip(done, asked, strict=True)
-    ]
-
-
-def portions(values: Sequence[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Values in order, so many together as are not larger than `most`, or one."""
-    some: list[T] = []
-    total = 0
-    for value in values:
-        if some and total + size(value) > most:
-            yield some
-            some, total = [], 0
-        some.append(value)
-        total += size(value)
-    if some:
-        yield some
-
-
-def split(values: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """Cuts a list into parts.
-
-    >>> split([1, 2, 3], [1, 0, 2])
-    [[1], [], [2, 3]]
-    """
-    rest = iter(values)
-    return [list(itertools.islice(rest, size)) for size in sizes]
 
 
 class Versions:
@@ -358,9 +274,8 @@ class Options:
     parents: tuple[str, ...] | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """What `Searcher.rank` takes."""
-        names = "representation", "k", "score", "weights", "group_by", "where", "ids", "parents"
-        return {name: getattr(self, name) for name in names}
+        """Returns what `Searcher.rank_in_slices` takes besides queries and rows."""
+        return {name: getattr(self, name) for name in ("k", "score", "weights", "group_by")}
 
 
 @dataclass(frozen=True)
@@ -371,6 +286,19 @@ class Described:
     maps: list[SimilarityMap | None]
 
 
+class _Query(NamedTuple):
+    """A query that is to be scored.
+
+    Attributes:
+        rows: Ascending positions of the items that the filter lets through; None for all.
+        pairs: Number of pairs of a query token and a vector, if all items are scored.
+    """
+
+    encoded: Encoded
+    rows: np.ndarray | None
+    pairs: int
+
+
 class Ranker:
     """Ranks the items of an index, or of a shard of it, and says what it found.
 
@@ -378,67 +306,115 @@ class Ranker:
     another representation of all items.
     """
 
-    def __init__(self, served: ServedIndex, scale: Scale, shard: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        served: ServedIndex,
+        scale: Scale,
+        filter_seconds: float,
+        shard: tuple[int, int] | None = None,
+    ):
         limit_threads(scale)
-        self._sizes = batch_sizes("rank")
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
+        self._loading: dict[tuple[Edition, str, str], asyncio.Future] = {}
+        self._filters = Filters(served.uri, shard, filter_seconds)
+        size = batch_sizes("rank").observe
+        self._ranking = Turns(self._rank, lambda query: query.pairs, SLICE_PAIRS, observe=size)
+        self._describing = Turns(self._describe, lambda pair: len(pair[1].rows), PORTION_HITS)
 
     async def is_there(self) -> bool:
         """Whether it answers."""
         return True
 
     def _open(self, edition: Edition) -> Searcher:
-        index = opened(self._served.uri, edition)
+        index = open_edition(self._served.uri, edition)
         how = {"cache": self._served.cache, "device": self._served.device}
-        searcher = Searcher(index, shard=self._shard, **how)
-        return searcher
+        return Searcher(index, shard=self._shard, **how)
 
     @tells
     async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
         """Opens a version and the vectors of some representations, if they are not open."""
-        await asyncio.to_thread(self._prepare, edition, representations)
-
-    def _prepare(self, edition: Edition, representations: Sequence[str]) -> None:
-        searcher = self._versions.of(edition)
         for name in representations:
-            searcher.load(name)
+            await self._loaded(edition, name)
+        await asyncio.to_thread(self._versions.of, edition)
+
+    async def _loaded(self, edition: Edition, name: str, score: str = "late") -> Searcher:
+        """The version with the vectors of a representation open; who has them does not wait."""
+        searcher = await asyncio.to_thread(self._versions.of, edition)
+        if not searcher.has_loaded(name, score):
+            what = edition, name, score
+            if what not in self._loading:
+                load = asyncio.ensure_future(asyncio.to_thread(searcher.load, name, score))
+                self._loading[what] = load
+                load.add_done_callback(lambda _: self._loading.pop(what))
+            await asyncio.shield(self._loading[what])  # cancelled, it continues for others
+        return searcher
 
     @tells
-    async def rank(self, encoded: Sequence[Encoded], options: Options) -> list[Ranking]:
+    async def rank(
+        self, encoded: Sequence[Encoded], options: Options, caller: Caller
+    ) -> list[Ranking]:
         """The best items of the shard for each query; `rows` are counted in the shard.
 
         Raises:
             SpecError: an option is not legal.
+            TimeoutError: it is not done in time.
         """
         with logged("rank", representation=options.representation, version=options.edition.version):
-            return answer(await self._rank((encoded, options)))
+            return await self._ranked(encoded, options, caller)
 
-    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _rank(self, asked: list[tuple[Sequence[Encoded], Options]]) -> list[Any]:
-        self._sizes.observe(len(asked))
-        keys = [
-            (options, any(each.pooled_P is None for each in encoded)) for encoded, options in asked
-        ]
-        return await asyncio.to_thread(together, asked, keys, self._rank_all)
+    @tells
+    async def rank_each(
+        self, encoded: Sequence[Encoded], options: Sequence[Options], caller: Caller
+    ) -> list[Ranking]:
+        """`rank` of queries that each have options of their own."""
+        with logged("rank", queries=len(encoded)):
+            asked = zip(encoded, options, strict=True)
+            found = await all_of(self._ranked([one], own, caller) for one, own in asked)
+            return [ranking for (ranking,) in found]
 
-    def _rank_all(self, asked: Sequence[tuple[Sequence[Encoded], Options]]) -> list[list[Ranking]]:
-        options = asked[0][1]
+    async def _ranked(
+        self, encoded: Sequence[Encoded], options: Options, caller: Caller
+    ) -> list[Ranking]:
+        async with asyncio.timeout(caller.seconds):
+            name = options.representation
+            searcher = await self._loaded(options.edition, name, options.score)
+            rows = await self._filtered(searcher, options, caller)
+            each = 1 if options.score == "single" else searcher.packed(name).num_vectors
+            queries = [_Query(one, rows, len(one.tokens_MD) * each) for one in encoded]
+            # Queries are scored together that have their options in common, and single vectors.
+            group = options, all(one.pooled_P is not None for one in encoded)
+            return await self._ranking.ask(caller, group, queries)
+
+    async def _filtered(
+        self, searcher: Searcher, options: Options, caller: Caller
+    ) -> np.ndarray | None:
+        """The positions of the items that the filter lets through; None without a filter."""
+        where = options.where
+        if where is None or (rows := searcher.filtered(where)) is not None:
+            return None if where is None else rows
+        item_ids = await self._filters.matching_ids(caller, options.edition, where)
+        return await asyncio.to_thread(searcher.remember_filter, where, item_ids)
+
+    def _rank(
+        self, group: tuple[Options, bool], queries: list[_Query]
+    ) -> Generator[None, None, list[Ranking]]:
+        options, name = group[0], group[0].representation
         searcher = self._versions.of(options.edition)
-        queries = _joined([each for encoded, _ in asked for each in encoded])
-        ready = searcher.transformed(queries, options.representation)
-        rankings = searcher.rank(ready, **options.arguments())
-        return split(rankings, [len(encoded) for encoded, _ in asked])
+        ready = searcher.transformed(_joined([query.encoded for query in queries]), name)
+        rows = searcher.restricted(queries[0].rows, options.ids, options.parents)
+        return (yield from searcher.rank_in_slices(ready, name, rows=rows, **options.arguments()))
 
     @tells
     async def search(
-        self, encoded: Sequence[Encoded], options: Options, explain: str | None
+        self, encoded: Sequence[Encoded], options: Options, explain: str | None, caller: Caller
     ) -> list[Described]:
         """`rank` and `describe` in one call, for an index of one shard."""
         about = {"representation": options.representation, "version": options.edition.version}
         with logged("search", queries=len(encoded), **about):
-            rankings = answer(await self._rank((encoded, options)))
-            return await asyncio.to_thread(self._describe, encoded, options, rankings, explain)
+            async with asyncio.timeout(caller.seconds):
+                rankings = await self._ranked(encoded, options, caller)
+                return await self._described(encoded, options, rankings, explain, caller)
 
     @tells
     async def describe(
@@ -447,28 +423,43 @@ class Ranker:
         options: Options,
         rankings: Sequence[Ranking],
         explain: str | None,
+        caller: Caller,
     ) -> list[Described]:
         """What is stored about ranked items of this shard, and how they match their query."""
         with logged("describe", queries=len(encoded)):
-            return await asyncio.to_thread(self._describe, encoded, options, rankings, explain)
+            return await self._described(encoded, options, rankings, explain, caller)
 
-    def _describe(
+    async def _described(
         self,
         encoded: Sequence[Encoded],
         options: Options,
         rankings: Sequence[Ranking],
         explain: str | None,
+        caller: Caller,
     ) -> list[Described]:
-        searcher = self._versions.of(options.edition)
-        name = options.representation
+        group = options.edition, options.representation, explain
+        pairs = list(zip(encoded, rankings, strict=True))
+        return await self._describing.ask(caller, group, pairs)
+
+    def _describe(
+        self, group: tuple[Edition, str, str | None], pairs: list[tuple[Encoded, Ranking]]
+    ) -> Generator[None, None, list[Described]]:
+        edition, name, explain = group
+        searcher = self._versions.of(edition)
+        encoded, rankings = [one for one, _ in pairs], [ranking for _, ranking in pairs]
         queries = searcher.transformed(_joined(encoded), name)
-        hits = searcher.hits(rankings, queries, name, explain=explain is not None)
+        hits = yield from searcher.hits_in_slices(
+            rankings, queries, name, explain=explain is not None
+        )
         if explain != "map":
             return [Described(own, [None] * len(own)) for own in hits]
         described = []
         for each, own in zip(encoded, hits, strict=True):
             query = searcher.transformed(_joined([each]), name)
-            maps = [_map(searcher, query, hit.item_id, name) for hit in own]
+            maps = []
+            for hit in own:
+                yield
+                maps.append(_map(searcher, query, hit.item_id, name))
             described.append(Described(own, maps))
         return described
 
@@ -497,22 +488,6 @@ class JointOptions:
     add_first_stage: bool = False
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """Queries of one request, with the items that are read with each.
-
-    Attributes:
-        queries: all texts, or all pictures.
-        pools: the ids of the items.
-        end: when nobody waits for the answer any more, on this process's clock.
-    """
-
-    edition: Edition
-    queries: Sequence[str] | Sequence[bytes]
-    pools: Sequence[list[str]]
-    end: float
-
-
 class JointRanker:
     """Puts the best of the first stage into the order of EDJE's joint encoder, loaded once.
 
@@ -524,9 +499,10 @@ class JointRanker:
         from pipeline.search.rerank import Reranker
 
         limit_threads(scale)
-        self._sizes = batch_sizes("edje")
         self._reranker = Reranker(served.edje, precision=served.edje_precision)
-        self._versions = Versions(lambda edition: Searcher(opened(served.uri, edition)))
+        self._versions = Versions(lambda edition: Searcher(open_edition(served.uri, edition)))
+        size = batch_sizes("edje").observe
+        self._turns = Turns(self._read_some, lambda pair: len(pair[1]), PORTION_PAIRS, observe=size)
 
     async def is_there(self) -> bool:
         """Whether it answers."""
@@ -538,80 +514,84 @@ class JointRanker:
         queries: Sequence[str] | Sequence[bytes],
         rankings: Sequence[Ranking],
         options: JointOptions,
-        seconds: float,
+        caller: Caller,
     ) -> list[Ranking]:
         """The k best of each query's ranking of the first stage, which say where they stood.
 
         Args:
             queries: all texts, or all pictures.
-            seconds: for which the answer is waited for; nothing is begun after them.
 
         Raises:
             SpecError: a picture cannot be read; for `edje`: the index has no tokens of this EDJE.
+            TimeoutError: it is not done in time.
         """
         from pipeline.search.rerank import reordered
 
         pools = [ranking.item_ids[: options.pool] for ranking in rankings]
-        read = await self._read_in_time(options.edition, queries, pools, seconds)
+        read = await self._read(options.edition, queries, pools, caller)
         how = options.pool, options.add_first_stage, options.k
         return [reordered(*each, *how) for each in zip(queries, rankings, read, strict=True)]
 
     @tells
     async def read(
-        self, edition: Edition, query: str | bytes, item_ids: list[str], seconds: float
+        self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
     ) -> dict[str, Reading]:
         """What the joint encoder says of items, but of those that it cannot read; see `rerank`."""
-        (found,) = await self._read_in_time(edition, [query], [item_ids], seconds)
+        (found,) = await self._read(edition, [query], [item_ids], caller)
         return found
 
-    async def _read_in_time(
-        self, edition: Edition, queries: Any, pools: Sequence[list[str]], seconds: float
+    async def _read(
+        self, edition: Edition, queries: Any, pools: Sequence[list[str]], caller: Caller
     ) -> list[dict[str, Reading]]:
+        """Reads pools, in parts of `PORTION_PAIRS`."""
+        parts = [
+            [(query, pool[i : i + PORTION_PAIRS]) for i in range(0, len(pool) or 1, PORTION_PAIRS)]
+            for query, pool in zip(queries, pools, strict=True)
+        ]
         with logged("edje", queries=len(queries), version=edition.version):
-            end = time.monotonic() + seconds
             try:
-                return answer(await self._read(Pooled(edition, queries, pools, end)))
+                pairs = list(itertools.chain(*parts))
+                read = iter(await self._turns.ask(caller, (edition, type(queries[0])), pairs))
             except SpecError as error:
                 if error.field in ("query", "index"):
                     raise
                 # Of the EDJE, its encoder or its tokens: the caller can do nothing about it.
                 log.error("edje: %s", error)
                 raise SpecError("edje", error.value, error.legal, error.problem) from None
+        return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in parts]
 
-    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=0, max_concurrent_batches=1)
-    async def _read(self, asked: list[Pooled]) -> list[Any]:
-        self._sizes.observe(len(asked))
-        keys = [(one.edition, type(one.queries[0])) for one in asked]
-        return await asyncio.to_thread(together, asked, keys, self._read_all)
-
-    def _read_all(self, asked: Sequence[Pooled]) -> list[list[dict[str, Reading]] | Failed]:
-        searcher = self._versions.of(asked[0].edition)
-        self._reranker.check(searcher.index, asked[0].queries)
-        return in_time(
-            [(one.end, list(zip(one.queries, one.pools, strict=True))) for one in asked],
-            lambda pair: len(pair[1]),
-            PORTION_PAIRS,
-            lambda pairs: self._reranker.read(searcher, *map(list, zip(*pairs, strict=True))),
-        )
+    def _read_some(
+        self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
+    ) -> Generator[None, None, list[dict[str, Reading]]]:
+        searcher = self._versions.of(group[0])
+        queries, pools = [query for query, _ in pairs], [pool for _, pool in pairs]
+        self._reranker.check(searcher.index, queries)
+        yield  # opening it may have taken long
+        return self._reranker.read(searcher, queries, pools)
 
 
 class Library:
     """What is stored of single items, and what they look and sound like."""
 
     def __init__(self, indexes: Mapping[str, ServedIndex]):
-        self._indexes = indexes
         self._versions = {
             name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
         }
+        self._items = Turns(_called, workers=LIBRARY_THREADS)
+        self._shown = Turns(_called, workers=LIBRARY_THREADS)
 
     async def is_there(self) -> bool:
         """Whether it answers."""
         return True
 
     @tells
-    async def item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
+    async def item(
+        self, index: str, edition: Edition, item_id: str, caller: Caller
+    ) -> dict[str, Any] | None:
         """What is stored of an item, but for its vectors; None if it is not in the index."""
-        return await asyncio.to_thread(self._item, index, edition, item_id)
+        call = functools.partial(self._item, index, edition, item_id)
+        (row,) = await self._items.ask(caller, None, [call])
+        return row
 
     def _item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
         previews = self._versions[index].of(edition)
@@ -623,7 +603,13 @@ class Library:
 
     @tells
     async def preview(
-        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
+        self,
+        index: str,
+        edition: Edition,
+        item_id: str,
+        what: str,
+        seconds: float | None,
+        caller: Caller,
     ) -> tuple[bytes, str]:
         """What an item looks or sounds like: the bytes, and their media type.
 
@@ -636,7 +622,9 @@ class Library:
                 that was indexed.
         """
         with logged("preview", what=what):
-            return await asyncio.to_thread(self._preview, index, edition, item_id, what, seconds)
+            call = functools.partial(self._preview, index, edition, item_id, what, seconds)
+            (shown,) = await self._shown.ask(caller, None, [call])
+            return shown
 
     def _preview(
         self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
@@ -651,20 +639,14 @@ class Library:
         return wave.getvalue(), "audio/wav"
 
 
-def opened(uri: str, edition: Edition) -> Index:
-    """A version of an index.
-
-    Raises:
-        SpecError: it is not there any more; another index may be in its place.
-    """
-    index = Index(uri, edition.version)
-    if index.edition != edition:
-        raise SpecError("index", uri, "the index that is served", "is another one now")
-    return index
+def _called(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
+    """Work of one slice."""
+    yield from ()
+    return [call() for call in calls]
 
 
 def _previews(served: ServedIndex, edition: Edition) -> Previews:
-    return Previews(opened(served.uri, edition), served.documents, only_indexed=True)
+    return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
 
 
 def _media_type(picture: bytes) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx2
 import lance
@@ -14,6 +16,7 @@ import pytest
 from pipeline.index.reader import ITEMS
 from pipeline.serve import wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
+from tests.serve.conftest import children, cpu_seconds, write_keys
 
 pytestmark = pytest.mark.heavy
 
@@ -45,6 +48,15 @@ def kill(deployment: str) -> None:
 
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if f"faults#{deployment}#" in actor["name"]:
+            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def kill_proxy() -> None:
+    """Ends Ray's HTTP proxy, as a crash does."""
+    import ray
+
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if "PROXY" in actor["name"]:
             ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
 
@@ -168,18 +180,128 @@ def test_another_index_in_its_place(briefly, index_uri, tmp_path):
         assert len(client.search("lift", k=8).hits) == 3
 
 
-def test_queries_that_nobody_waits_for_hold_nobody_up(briefly, uri):
-    settings = {"indexes": {"i": {"uri": uri}}, "seconds": {"encode": 3}}
+def cpu_of(deployment: str) -> float:
+    """CPU time of the replicas of a deployment, and of the processes that they have started."""
+    lines = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")}
+    replicas = [process for process, line in lines.items() if f":{deployment}".encode() in line]
+    assert replicas
+    return sum(sum(map(cpu_seconds, (replica, *children(replica)))) for replica in replicas)
+
+
+@pytest.mark.parametrize("how", ["gives up", "is too late"])
+def test_queries_that_nobody_waits_for_are_not_encoded(briefly, uri, how):
+    seconds = {"encode": 3 if how == "is too late" else 120}
+    settings = {"indexes": {"i": {"uri": uri}}, "seconds": seconds}
     url = briefly({**settings, "limits": {"batch_chars": 400_000}}, "waits")
-    slow = {"queries": ["漢" * 4_000] * 60}
+    slow = {"queries": ["漢" * 4_000] * 60}  # a minute and more
     with httpx2.Client(timeout=60) as http:
+        wait_until(lambda: http.post(f"{url}/v1/search", json=SEARCH).status_code == 200)
+        if how == "gives up":
+            with pytest.raises(httpx2.TimeoutException):
+                http.post(f"{url}/v1/encode", json=slow, timeout=3)
+        else:
+            assert http.post(f"{url}/v1/encode", json=slow).status_code == 504
+        time.sleep(3)  # the slice under way, on a busy machine
+        used = cpu_of("waits:Encoder")
+        time.sleep(2)
+        assert cpu_of("waits:Encoder") - used < 0.5
         assert http.post(f"{url}/v1/search", json=SEARCH).status_code == 200
-        start = time.monotonic()
-        assert http.post(f"{url}/v1/encode", json=slow).status_code == 504
-        statuses = []
-        while not statuses or statuses[-1] != 200:
-            statuses.append(http.post(f"{url}/v1/search", json=SEARCH).status_code)
-        assert time.monotonic() - start < 15  # all of it would have taken a minute and more
+
+
+def test_a_key_with_slow_requests_delays_nobody(briefly, uri, tmp_path):
+    """Filters and queries of one key: those of the others take their turns between."""
+    shutil.copytree(uri, tmp_path / "index")
+    text = "Some words, over and over. " * 200_000
+    lance.dataset(str(tmp_path / "index" / ITEMS)).update({"text": f"'{text}'"})
+    write_keys(tmp_path / "keys.yaml", {"mr_greedy": {"name": "a"}, "mr_other": {"name": "b"}})
+    settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}}
+    settings |= {"keys": str(tmp_path / "keys.yaml"), "seconds": {"filter": 3, "encode": 60}}
+    url = briefly({**settings, "limits": {"batch_chars": 400_000}}, "greedy")
+    condition = " AND ".join(f"text NOT ILIKE '%over%never{i}%'" for i in range(130))
+    body = {**SEARCH, "k": 1}
+
+    async def ask_all() -> tuple[list[int], list[float]]:
+        greedy = {"Authorization": "Bearer mr_greedy"}
+        async with httpx2.AsyncClient(timeout=120) as http:
+
+            async def ask(**change: str) -> httpx2.Response:
+                headers = {"Authorization": "Bearer mr_other"}
+                return await http.post(f"{url}/v1/search", json={**body, **change}, headers=headers)
+
+            assert (await ask(filter="modality = 'text'")).status_code == 200
+            filtered = [
+                http.post(
+                    f"{url}/v1/search",
+                    json={**body, "filter": f"{condition} AND text NOT ILIKE '%z{i}%'"},
+                    headers=greedy,
+                )
+                for i in range(3)
+            ]
+            encoded = http.post(
+                f"{url}/v1/encode", json={"queries": ["漢" * 4_000] * 90}, headers=greedy
+            )
+            slow = [asyncio.ensure_future(each) for each in (*filtered, encoded)]
+            await asyncio.sleep(1)
+            seconds = []
+            for i in range(4):
+                begun = time.monotonic()
+                answer = await ask(filter=f"modality = 'text' AND {i} = {i}")
+                assert answer.status_code == 200
+                seconds.append(time.monotonic() - begun)
+            assert not slow[-1].done()
+            statuses = [(await each).status_code for each in slow[:-1]]
+            slow[-1].cancel()
+            return statuses, seconds
+
+    statuses, seconds = asyncio.run(ask_all())
+    assert statuses == [504] * 3
+    assert max(seconds) < 8, seconds  # it was a minute
+    time.sleep(1)
+    used = cpu_of("greedy:Searcher-i-0")
+    time.sleep(2)
+    assert cpu_of("greedy:Searcher-i-0") - used < 0.5
+
+
+@pytest.mark.parametrize("what", ["gateway", "proxy"])
+def test_errors_have_one_form_while_a_process_is_started_again(url, what):
+    """And the client waits for it, also where connections are refused."""
+    wait_until(lambda: is_ready(url))
+    ends, wrong, refused = threading.Event(), [], 0
+
+    def watch() -> None:
+        nonlocal refused
+        while not ends.is_set():
+            try:
+                response = httpx2.post(f"{url}/v1/search", json=SEARCH, timeout=60)
+            except httpx2.TransportError:
+                refused += 1
+                time.sleep(0.05)
+                continue
+            if response.status_code == 200:
+                continue
+            try:
+                problem = wire.ErrorAnswer.model_validate_json(response.content).error
+                assert (response.status_code, problem.code) == (503, "unavailable")
+                assert response.headers["retry-after"] == "1"
+            except (ValueError, AssertionError, KeyError):
+                wrong.append((response.status_code, response.text))
+
+    watching = [threading.Thread(target=watch) for _ in range(3)]
+    for thread in watching:
+        thread.start()
+    time.sleep(1)
+    kill("Gateway") if what == "gateway" else kill_proxy()
+    with Client(url) as client:
+        begun = time.monotonic()
+        assert client.search(**SEARCH).hits
+        assert time.monotonic() - begun < 40
+    wait_until(lambda: is_ready(url))
+    time.sleep(1)
+    ends.set()
+    for thread in watching:
+        thread.join()
+    assert not wrong
+    assert refused or what == "gateway"
 
 
 def test_a_stage_that_takes_too_long(briefly, uri):

@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import SpecError, absolute, dump, parse
+from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
@@ -77,7 +77,8 @@ class Store:
             idempotency: what the client calls this request, equal when it is sent again.
 
         Raises:
-            ApiError: too many wait, or what is asked is not legal.
+            ApiError: too many wait, what is asked is not legal, or the client called another
+                request so.
         """
         if asked.benchmark is not None and asked.benchmark not in self._own.benchmarks:
             legal = ", ".join(self._own.benchmarks) or "none here; send queries and qrels"
@@ -88,8 +89,9 @@ class Store:
         if idempotency:
             name = hashlib.sha256(f"{key}\n{idempotency}".encode()).hexdigest()[:16]
         folder = self._folder / name
+        content = digest([index, asked.model_dump(mode="json")])
         if (folder / "state.json").exists():
-            return name
+            return self._same(folder, content)
         waiting = [name for name, state in self._states() if state["state"] == "queued"]
         own = sum(self._key_of(name) == key for name in waiting)
         for number, most in ((len(waiting), self._own.max_queued), (own, self._own.max_of_key)):
@@ -101,19 +103,32 @@ class Store:
         new.mkdir()
         try:
             self._write_inputs(new, folder, asked, index)
-            request = {"key": key, "index": index, "created": created}
+            request = {"key": key, "index": index, "created": created, "content": content}
             _write(new / "request.json", request)
             _write(new / "state.json", {"state": "queued"})
             new.rename(folder)
         except OSError:
             shutil.rmtree(new, ignore_errors=True)
-            if not (folder / "state.json").exists():  # the same request came twice at once
+            if not (folder / "state.json").exists():
                 raise
+            return self._same(folder, content)  # the same request came twice at once
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
         self._remove_old()
         return name
+
+    def _same(self, folder: Path, content: str) -> str:
+        """The name of an evaluation that a request with the same idempotency key asked for.
+
+        Raises:
+            ApiError: that request was another one.
+        """
+        if self._said(folder, "request.json").get("content", content) != content:
+            field = "Idempotency-Key"
+            message = f"{field} must be new for a new request, got the key of evaluation"
+            raise ApiError("invalid_argument", f"{message} {folder.name}", field)
+        return folder.name
 
     def _check(self, asked: wire.EvaluationRequest) -> None:
         """Raises `ApiError` for what the limits of the server do not allow, or no job takes."""

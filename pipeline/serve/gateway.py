@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pipeline
@@ -40,6 +41,8 @@ log = logging.getLogger("ray.serve")
 
 #: Seconds between two looks at whether all requests are answered.
 DRAIN_LOOK_EVERY = 0.05
+#: Methods that a path can have.
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 #: Headers of what asks for somebody else.
 RELAYED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
@@ -207,6 +210,14 @@ def _of_http(request: Request, error: HTTPException) -> Response:
     response = _failed(request, ApiError(code, str(error.detail)))
     if error.headers:
         response.headers.update(error.headers)
+    if error.status_code == 405:  # Starlette names the methods of one route only
+        scopes = {method: {**request.scope, "method": method} for method in METHODS}
+        allowed = [
+            method
+            for method, scope in scopes.items()
+            if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+        ]
+        response.headers["Allow"] = ", ".join(allowed)
     return response
 
 

@@ -112,6 +112,10 @@ def test_sent_twice_it_is_one(http):
     first, second = (http.post("/v1/evaluations", json=asked, headers=headers) for _ in range(2))
     assert first.status_code == second.status_code == 202
     assert first.json()["id"] == second.json()["id"]
+    response = http.post("/v1/evaluations", json={**asked, "k": 11}, headers=headers)
+    error = wire.ErrorAnswer.model_validate_json(response.content).error
+    assert (response.status_code, error.code) == (422, "invalid_argument")
+    assert error.field == "Idempotency-Key" and "must be new" in error.message
 
 
 # -- the folder ------------------------------------------------------------------------------------

@@ -169,6 +169,30 @@ def test_unknown_paths_and_methods(http):
     refused(http.delete("/v1/indexes"), 405, "method_not_allowed")
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/healthz", "GET"),
+        ("/metrics", "GET"),
+        ("/v1/search", "POST"),
+        ("/v1/search:batch", "POST"),
+        ("/v1/encode", "POST"),
+        ("/v1/rerank", "POST"),
+        ("/v1/indexes", "GET"),
+        ("/v1/items/a/b", "GET"),
+        ("/v1/previews/a", "GET"),
+        ("/v1/evaluations", "GET, POST"),
+        ("/v1/evaluations/0", "DELETE, GET"),
+        ("/v1/evaluations/0/files/table.md", "GET"),
+    ],
+)
+def test_methods_of_a_path(http, path, methods):
+    for method in ("PUT", "OPTIONS"):
+        response = http.request(method, path)
+        refused(response, 405, "method_not_allowed")
+        assert response.headers.get_list("allow") == [methods]
+
+
 @pytest.mark.parametrize("name", ["nobody", "../../etc/passwd", "wing%2F..%2F..", "x" * 500, "'"])
 def test_unknown_items(http, name):
     response = http.get(f"/v1/items/{name}", params={"index": "texts"})
@@ -209,18 +233,50 @@ def test_keys_open_what_they_are_for(url):
     assert [info["name"] for info in response.json()["indexes"]] == ["texts"]
 
 
+def slow_bodies(stack, url: str, number: int, key: str | None = None) -> list[socket.socket]:
+    """Connections with requests whose bodies do not arrive."""
+    host, _, rest = url.removeprefix("http://").partition("/")
+    head = f"POST /{rest}/v1/search HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
+    address = (host.partition(":")[0], int(host.partition(":")[2]))
+    connections = []
+    for _ in range(number):
+        connections.append(stack.enter_context(socket.create_connection(address, timeout=10)))
+        connections[-1].sendall(f"{head}\r\n{{".encode())
+    return connections
+
+
 def test_nobody_without_a_key_takes_a_place(url):
     """What is to come in is not waited for."""
-    host, _, rest = url.removeprefix("http://").partition("/")
-    head = f"POST /{rest}/v1/search HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
-    address = (host.partition(":")[0], int(host.partition(":")[2]))
     with contextlib.ExitStack() as stack:
-        for _ in range(70):  # more than may be under way
-            connection = stack.enter_context(socket.create_connection(address, timeout=10))
-            connection.sendall(head.encode())
-        assert b"401" in connection.recv(100)
+        connections = slow_bodies(stack, url, 140)  # more than are waited for
+        assert b"401" in connections[-1].recv(100)
         assert ask(url, "mr_all").status_code == 200
     refused(httpx2.post(f"{url}/v1/search", content=b"{"), 401, "unauthenticated")
+
+
+def test_slow_bodies_of_a_key_lock_nobody_out(url):
+    """One key gets half of the places; those who have none are told at once."""
+    with contextlib.ExitStack() as stack:
+        connections = slow_bodies(stack, url, 140, "mr_all")
+        assert b"503" in connections[-1].recv(100)
+        assert ask(url, "mr_other").status_code == 200
+        message = refused(ask(url, "mr_all"), 503, "unavailable")
+        assert message == "the key all has too many requests whose body has not arrived"
+    wait_until(lambda: ask(url, "mr_all").status_code == 200)
+
+
+def test_connections_without_complete_headers_are_closed(url):
+    """By Ray's proxy too, after the two seconds of the tests."""
+    host = url.removeprefix("http://").partition("/")[0]
+    address = (host.partition(":")[0], int(host.partition(":")[2]))
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for _ in range(50):
+            connections.append(stack.enter_context(socket.create_connection(address, timeout=10)))
+            connections[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: h")
+        assert ask(url, "mr_all").status_code == 200
+        assert all(b"headers took longer" in each.recv(1000) for each in connections)
 
 
 def test_operation_needs_no_key(url):
@@ -268,6 +324,12 @@ def test_request_ids(http):
     response = http.post("/v1/search", json=SEARCH, headers={"X-Request-ID": "mine-1"})
     assert response.headers.get_list("x-request-id") == ["mine-1"]
     assert response.json()["request_id"] == "mine-1"
+    response = http.post("/v1/search", json=SEARCH, headers={"X-Request-ID": "mine-1"})
+    (second,) = response.headers.get_list("x-request-id")
+    assert second == response.json()["request_id"] and second.startswith("mine-1.")
+    response = http.post("/v1/search", json={}, headers={"X-Request-ID": "not valid"})
+    assert problem(response).request_id != "not valid"
+    assert len(response.headers.get_list("x-request-id")) == 1
     assert http.post("/v1/search", json=SEARCH).json()["request_id"]
 
 
@@ -302,7 +364,7 @@ def test_clients_that_hang_up(url):
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     address = (host.partition(":")[0], int(host.partition(":")[2]))
     for sent in (head.encode(), head.encode() + body[:5], head.encode() + body):
-        for _ in range(70):  # more than may be under way
+        for _ in range(140):  # more than may be in progress
             with socket.create_connection(address, timeout=10) as connection:
                 connection.sendall(sent)
     wait_until(lambda: ask(url, "mr_all").status_code == 200)

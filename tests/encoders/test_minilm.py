@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Conf
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders.minilm import BUNDLED, MiniLM, _find_folder
+from pipeline.encoders.minilm import BUNDLED, CPU_PASS_TOKENS, MiniLM, _find_folder
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT
 
@@ -155,6 +155,19 @@ def test_batches_keep_to_their_budget(encoder, abstracts, long_text):
     assert max(sizes) <= budget
     assert len(sizes) > len(batches) > 5  # the long text takes several passes
     assert sorted(np.concatenate([rows for rows, _ in batches])) == list(range(len(texts)))
+
+
+def test_little_of_what_the_model_reads_is_padding(tiny_folder, abstracts):
+    """The last window of an abstract is short: it must not be padded to the length of others."""
+    small = build(model=str(tiny_folder), window=64, overlap_tokens=16)
+    masks = []
+    small.model.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    list(small.encode(table(abstracts)))
+    assert max(mask.numel() for mask in masks) <= CPU_PASS_TOKENS
+    num_padded = sum(mask.numel() for mask in masks)
+    assert num_padded < 1.1 * sum(int(mask.sum()) for mask in masks)
 
 
 @pytest.mark.parametrize("overlap_tokens", [0, 1, 63, 64, 128])

@@ -1,6 +1,7 @@
-"""The encoders of pictures: what attention taps cost, and how busy the pipeline keeps the model.
+"""Encoders: cost of attention taps, share of time in the model, and the default text encoder.
 
     python -m jobs.bench encode
+    python -m jobs.bench encode --only text
     python -m jobs.bench encode --only taps --family colqwen2 --layers 28 --device cuda
     python -m jobs.bench encode --only pipeline actors --items 64
 
@@ -8,11 +9,16 @@ Models have the shapes of published ones and random weights, of so many layers a
 (default: all on a GPU, four on a CPU). `taps`: the same pass without SAP's column sums, with them,
 and with eager attention whose probabilities are kept; `pipeline`: JPEG files to vectors, against
 the same model fed with what it reads; `actors`: the index job with one encoder actor and with two.
+`text` compares the default text encoder with sentence-transformers on the windows of Cranfield
+abstracts: in units of 64 abstracts, as the index job encodes them, against one `encode` call over
+all windows with the default batch size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,28 +32,33 @@ from PIL import Image
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
-from pipeline.config import parse
+from pipeline.config import SpecError, parse
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.registry import ENCODERS
 from pipeline.taps import MIDDLE, Tap, single_taps
 
 PAGE = (1240, 1754)  # A4 at 150 dpi
+ABSTRACTS = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
+UNIT_ITEMS = 64  # the index job's default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and takes the figures."""
     on_gpu = torch.cuda.is_available()
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--only", nargs="+", choices=["text", *FIGURES], help="default: all")
     parser.add_argument("--family", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--layers", type=jobs.positive, help="of the language model")
     parser.add_argument("--items", type=jobs.positive, default=256 if on_gpu else 12)
     parser.add_argument("--batch", type=jobs.positive, default=8 if on_gpu else 1, help="pages")
+    parser.add_argument("--abstracts", type=jobs.positive, default=256, help="for text")
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     args.layers = args.layers or (None if args.device == "cuda" else 4)
     bench = Bench("encode", arguments, args.out)
-    for family in args.family:
+    if not args.only or "text" in args.only:
+        text(bench, args)
+    for family in args.family if args.only != ["text"] else ():
         with tempfile.TemporaryDirectory(prefix="encode-") as folder:
             spec = write(Path(folder), family, args)
             for name, figure in FIGURES.items():
@@ -317,6 +328,65 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
             rows.append([name, figures[name], figures[name].over(figures["one actor"])])
     text = table(["encoders, a thread each", "pages/s, starting included", "x one"], rows)
     bench.add(f"actors {family}", f"{family}: {args.items} pages", figures, text)
+
+
+def text(bench: Bench, args: Any) -> None:
+    """Compares the default text encoder with sentence-transformers, by turns."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        legal = "the extra `bench` installed, which holds sentence-transformers"
+        raise SpecError("--only", "text", legal, "is not installed") from None
+
+    encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
+    with ABSTRACTS.open(encoding="utf-8") as file:
+        lines = itertools.islice(file, args.abstracts)
+        texts = [json.loads(line)["text"] for line in lines]
+    units = [texts[i : i + UNIT_ITEMS] for i in range(0, len(texts), UNIT_ITEMS)]
+    tables = [pa.table({"text": pa.array(unit, pa.string())}) for unit in units]
+    windows = [w for text in texts for w in _windows(encoder, text)]
+    other = SentenceTransformer(str(encoder.model.name_or_path), device=args.device)
+    tokens = encoder.tokenizer(windows, truncation=True, max_length=other.max_seq_length)
+    num_tokens = sum(map(len, tokens["input_ids"]))
+    sides: dict[str, Callable[[], Any]] = {
+        "maxray": lambda: [list(encoder.encode(table)) for table in tables],
+        "sentence-transformers": lambda: other.encode(
+            windows, output_value="token_embeddings", show_progress_bar=False
+        ),
+    }
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()
+    for repeat in range(args.repeats):
+        # Each side is first in every other repeat: both meet the same load of the machine.
+        for name in sorted(sides, reverse=bool(repeat % 2)):
+            start = time.process_time()
+            with _timed(wall[name]):
+                sides[name]()
+            cpu[name].append(time.process_time() - start)
+    rates = {n: Repeats(tuple(len(texts) / s for s in each)) for n, each in wall.items()}
+    cpu_rates = {n: Repeats(tuple(len(texts) / s for s in each)) for n, each in cpu.items()}
+    rows = [[name, rates[name], cpu_rates[name]] for name in sides]
+    ratios = [each["maxray"].over(each["sentence-transformers"]) for each in (rates, cpu_rates)]
+    rows.append(["**ratio**", *(f"**{ratio}**" for ratio in ratios)])
+    head = ["encoder", "abstracts/s", "abstracts per CPU second"]
+    what = f"{len(texts)} abstracts, {len(windows)} windows, {num_tokens:,} tokens"
+    what += f", {encoder.spec.dtype}, {torch.get_num_threads()} threads"
+    bench.add("text", what, {"rates": rates, "cpu_rates": cpu_rates}, table(head, rows))
+
+
+def _windows(encoder: Any, text: str) -> list[str]:
+    """The text of each window of the encoder, for an encoder that makes no windows."""
+    encoded = encoder.tokenizer(
+        text,
+        truncation=True,
+        max_length=encoder.spec.window,
+        stride=encoder.spec.overlap_tokens,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    return [text[offsets[1][0] : offsets[-2][1]] for offsets in encoded["offset_mapping"]]
 
 
 def _built(given: dict[str, Any]) -> SequenceEncoder:

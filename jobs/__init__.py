@@ -9,10 +9,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
+from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
+from pipeline.index import check_index
 
 #: Exit codes: bad input; stopped by Ctrl-C or SIGTERM, with everything left in order.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
@@ -74,13 +77,61 @@ def parser(doc: str) -> Parser:
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def spec_parser(doc: str, *, profiles: bool = True) -> Parser:
+class SpecParser(Parser):
+    """A parser that also checks the files and folders that a spec names.
+
+    Checking a whole spec needs its components, and importing those takes seconds: wrong paths are
+    reported before that.
+    """
+
+    has_index = False  # whether the spec's index must exist already
+
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Parses a command line and checks the paths in its spec.
+
+        Raises:
+            SpecError: A file or folder does not exist, or the spec is no YAML mapping.
+        """
+        args = super().parse(arguments)
+        spec = config.override(config.read(args.spec, "spec"), args.overrides)
+        if vars(args).get("resources"):
+            config.read(args.resources, "resources")
+        check_paths(spec)
+        if self.has_index and isinstance(spec.get("index"), str):
+            check_index(spec["index"])
+        return args
+
+
+def check_paths(spec: Mapping[str, Any]) -> None:
+    """Raises `SpecError` if the `path` of a spec's source, data or benchmark does not exist."""
+    for field in ("source", "data", "benchmark"):
+        given = spec.get(field)
+        named = {field: given}
+        if isinstance(given, list):
+            named = {f"{field}.{number}": each for number, each in enumerate(given)}
+        for name, each in named.items():
+            path = each.get("path") if isinstance(each, Mapping) else None
+            if isinstance(path, str) and path and not set(path) & set("*?["):  # those are globs
+                config.check_exists(path, f"{name}.path", "an existing file or folder")
+
+
+def check_outputs(outputs: Sequence[str], field: str) -> None:
+    """Raises `SpecError` if a folder holds no results of `jobs.evaluate`."""
+    for output in outputs:
+        if "://" not in output and not Path(config.absolute(output), "results.json").exists():
+            legal = "the output folder of jobs.evaluate"
+            raise SpecError(field, output, legal, "holds no results.json")
+
+
+def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
     """A parser for jobs that run a spec, with the arguments that all of them have.
 
     Args:
         profiles: whether the job takes a resources profile.
+        has_index: Whether the spec's index must exist already.
     """
-    made = parser(doc)
+    made = SpecParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.has_index = has_index
     made.add_argument("spec", help="a YAML file, see jobs/specs")
     made.add_argument("overrides", nargs="*", default=[], help="dotted.field=value")
     if profiles:

@@ -18,7 +18,7 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
-    args = jobs.spec_parser(__doc__).parse(arguments)
+    args = jobs.spec_parser(__doc__, has_index=True).parse(arguments)
 
     from pipeline.index import backfill, job
 

@@ -18,6 +18,7 @@ import posixpath
 from collections.abc import Sequence
 
 import jobs
+from pipeline import config
 from pipeline.config import SpecError
 
 
@@ -37,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of other reports than the first 40")
     parser.add_argument("--output", metavar="FOLDER", help="write binding.csv and binding.png")
     args = parser.parse(arguments)
+    for option in ("encoder", "table"):
+        if path := getattr(args, option):
+            config.read(path, f"--{option}")
 
-    from pipeline import config
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.report import aligned, as_csv
     from pipeline.registry import ENCODERS

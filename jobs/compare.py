@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out_b", metavar="OUT_B", help="the output of another")
     parser.add_argument("--output", metavar="FOLDER", help="write compare.html and compare.csv")
     args = parser.parse(arguments)
+    jobs.check_outputs([args.out_a], "OUT_A")
+    jobs.check_outputs([args.out_b], "OUT_B")
 
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval import html

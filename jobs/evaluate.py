@@ -38,7 +38,7 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
-    args = jobs.spec_parser(__doc__, profiles=False).parse(arguments)
+    args = jobs.spec_parser(__doc__, profiles=False, has_index=True).parse(arguments)
 
     from pipeline.eval import evaluation
     from pipeline.search.maps import hit_maps

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline.config import Stopped
+from pipeline.index import check_index
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
     parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
     args = parser.parse(arguments)
+    check_index(args.index)
 
     from pipeline.index.export import export
 

@@ -14,6 +14,8 @@ import posixpath
 from collections.abc import Sequence
 
 import jobs
+from pipeline.config import SpecError, check_exists
+from pipeline.index import check_index
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=jobs.positive, default=3, help="phrases (default: 3)")
     parser.add_argument("--items", nargs="+", metavar="ID", help="phrases of these items alone")
     args = parser.parse_args(arguments)  # options with several values do not mix with others
+    check_exists(args.phrases, "grounding")
+    for uri, *_ in args.indexes:
+        check_index(uri)
 
     from pipeline.atomic import check_writable, write_atomic
-    from pipeline.config import SpecError
     from pipeline.eval.grounding import check_phrases, read_phrases
     from pipeline.search.maps import phrase_sheet
     from pipeline.search.searcher import open_index

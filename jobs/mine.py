@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jobs
+from pipeline import config
 from pipeline.config import SpecError
+from pipeline.index import check_index
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,8 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     args = parser.parse(arguments)
+    check_index(args.index)
+    is_spec = args.queries.endswith((".yaml", ".yml"))
+    if is_spec:
+        jobs.check_paths(config.read(args.queries, "queries"))
+    else:
+        jobs.check_paths({"data": {"path": args.queries}})
 
-    from pipeline import config
     from pipeline.atomic import check_writable
     from pipeline.registry import TRAINING_DATA
     from pipeline.search.searcher import open_index
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.train.row_data import RowData
 
     check_writable(args.output, "output", as_file=True)
-    if args.queries.endswith((".yaml", ".yml")):
+    if is_spec:
         spec = config.load(TrainSpec, args.queries, what="queries").data
     else:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})

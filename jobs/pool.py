@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)  # options with several values do not mix with others
     if len(args.outputs) < 2:
         parser.error("at least two OUT are needed")
+    jobs.check_outputs(args.outputs, "OUT")
 
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval import figures

@@ -41,15 +41,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.config import SpecError, Stopped
-from pipeline.schema import POOL, Composed, Hit, Parts, Place, Precision, Reranked
+from pipeline.config import SpecError, Stopped, check_exists
+from pipeline.index import check_index
 
 if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
     import numpy as np
 
+    from pipeline.schema import Composed, Hit, Parts, Place, Reranked
     from pipeline.search.rerank import Reranker
     from pipeline.search.searcher import AnyQuery, Ranking, Searcher
 
@@ -59,6 +60,8 @@ BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 QUERIES_AT_ONCE = 256
 #: Of a query's picture.
 MOST_IMAGE_BYTES = 64 << 20
+#: As `pipeline.schema.Precision` has them, whose module imports Arrow.
+PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 #: Seconds between two lines of progress.
 SAY_EVERY = 10.0
 
@@ -80,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
         several = "QUERY, --image or both, --queries and --query-vectors"
         parser.error(f"one of {several} is needed, and only one")
+    check_index(args.index)
+    for option in ("queries", "query_vectors", "image", "ids", "parents"):
+        if path := getattr(args, option):
+            check_exists(path, option.replace("_", "-"))
 
     from pipeline.atomic import check_writable
     from pipeline.eval.topics import read_ids, read_queries, read_query_vectors
@@ -117,6 +124,7 @@ def _reranker(args: Any) -> Reranker | None:
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
         raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
+    from pipeline.schema import POOL
     from pipeline.search.rerank import Reranker
 
     return Reranker(folder, args.pool or POOL, args.add_first_stage, args.precision)
@@ -124,6 +132,8 @@ def _reranker(args: Any) -> Reranker | None:
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
     """The query of a command line: a text, a picture, or both together."""
+    from pipeline.schema import Composed
+
     text = " ".join(words)
     if image is None:
         return text
@@ -282,15 +292,13 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
-    parser.add_argument(
-        "--pool", type=jobs.positive, help=f"hits that are reranked; default: {POOL}"
-    )
+    parser.add_argument("--pool", type=jobs.positive, help="hits that are reranked; default: 10")
     parser.add_argument(
         "--add-first-stage", action="store_true", help="add its score to the reranker's"
     )
     parser.add_argument(
         "--precision",
-        choices=get_args(Precision),
+        choices=PRECISIONS,
         help="in which the reranker computes; default: as its folder says",
     )
     parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")
@@ -370,6 +378,8 @@ class _Rank:
         how: Mapping[str, Any],
         rerank: Reranker | None,
     ):
+        from pipeline.schema import Composed
+
         self._searcher, self._queries, self._how = searcher, queries, dict(how)
         self._rerank, self._k = rerank, how["k"]
         if rerank is not None:
@@ -439,6 +449,7 @@ def write_maps(
     Raises:
         SpecError: no hit has one; as the first says.
     """
+    from pipeline.schema import Place
     from pipeline.search import maps
     from pipeline.search.explain import NO_SPAN, printable
 
@@ -487,6 +498,7 @@ def page(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
 def parts(parts: Parts) -> str:
     """What a score is made of, where it is of more than one part.
 
+    >>> from pipeline.schema import Parts
     >>> parts(Parts(late=4.5, late_mean=0.75, single=0.5)), parts(Parts(late=4.5, late_mean=0.75))
     ('single 0.5000, late 4.5000 (mean 0.7500)', '')
     """
@@ -498,6 +510,7 @@ def parts(parts: Parts) -> str:
 def moved(reranked: Reranked | None) -> str:
     """Where a reranked hit stood before, and why it stays there if it could not be read.
 
+    >>> from pipeline.schema import Reranked
     >>> moved(Reranked(3, 0.5, 1.25)), moved(Reranked(2, 0.5, problem="has no text")), moved(None)
     ('(was 3)', '(was 2; has no text)', '')
     """
@@ -521,6 +534,7 @@ def span(span: dict[str, Any] | None) -> str:
 def place(place: Place) -> str:
     """Where in a hit the match is.
 
+    >>> from pipeline.schema import Place
     >>> place(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
     'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
     >>> place(Place((0, 4), None, (5.31, 7.0)))

@@ -31,7 +31,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.config import SpecError, Stopped, load, override, parse
+from pipeline.config import SpecError, Stopped, check_exists, load, override, parse, read
+from pipeline.index import check_index
 
 if TYPE_CHECKING:  # loaded when a server is started: --help is quick
     from pipeline.serve.settings import ServeSpec
@@ -77,8 +78,6 @@ def _port(text: str) -> int:
 
 def _settings(args: Any) -> ServeSpec:
     """The settings of the command line, over those of the file."""
-    from pipeline.serve.settings import ServeSpec
-
     overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
     uris = [a for a in args.indexes if a not in overrides]
     named: dict[str, dict[str, str]] = {}
@@ -88,6 +87,14 @@ def _settings(args: Any) -> ServeSpec:
             legal = "indexes in folders of different names, or --spec with a name for each"
             raise SpecError("indexes", uri, legal, f"is a second one called {name}")
         named[name] = {"uri": uri}
+        check_index(uri)
+    if args.spec:
+        read(args.spec, "spec")
+    if args.keys:
+        check_exists(args.keys, "keys")
+
+    from pipeline.serve.settings import ServeSpec
+
     given: dict[str, Any] = {"indexes": named} if named else {}
     if args.keys:
         given["keys"] = args.keys

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jobs
+from pipeline.index import check_index
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("index", help="the URI of an index")
     parser.add_argument("--json", action="store_true", help="as JSON, for scripts")
     args = parser.parse(arguments)
+    check_index(args.index)
 
     from pipeline.index.status import status
 

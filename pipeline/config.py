@@ -115,6 +115,20 @@ def absolute(uri: str) -> str:
         raise SpecError("", uri, "a path, or ~/ and a path", "names no user's home") from None
 
 
+def check_exists(path: str, field: str, legal: str = "the path of an existing file") -> None:
+    """Checks that a local path exists; a URI with a scheme is not looked at.
+
+    Commands call it for all paths they are given before they import anything slow.
+
+    Raises:
+        SpecError: For `field`: nothing exists at the path.
+    """
+    with within(field):
+        location = absolute(path)
+    if "://" not in location and not Path(location).exists():
+        raise SpecError(field, path, legal, "does not exist")
+
+
 def _uri(value: str) -> str:
     if not value.strip():
         raise SpecError("", value, "a path or URI", "is empty")

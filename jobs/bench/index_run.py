@@ -21,7 +21,7 @@ import jobs
 from jobs.bench.harness import peak_bytes
 from pipeline import config
 from pipeline.config import digest
-from pipeline.index import job, listing
+from pipeline.index import JOBS, job, listing
 from pipeline.index.columns import (
     EncoderFacts,
     encoder_fields,
@@ -29,7 +29,7 @@ from pipeline.index.columns import (
     representation_fields,
 )
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import JOBS, part
+from pipeline.index.reader import part
 from pipeline.index.stages import Compress, Encode, Represent, write_table
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS

@@ -13,9 +13,7 @@ import fsspec
 import numpy as np
 
 from pipeline.config import SpecError, absolute
-
-#: Their folder in an index.
-ARTEFACTS = "artefacts"
+from pipeline.index import ARTEFACTS
 
 #: The entry of the file that says what the artefact was fitted for.
 ABOUT = "about"

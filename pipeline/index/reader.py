@@ -21,7 +21,8 @@ from fsspec import AbstractFileSystem
 from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute, digest, within
-from pipeline.index.artefacts import ARTEFACTS, load_artefact
+from pipeline.index import ITEMS, PARTS, REJECTS, no_index
+from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import by_role, codec_fitted_for
 from pipeline.index.lease import Lease
 from pipeline.registry import CODECS
@@ -29,8 +30,6 @@ from pipeline.schema import FORMAT_VERSION, REJECT
 
 if TYPE_CHECKING:  # it needs torch, and most that is read of an index does not
     from pipeline.codecs import Codec
-
-ITEMS, REJECTS, JOBS = "items.lance", "rejects.lance", "jobs"
 
 #: Where an index may lie: what both Lance and fsspec can write.
 SCHEMES = ("file", "s3", "gs", "az")
@@ -90,9 +89,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
             raise SpecError(
                 "index", uri, f"a whole index ({first_line(error)})", "is damaged"
             ) from None
-        raise SpecError(
-            "index", uri, "the URI of an index made by jobs.index", "holds no index"
-        ) from None
+        raise no_index(uri) from None
     versions = {
         data.get("format_version", 0) for data in by_role(dataset.schema, "search").values()
     }
@@ -138,8 +135,7 @@ def holds_parts(uri: str) -> bool:
     """Whether what lies at the URI is an index, or what is left of one."""
     with _reaching(uri):
         filesystem, path = open_folder(uri)
-        parts = (ITEMS, REJECTS, ARTEFACTS, JOBS)
-        return any(filesystem.exists(posixpath.join(path, name)) for name in parts)
+        return any(filesystem.exists(posixpath.join(path, name)) for name in PARTS)
 
 
 @contextlib.contextmanager

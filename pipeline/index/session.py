@@ -16,7 +16,8 @@ import ray
 
 from pipeline.atomic import write_atomic
 from pipeline.config import Spec, Stopped, dump_yaml
-from pipeline.index.reader import JOBS, part
+from pipeline.index import JOBS
+from pipeline.index.reader import part
 from pipeline.index.writer import IndexWriter, LeaseLost
 
 log = logging.getLogger("maxray.session")

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, adapter_of, codec_name
-from pipeline.index.reader import JOBS, Index, open_folder
+from pipeline.index.reader import Index, open_folder
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
-from pipeline.index.reader import JOBS, Index, first_line, open_folder
+from pipeline.index import JOBS
+from pipeline.index.reader import Index, first_line, open_folder
 from pipeline.registry import SOURCES
 from pipeline.schema import Hit, Passage
 from pipeline.search.explain import (

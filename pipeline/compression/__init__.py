@@ -107,6 +107,14 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         support.scatter_(1, order, result.support.masked_fill(~packed.mask, -1))
         return replace(result, support=support)
 
+    def remark(self, extents_N6: np.ndarray) -> str | None:
+        """Describes a setting that does not suit items like this one, if there is any.
+
+        Args:
+            extents_N6: `TokenBatch.extents` of one item's tokens.
+        """
+        return None
+
     @abstractmethod
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         """`compress` for a batch whose real tokens come first in each row."""

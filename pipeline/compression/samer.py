@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
 from pipeline.compression import (
-    Budget,
-    Budgeted,
     blocks,
     close_ranks,
     first_minimum,
     group_sums,
     memberships,
 )
-from pipeline.compression.spatial import uniform_positions
+from pipeline.compression.seeds import (
+    Placement,
+    Seeded,
+    SeededCompressor,
+    farthest_positions,
+    lattice_positions,
+    uniform_positions,
+)
 from pipeline.config import SpecError
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
@@ -28,21 +34,24 @@ FAR = 1e20
 EPSILON = 1e-6
 
 
-class SaMer(Budgeted):
+class SaMer(SeededCompressor):
     """Merges the tokens into K centroids by soft assignment over features and positions.
 
-    K seeds, uniform in the token order, become centroids by `num_iterations` rounds of hard
-    k-means under the distance of eq. 2; then eq. 3 gives each representative as a softly weighted
-    mean. The paper names no values for the options; the defaults are those of its public code.
+    K seeds, by default uniform in the token order, become centroids by `num_iterations` rounds of
+    hard k-means under the distance of eq. 2; then eq. 3 gives each representative as a softly
+    weighted mean. The paper names no values for the options; the defaults are those of its
+    public code.
 
     Gradients flow through the tokens and the soft weights, not through seeds, k-means and hard
     assignments.
     """
 
-    class Spec(Budget):
+    class Spec(Seeded):
         """Options of SaMer.
 
         Attributes:
+            seeds: see `Seeded`. "farthest" samples by the distance of eq. 2, thus by features and
+                by the positions on `axes`, in space-time if `t` is among them.
             gamma: the weight of the spatial term of eq. 2.
             tau_s: the temperature of the soft assignment.
             num_iterations: rounds of k-means.
@@ -124,8 +133,9 @@ class SaMer(Budgeted):
         slot_mask_BK = slots_K < budgets_B.unsqueeze(1)
         places_BNA = places(batch, spec.axes, spec.seconds_per_unit)
         geometry = Geometry(places_BNA, batch.mask, spec.gamma)
+        seeds_BK = seed_positions(spec.seeds, tokens_BND, batch, budgets_B, geometry)
         features_BKD, sites_BKA, previous_BN = cluster(
-            tokens_BND, batch, slot_mask_BK, budgets_B, geometry, spec.num_iterations
+            tokens_BND, seeds_BK, slot_mask_BK, geometry, spec.num_iterations
         )
         distance_BKN = geometry.distance(tokens_BND, features_BKD, sites_BKA, slot_mask_BK)
         nearest_BN = first_minimum(distance_BKN.detach(), dim=1)
@@ -238,6 +248,26 @@ class Geometry:
         sizes_BK1, num_placed_BKA, sums_BKA = sums.split([1, num_axes, num_axes], dim=2)
         return sizes_BK1, sums_BKA / num_placed_BKA  # 0 / 0 is NaN
 
+    def apart(self, tokens_BND: torch.Tensor) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """A function of the distances (B, N) from tokens, as `farthest_positions` takes it.
+
+        The centre is the unit mean of the features, at the mean position.
+        """
+
+        def distance(positions_B: torch.Tensor | None) -> torch.Tensor:
+            if positions_B is None:
+                features_B1D = normalise(tokens_BND.sum(dim=1, keepdim=True))
+                all_BN = tokens_BND.new_zeros(tokens_BND.shape[:2], dtype=torch.int64)
+                sites_B1A = self.sites(all_BN, 1)[1]
+            else:
+                rows = torch.arange(len(positions_B), device=positions_B.device)
+                features_B1D = tokens_BND[rows, positions_B].unsqueeze(1)
+                sites_B1A = self.places_BNA[rows, positions_B].unsqueeze(1)
+            slots_B1 = torch.ones(len(tokens_BND), 1, dtype=torch.bool, device=tokens_BND.device)
+            return self.distance(tokens_BND, features_B1D, sites_B1A, slots_B1).squeeze(1)
+
+        return distance
+
 
 def places(
     batch: TokenBatch, axes: tuple[Axis, ...] = ("x", "y"), seconds_per_unit: float | None = None
@@ -266,12 +296,27 @@ def places(
     return torch.stack([columns[axis] for axis in axes], dim=2)
 
 
+def seed_positions(
+    seeds: Placement,
+    tokens_BND: torch.Tensor,
+    batch: TokenBatch,
+    budgets_B: torch.Tensor,
+    geometry: Geometry,
+) -> torch.Tensor:
+    """Positions (B, K) int64 of the first centroids; 0 beyond an item's budget."""
+    if seeds == "lattice":
+        places_BNA = places(batch, ("t", "y", "x"))
+        return lattice_positions(places_BNA, batch.mask, budgets_B)[0]
+    if seeds == "farthest":
+        return farthest_positions(geometry.apart(tokens_BND), batch.mask, budgets_B)[0]
+    return uniform_positions(batch.lengths, budgets_B)[0]
+
+
 @torch.no_grad()
 def cluster(
     tokens_BND: torch.Tensor,
-    batch: TokenBatch,
+    seeds_BK: torch.Tensor,
     slot_mask_BK: torch.Tensor,
-    budgets_B: torch.Tensor,
     geometry: Geometry,
     num_iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -282,12 +327,12 @@ def cluster(
 
     Args:
         tokens_BND: unit length, zero at padding.
+        seeds_BK: positions of the tokens that are the first centroids.
 
     Returns:
         mu, s and the last assignment (B, N) that moved them; without an iteration, the first.
     """
     num_outputs = slot_mask_BK.shape[1]
-    seeds_BK, _ = uniform_positions(batch.lengths, budgets_B)
     missing = num_outputs - seeds_BK.shape[1]  # other items of the batch have larger budgets
     seeds_BK1 = torch.nn.functional.pad(seeds_BK, (0, missing)).unsqueeze(2)
     features_BKD = tokens_BND.gather(1, seeds_BK1.expand(-1, -1, tokens_BND.shape[2]))

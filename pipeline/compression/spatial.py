@@ -6,52 +6,43 @@ from typing import Literal
 
 import torch
 
-from pipeline.compression import Budget, Budgeted, select
+from pipeline.compression import select
+from pipeline.compression.samer import Geometry, places
+from pipeline.compression.seeds import (
+    Seeded,
+    SeededCompressor,
+    farthest_positions,
+    lattice_positions,
+    uniform_positions,
+)
 from pipeline.tokens import TokenBatch
 
 
-class Spatial(Budgeted):
-    """Keeps K tokens that are uniformly spaced in the token order.
+class Spatial(SeededCompressor):
+    """Keeps K tokens that are spread over the item: seeds that nothing is merged around.
 
-    The tokens of a grid come in its raster order (t, then y, then x), so for them this is uniform
-    over the flattened grid; for text and audio it is uniform over the sequence.
+    By default they are uniformly spaced in the token order. The tokens of a grid come in its raster
+    order (t, then y, then x), so for them this is uniform over the flattened grid; for text and
+    audio it is uniform over the sequence. `seeds: farthest` samples positions in space and time,
+    not features; the position of tokens of items without extents is their rank.
     """
 
-    class Spec(Budget):
+    class Spec(Seeded):
         name: Literal["spatial"] = "spatial"
 
     support_form = "indices"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """`_compress` with a budget for each item."""
-        return select(batch, *uniform_positions(batch.lengths, budgets_B))
-
-
-def uniform_positions(
-    lengths: torch.Tensor, budgets_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions `linspace(0, length - 1, budget).round()` of each item.
-
-    Halves go to the even neighbour. The arithmetic is in integers, so the positions are exact and
-    equal on every device. They are distinct: neighbours are at least 1 apart before rounding, and
-    exactly 1 apart only if all are integers.
-
-    Args:
-        lengths: (B,) int64.
-        budgets_B: (B,) int64, how many positions an item gets: at most its length.
-
-    Returns:
-        Positions (B, K) int64, ascending, and their mask; K is the largest budget.
-
-    >>> positions, mask = uniform_positions(torch.tensor([6, 2]), torch.tensor([3, 2]))
-    >>> positions.tolist(), mask.tolist()
-    ([[0, 2, 5], [0, 1, 0]], [[True, True, True], [True, True, False]])
-    """
-    rank = torch.arange(int(budgets_B.max()) if len(lengths) else 0, device=lengths.device)
-    nums = budgets_B.unsqueeze(1)
-    mask = rank < nums
-    steps = (nums - 1).clamp_min(1)
-    numerator = rank * (lengths.unsqueeze(1) - 1).clamp_min(0)
-    floor, rest = numerator // steps, numerator % steps
-    up = (2 * rest > steps) | ((2 * rest == steps) & (floor % 2 == 1))
-    return torch.where(mask, floor + up, 0), mask
+        if self.spec.seeds == "paper":
+            return select(batch, *uniform_positions(batch.lengths, budgets_B))
+        places_BNA = places(batch, ("t", "y", "x"))
+        if self.spec.seeds == "lattice":
+            return select(batch, *lattice_positions(places_BNA, batch.mask, budgets_B))
+        rank_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+        rank_BN1 = (rank_N / batch.lengths.clamp_min(1).unsqueeze(1)).unsqueeze(2)
+        has_place_B = (~places_BNA.isnan()).flatten(1).any(dim=1)
+        rank_BN1 = rank_BN1.masked_fill(has_place_B.reshape(-1, 1, 1), torch.nan)
+        geometry = Geometry(torch.cat([places_BNA, rank_BN1], dim=2), batch.mask, gamma=1.0)
+        apart = geometry.apart(batch.vectors[..., :0].float())
+        return select(batch, *farthest_positions(apart, batch.mask, budgets_B))

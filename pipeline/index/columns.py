@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +18,8 @@ from pipeline.schema import FORMAT_VERSION, ITEM, metadata_of, with_metadata
 from pipeline.taps import Tap, single_taps
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
+    import lance
+
     from pipeline.encoders import Encoder
 
 
@@ -378,6 +381,25 @@ def refuse_other_settings(
             f"{there.get(key)} as in the index, or another `id`",
             "differs from the index's",
         )
+
+
+def compressor_remarks(
+    dataset: lance.LanceDataset, representations: Iterable[Representation]
+) -> list[str]:
+    """Returns sentences about settings of compressors that do not suit the first item.
+
+    Items without stored extents are not judged.
+    """
+    said: dict[str, list[str]] = {}
+    for r in representations:
+        name = metadata_of(dataset.schema.field(r.id))["positions"].get("extents")
+        if name not in dataset.schema.names:
+            continue
+        first = dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1)[name]
+        compressor = COMPRESSORS.build(r.compressor)
+        if len(first) and (sentence := compressor.remark(np.array(first[0].as_py()))):
+            said.setdefault(sentence, []).append(r.id)
+    return [f"{', '.join(ids)}: {sentence}" for sentence, ids in said.items()]
 
 
 def has_support(representation: Representation) -> bool:

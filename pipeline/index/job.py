@@ -35,6 +35,7 @@ from pipeline.index.columns import (
     Sweep,
     aspects_of,
     by_role,
+    compressor_remarks,
     encoder_fields,
     every_representation,
     needed_taps,
@@ -734,7 +735,8 @@ def _remarks(spec: IndexSpec) -> list[str]:
                 yield from column.to_pylist()
         yield from index.rejects()["item_id"].to_pylist()
 
-    return ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
+    own = ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
+    return [*own, *compressor_remarks(Index(spec.index).dataset, every_representation(spec))]
 
 
 @ray.remote

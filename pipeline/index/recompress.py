@@ -28,6 +28,7 @@ from pipeline.index.columns import (
     Representation,
     Sweep,
     by_role,
+    compressor_remarks,
     every_representation,
     needed_taps,
     query_kinds,
@@ -140,6 +141,8 @@ def run(
             rows = [{"fragment": fragment} for fragment in fragments]
             filled = filling(FillFragment, given, rows, resources.compress)
             commit_filled(session, filled, spec.commit_fragments, progress, report)
+        for sentence in compressor_remarks(dataset, wanted):
+            report(sentence)
     return progress
 
 

@@ -11,15 +11,22 @@ from pipeline.registry import COMPRESSORS
 
 NUM_VECTORS = 5
 LENGTHS = [9, 1, 0, 23, 5, 4, 40, 6]
+#: Methods by name, and some with options that are other algorithms.
+METHODS = [
+    *COMPRESSORS.names(),
+    *(f"{name} {seeds}" for name in ("samer", "spatial") for seeds in ("lattice", "farthest")),
+]
 
 
-def build(name, ragged, **budget) -> Compressor:
+def build(method, ragged, **budget) -> Compressor:
+    name, _, seeds = method.partition(" ")
     cls = COMPRESSORS.load(name)
     if "num_vectors" in cls.Spec.model_fields:
         budget = budget or {"num_vectors": NUM_VECTORS}
     else:
         budget = {"ratio": 0.3} if "ratio" in cls.Spec.model_fields else {}
-    compressor = cls(parse(cls.Spec, {"name": name, **budget}))
+    options = {"seeds": seeds} if seeds else {}
+    compressor = cls(parse(cls.Spec, {"name": name, **budget, **options}))
     if not compressor.needs_fit:
         return compressor
     names = [tap.name for tap in compressor.needs_taps]
@@ -27,7 +34,7 @@ def build(name, ragged, **budget) -> Compressor:
     return cls(compressor.spec, cls.fit(compressor.spec, [sample]))
 
 
-@pytest.fixture(params=COMPRESSORS.names())
+@pytest.fixture(params=METHODS)
 def compressor(request, ragged):
     return build(request.param, ragged)
 
@@ -147,7 +154,7 @@ def test_equal_tokens(compressor, ragged):
         torch.testing.assert_close(kept, token.expand_as(kept), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS.names())
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("num_vectors", [1, 2, 39, 40, 1000])
 def test_any_budget(name, ragged, num_vectors):
     compressor = build(name, ragged, num_vectors=num_vectors)

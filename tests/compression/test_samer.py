@@ -28,6 +28,7 @@ def merged_by_hand(
     objects=None,
     object_prior=False,
     penalty_assignment="final",
+    seeds=None,
 ):
     """Eq. 2 to 6 and appendix A in loops over tokens i and representatives k; `p` may hold NaN.
 
@@ -53,7 +54,7 @@ def merged_by_hand(
         return min(range(num), key=lambda k: round(distance(i, k), 9))
 
     n = len(v)
-    seeds = [round(x) for x in np.linspace(0, n - 1, num)]
+    seeds = [round(x) for x in np.linspace(0, n - 1, num)] if seeds is None else seeds
     mu, s = [v[i] for i in seeds], [p[i] for i in seeds]
     nearest = [nearest_to(i) for i in range(n)]
     for iteration in range(num_iterations):

@@ -3,7 +3,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from pipeline.compression.spatial import Spatial, uniform_positions
+from pipeline.compression.seeds import uniform_positions
+from pipeline.compression.spatial import Spatial
 
 
 def linspace_rounded(length, num):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from pipeline.train.quality import Quality, grounding
 
 if TYPE_CHECKING:
     from pipeline.train.states import States
+
+log = logging.getLogger("maxray.train")
 
 Score = Literal["late", "single", "hybrid"]
 #: What is trained behind a model that stays as it is.
@@ -161,6 +164,7 @@ class Contrastive(Learner):
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: States | None = None
+        self._is_judged = False  # whether the compressor's settings suit the items
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -308,6 +312,10 @@ class Contrastive(Learner):
                 for tap in self.compressor.needs_taps
             }
             tokens = dataclasses.replace(tokens, taps=taps)
+        if tokens.extents is not None and not self._is_judged and bool(tokens.mask[0].any()):
+            self._is_judged = True
+            if sentence := self.compressor.remark(tokens.extents[0, tokens.mask[0]].cpu().numpy()):
+                log.warning("learner.compressor: %s", sentence)
         return self.compressor.compress(tokens)
 
     # -- objective ---------------------------------------------------------------------------------

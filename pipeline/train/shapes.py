@@ -26,14 +26,31 @@ COLOURS = {
     "black": (16, 16, 16),
     "white": (245, 245, 245),
 }
-SIZES = {"small": 6, "large": 12}  # radius in pixels
+SIZES = ("small", "large")
 RELATIONS = ("left of", "right of", "above", "below")
-MOST = 7  # objects of a scene
-FEWEST = 4
 #: How often an object is of the kind of an earlier one.
 REPEATS = 0.3
 ANY = -1  # of an attribute that a phrase does not name
 NO_RELATION = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of scenes and of what is on them.
+
+    Attributes:
+        side: Width and height of a scene, in pixels.
+        radii: Radius of small and of large objects, in pixels.
+        objects: Smallest and largest number of objects. The last ones are left out where there is
+            no space.
+    """
+
+    side: int = SIDE
+    radii: tuple[int, int] = (6, 12)
+    objects: tuple[int, int] = (4, 7)
+
+
+DEFAULT_LAYOUT = Layout()
 
 
 @dataclass(frozen=True)
@@ -44,11 +61,13 @@ class Scenes:
         attributes: (S, T, 3) int64, numbers of size, colour and shape; -1 where there is no object.
         centres: (S, T, 2) float64, x and y in pixels.
         greys: (S,) uint8, the background.
+        layout: Sizes of all scenes.
     """
 
     attributes: np.ndarray
     centres: np.ndarray
     greys: np.ndarray
+    layout: Layout = DEFAULT_LAYOUT
 
     def __len__(self) -> int:
         return len(self.greys)
@@ -56,12 +75,13 @@ class Scenes:
     @property
     def boxes(self) -> np.ndarray:
         """(S, T, 4) x0 y0 x1 y1 of the objects as shares of the picture."""
-        radii = np.array(list(SIZES.values()))[self.attributes[..., 0], None]
-        return np.concatenate([self.centres - radii, self.centres + radii], axis=2) / SIDE
+        radii = np.array(self.layout.radii)[self.attributes[..., 0], None]
+        corners = [self.centres - radii, self.centres + radii]
+        return np.concatenate(corners, axis=2) / self.layout.side
 
     def take(self, rows: Sequence[int] | slice) -> Scenes:
         """Some of the scenes."""
-        return Scenes(self.attributes[rows], self.centres[rows], self.greys[rows])
+        return Scenes(self.attributes[rows], self.centres[rows], self.greys[rows], self.layout)
 
     def matching(self, said: np.ndarray) -> np.ndarray:
         """(S, T) bool: the objects of which a phrase is true."""
@@ -69,17 +89,18 @@ class Scenes:
         return ((said == ANY) | (self.attributes == said)).all(axis=2) & is_there_ST
 
     def picture(self, row: int) -> Image.Image:
-        """A scene in RGB, `SIDE` pixels wide and high."""
-        pixels = np.full((SIDE, SIDE, 3), self.greys[row], dtype=np.float32)
+        """A scene in RGB."""
+        side = self.layout.side
+        pixels = np.full((side, side, 3), self.greys[row], dtype=np.float32)
         for (size, colour, shape), centre in zip(
             self.attributes[row], self.centres[row], strict=True
         ):
             if shape < 0:
                 continue
-            stamp = _stamps()[size][shape][..., None]
-            left, top = (int(place) - len(stamp) // 2 for place in centre)
-            part = pixels[top : top + len(stamp), left : left + len(stamp)]
-            part += stamp * (np.array(list(COLOURS.values())[colour]) - part)
+            own = stamp(SHAPES[shape], self.layout.radii[size])[..., None]
+            left, top = (int(place) - len(own) // 2 for place in centre)
+            part = pixels[top : top + len(own), left : left + len(own)]
+            part += own * (np.array(list(COLOURS.values())[colour]) - part)
         return Image.fromarray(pixels.round().astype(np.uint8))
 
 
@@ -155,7 +176,7 @@ def phrase(said: Sequence[int]) -> str:
     ('a small blue ring', 'a star')
     """
     size, colour, shape = said
-    words = [list(SIZES)[size]] if size != ANY else []
+    words = [SIZES[size]] if size != ANY else []
     words += [list(COLOURS)[colour]] if colour != ANY else []
     return " ".join(["a", *words, SHAPES[shape] if shape != ANY else "shape"])
 
@@ -180,7 +201,7 @@ def relates(scenes: Scenes) -> np.ndarray:
     )
 
 
-def scenes_of(series: int, numbers: Sequence[int]) -> Scenes:
+def scenes_of(series: int, numbers: Sequence[int], layout: Layout = DEFAULT_LAYOUT) -> Scenes:
     """The scenes of these numbers of an endless series, each for itself.
 
     >>> one, many = scenes_of(0, [5]), scenes_of(0, range(10))
@@ -188,20 +209,22 @@ def scenes_of(series: int, numbers: Sequence[int]) -> Scenes:
     True
     """
     count = len(numbers)
-    attributes = np.full((count, MOST, 3), -1, dtype=np.int64)
-    centres = np.zeros((count, MOST, 2))
+    most = layout.objects[1]
+    attributes = np.full((count, most, 3), -1, dtype=np.int64)
+    centres = np.zeros((count, most, 2))
     greys = np.zeros(count, dtype=np.uint8)
     for row, number in enumerate(numbers):
         random = np.random.default_rng([series, number])
         greys[row] = random.integers(90, 166)
         placed = 0
-        for kind in _kinds(random):
+        for kind in _kinds(random, layout):
             # A place may not be found for the last of them.
-            centre = _free_place(random, kind[0], attributes[row, :placed], centres[row, :placed])
+            there = attributes[row, :placed], centres[row, :placed]
+            centre = _free_place(random, kind[0], *there, layout)
             if centre is not None:
                 attributes[row, placed], centres[row, placed] = kind, centre
                 placed += 1
-    return Scenes(attributes, centres, greys)
+    return Scenes(attributes, centres, greys, layout)
 
 
 def captions_of(
@@ -242,10 +265,11 @@ def words() -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def _kinds(random: np.random.Generator) -> list[np.ndarray]:
+def _kinds(random: np.random.Generator, layout: Layout) -> list[np.ndarray]:
     """Size, colour and shape of each object of a scene, the large ones first."""
     kinds: list[np.ndarray] = []
-    for _ in range(random.integers(FEWEST, MOST + 1)):
+    fewest, most = layout.objects
+    for _ in range(random.integers(fewest, most + 1)):
         if kinds and random.random() < REPEATS:
             kinds.append(kinds[random.integers(len(kinds))])
         else:
@@ -254,13 +278,17 @@ def _kinds(random: np.random.Generator) -> list[np.ndarray]:
 
 
 def _free_place(
-    random: np.random.Generator, size: int, kinds_T3: np.ndarray, centres_T2: np.ndarray
+    random: np.random.Generator,
+    size: int,
+    kinds_T3: np.ndarray,
+    centres_T2: np.ndarray,
+    layout: Layout,
 ) -> np.ndarray | None:
     """Where an object touches none of the others, in whole pixels."""
-    radii = np.array(list(SIZES.values()))
+    radii = np.array(layout.radii)
     radius = radii[size]
     for _ in range(50):
-        centre = random.integers(radius + 1, SIDE - radius, 2)
+        centre = random.integers(radius + 1, layout.side - radius, 2)
         apart_T = np.abs(centres_T2 - centre).max(axis=1)
         if (apart_T > radius + radii[kinds_T3[:, 0]] + 1).all():
             return centre
@@ -268,12 +296,8 @@ def _free_place(
 
 
 @functools.cache
-def _stamps() -> list[list[np.ndarray]]:
-    """By size and shape, (2 radius, 2 radius) how much of each pixel the shape covers."""
-    return [[stamp(shape, radius) for shape in SHAPES] for radius in SIZES.values()]
-
-
 def stamp(shape: str, radius: int, finer: int = 8) -> np.ndarray:
+    """(2 radius, 2 radius) float32: how much of each pixel the shape covers."""
     side = 2 * radius * finer
     picture = Image.new("L", (side, side))
     draw = ImageDraw.Draw(picture)

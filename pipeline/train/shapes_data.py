@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from pipeline import config
+from pipeline.config import SpecError, digest
 from pipeline.train.data import Batch, Phrases, TrainingData, own_share
-from pipeline.train.shapes import Captions, Scenes, captions_of, phrase, scenes_of
+from pipeline.train.shapes import (
+    DEFAULT_LAYOUT,
+    Captions,
+    Layout,
+    Scenes,
+    captions_of,
+    phrase,
+    scenes_of,
+)
 
 #: Series of scenes from here on are never trained on; those of runs are below. Both are one word of
 #: a generator's seed: of longer numbers the words could be those of a series and a scene's number.
@@ -38,6 +48,9 @@ class Shapes(TrainingData):
                 comes before where they lie.
             series: of the scenes; null: the run's seed.
             held_out: scenes on which quality is measured, with one caption of two objects each.
+            side: Width and height of a scene, in pixels.
+            radii: Radius of small and of large objects, in pixels.
+            objects: Smallest and largest number of objects of a scene.
         """
 
         name: Literal["shapes"] = "shapes"
@@ -48,6 +61,24 @@ class Shapes(TrainingData):
         single_epochs: int = Field(1, ge=1)
         series: int | None = Field(None, ge=0, lt=HELD_OUT)
         held_out: int = Field(1000, ge=2)
+        side: int = Field(DEFAULT_LAYOUT.side, ge=16)
+        radii: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.radii
+        objects: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.objects
+
+        @model_validator(mode="after")
+        def _fits_together(self) -> Self:
+            small, large = self.radii
+            if not small <= large < self.side // 2 - 1:
+                legal = f"ascending and less than half of side, here {self.side // 2 - 1}"
+                raise SpecError("radii", list(self.radii), legal)
+            if not self.objects[0] <= self.objects[1]:
+                raise SpecError("objects", list(self.objects), "ascending")
+            return self
+
+        @property
+        def layout(self) -> Layout:
+            """The sizes of the scenes."""
+            return Layout(self.side, self.radii, self.objects)
 
     @property
     def gives(self) -> frozenset[str]:
@@ -80,7 +111,7 @@ class Shapes(TrainingData):
         for batch in range(first, self.num_batches):
             start = batch * self.batch_size
             numbers = scene_N[start : start + self.batch_size].tolist()
-            scenes = scenes_of(series, numbers)
+            scenes = scenes_of(series, numbers, spec.layout)
             # Of repeated scenes each has captions of its own, whichever batch it is in. All workers
             # make those of the whole batch, so that their number changes none.
             rows = range(len(numbers))
@@ -94,14 +125,20 @@ class Shapes(TrainingData):
                 )[0]
                 for group in groups
             ).take(slice(own.start * spec.captions, own.stop * spec.captions))
-            keys = [f"{series}/{number}" for number in numbers[own]]
+            keys = [self._key(series, number) for number in numbers[own]]
             yield batch_of(scenes.take(own), captions, keys)
 
     def held_out(self) -> Batch:
         """Scenes of another series, a caption of two objects and a phrase for each."""
-        scenes, captions, scene_C = held_out(self.spec.held_out)
-        keys = [f"{HELD_OUT}/{number}" for number in range(len(scenes))]
+        scenes, captions, scene_C = held_out(self.spec.held_out, layout=self.spec.layout)
+        keys = [self._key(HELD_OUT, number) for number in range(len(scenes))]
         return batch_of(scenes, captions, keys, phrases_of(scenes, captions, scene_C))
+
+    def _key(self, series: int, number: int) -> str:
+        """The key of a scene's cached states, which differ between layouts."""
+        layout = self.spec.layout
+        key = f"{series}/{number}"
+        return key if layout == DEFAULT_LAYOUT else f"{key}/{digest(asdict(layout))}"
 
     @staticmethod
     def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
@@ -110,9 +147,11 @@ class Shapes(TrainingData):
         return torch.from_numpy(held).to(query_facts.device)
 
 
-def held_out(count: int, series: int = 0) -> tuple[Scenes, Captions, np.ndarray]:
+def held_out(
+    count: int, series: int = 0, layout: Layout = DEFAULT_LAYOUT
+) -> tuple[Scenes, Captions, np.ndarray]:
     """Scenes that nothing is trained on, a caption of two objects for each, and its scene."""
-    scenes = scenes_of(HELD_OUT + series, range(count))
+    scenes = scenes_of(HELD_OUT + series, range(count), layout)
     captions, scene_C = captions_of(scenes, np.random.default_rng([HELD_OUT + series, count]))
     return scenes, captions, scene_C
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jobs import maps, shapes
-from pipeline.config import SpecError
+from pipeline.config import SpecError, parse
 from pipeline.train.shapes import COLOURS, RELATIONS, SIDE, captions_of, scenes_of
 from pipeline.train.shapes_data import Shapes, held_out, phrases_of
 
@@ -18,7 +18,7 @@ def by_hand(text: str, scene, row: int) -> bool:
     relation = next((name for name in RELATIONS if f" {name} " in text), None)
     said = text.split(f" {relation} ") if relation else [text]
     things = [
-        (list(SIZES)[a[0]], list(COLOURS)[a[1]], SHAPES[a[2]], *centre)
+        (SIZES[a[0]], list(COLOURS)[a[1]], SHAPES[a[2]], *centre)
         for a, centre in zip(scene.attributes[row], scene.centres[row], strict=True)
         if a[2] >= 0
     ]
@@ -117,6 +117,32 @@ def test_relevance_of_a_batch_is_what_holds():
     assert batch.queries == captions.texts
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     assert (relevant.numpy() == captions.hold(scenes)).all()
+
+
+def test_a_layout_sets_the_sizes_of_scenes_and_objects():
+    spec = Shapes.Spec(held_out=30, side=256, radii=(41, 50), objects=(2, 4))
+    scenes, _, _ = held_out(30, layout=spec.layout)
+    is_there_ST = scenes.attributes[..., 2] >= 0
+    assert 1 <= is_there_ST.sum(axis=1).min() and is_there_ST.shape[1] == 4
+    sizes_ST2 = scenes.boxes[..., 2:] - scenes.boxes[..., :2]
+    assert (sizes_ST2.prod(axis=2)[is_there_ST] >= 0.1).all()
+    boxes = scenes.boxes[is_there_ST]
+    assert scenes.picture(0).size == (256, 256) and 0 <= boxes.min() and boxes.max() <= 1
+    usual, large = (
+        Shapes(own, batch_size=2, seed=0).held_out().document_keys
+        for own in (Shapes.Spec(held_out=30), spec)
+    )
+    assert not set(usual) & set(large)  # cached states of one are not those of the other
+
+
+def test_layouts_that_are_not_valid():
+    for fields, sentence in (
+        ({"radii": [12, 6]}, "radii: "),
+        ({"radii": [6, 60]}, "radii: "),
+        ({"objects": [5, 4]}, "objects: "),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            parse(Shapes.Spec, fields)
 
 
 def test_each_series_has_scenes_of_its_own(tmp_path):

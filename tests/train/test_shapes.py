@@ -123,11 +123,11 @@ def test_a_layout_sets_the_sizes_of_scenes_and_objects():
     spec = Shapes.Spec(held_out=30, side=256, radii=(41, 50), objects=(2, 4))
     scenes, _, _ = held_out(30, layout=spec.layout)
     is_there_ST = scenes.attributes[..., 2] >= 0
-    assert 1 <= is_there_ST.sum(axis=1).min() and is_there_ST.shape[1] == 4
+    assert is_there_ST.sum(axis=1).min() >= 1 and is_there_ST.shape[1] == 4
     sizes_ST2 = scenes.boxes[..., 2:] - scenes.boxes[..., :2]
     assert (sizes_ST2.prod(axis=2)[is_there_ST] >= 0.1).all()
     boxes = scenes.boxes[is_there_ST]
-    assert scenes.picture(0).size == (256, 256) and 0 <= boxes.min() and boxes.max() <= 1
+    assert scenes.picture(0).size == (256, 256) and boxes.min() >= 0 and boxes.max() <= 1
     usual, large = (
         Shapes(own, batch_size=2, seed=0).held_out().document_keys
         for own in (Shapes.Spec(held_out=30), spec)

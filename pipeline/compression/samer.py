@@ -278,7 +278,7 @@ def places(
     first t0 in units of `seconds_per_unit`, or of the item's duration if that is None: 0 for all if
     it has none. Without extents there are no axes: (B, N, 0).
     """
-    if batch.extents is None or not axes:
+    if batch.extents is None or not axes or not batch.mask.shape[1]:
         return batch.vectors.new_zeros((*batch.mask.shape, 0), dtype=torch.float32)
     extents = batch.extents.float().masked_fill(~batch.mask.unsqueeze(2), torch.nan)
     columns = {"x": (extents[..., 0] + extents[..., 2]) / 2}

@@ -15,7 +15,7 @@ Placement = Literal["paper", "lattice", "farthest"]
 
 #: Squared distances whose difference is below this are equal: float32 cannot tell them apart.
 EQUAL = 1e-6
-#: Fewest seeds of which the paper's placement could cover rows and columns.
+#: Smallest budget that is judged: fewer seeds cannot cover the rows and columns of a grid.
 FEWEST = 4
 
 

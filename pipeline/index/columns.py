@@ -390,7 +390,7 @@ def compressor_remarks(
 
     Items without stored extents are not judged.
     """
-    said: dict[str, list[str]] = {}
+    ids_by_sentence: dict[str, list[str]] = {}
     for r in representations:
         name = metadata_of(dataset.schema.field(r.id))["positions"].get("extents")
         if name not in dataset.schema.names:
@@ -398,8 +398,8 @@ def compressor_remarks(
         first = dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1)[name]
         compressor = COMPRESSORS.build(r.compressor)
         if len(first) and (sentence := compressor.remark(np.array(first[0].as_py()))):
-            said.setdefault(sentence, []).append(r.id)
-    return [f"{', '.join(ids)}: {sentence}" for sentence, ids in said.items()]
+            ids_by_sentence.setdefault(sentence, []).append(r.id)
+    return [f"{', '.join(ids)}: {sentence}" for sentence, ids in ids_by_sentence.items()]
 
 
 def has_support(representation: Representation) -> bool:

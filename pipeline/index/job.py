@@ -735,8 +735,8 @@ def _remarks(spec: IndexSpec) -> list[str]:
                 yield from column.to_pylist()
         yield from index.rejects()["item_id"].to_pylist()
 
-    own = ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
-    return [*own, *compressor_remarks(Index(spec.index).dataset, every_representation(spec))]
+    remarks = ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
+    return [*remarks, *compressor_remarks(Index(spec.index).dataset, every_representation(spec))]
 
 
 @ray.remote

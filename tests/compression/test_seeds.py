@@ -59,16 +59,16 @@ def lattice_by_hand(places_N3, num):
         for part in range(parts):
             low, high = part * seeds // parts, (part + 1) * seeds // parts
             begin, end = (int(-(-Fraction(s * len(tokens), seeds) // 1)) for s in (low, high))
-            own = ranked[begin:end]
-            cells += [own] if axis == 2 else split(own, high - low, axis + 1)
+            cut = ranked[begin:end]
+            cells += [cut] if axis == 2 else split(cut, high - low, axis + 1)
         return cells
 
     seeds = []
     for cell in split(list(range(len(places_N3))), num, 0):
-        own = places_N3[cell]
-        known = ~np.isnan(own)
-        centre = [own[known[:, a], a].mean() if known[:, a].any() else np.nan for a in range(3)]
-        apart = np.nansum((own - centre) ** 2, axis=1)
+        members = places_N3[cell]
+        known = ~np.isnan(members)
+        centre = [members[known[:, a], a].mean() if known[:, a].any() else np.nan for a in range(3)]
+        apart = np.nansum((members - centre) ** 2, axis=1)
         seeds.append(min(cell, key=lambda n: (round(apart[cell.index(n)], 6), n)))
     return sorted(seeds)
 
@@ -122,10 +122,10 @@ def test_samer_begins_with_the_seeds(ragged, unit_items, seeds, axes):
         if len(v) <= 6:
             continue
         if seeds == "lattice":
-            own = lattice_by_hand(grid, 6)
+            positions = lattice_by_hand(grid, 6)
         else:
-            own = farthest_by_hand(distances(v, p, spec.gamma), len(v), 6)
-        expected, nearest = merged_by_hand(v, p, 6, seeds=own)
+            positions = farthest_by_hand(distances(v, p, spec.gamma), len(v), 6)
+        expected, nearest = merged_by_hand(v, p, 6, seeds=positions)
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], expected, atol=2e-6)
         assert result.support[i, batch.mask[i]].tolist() == nearest
 

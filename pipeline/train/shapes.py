@@ -97,10 +97,10 @@ class Scenes:
         ):
             if shape < 0:
                 continue
-            own = stamp(SHAPES[shape], self.layout.radii[size])[..., None]
-            left, top = (int(place) - len(own) // 2 for place in centre)
-            part = pixels[top : top + len(own), left : left + len(own)]
-            part += own * (np.array(list(COLOURS.values())[colour]) - part)
+            shade = stamp(SHAPES[shape], self.layout.radii[size])[..., None]
+            left, top = (int(place) - len(shade) // 2 for place in centre)
+            part = pixels[top : top + len(shade), left : left + len(shade)]
+            part += shade * (np.array(list(COLOURS.values())[colour]) - part)
         return Image.fromarray(pixels.round().astype(np.uint8))
 
 
@@ -219,8 +219,8 @@ def scenes_of(series: int, numbers: Sequence[int], layout: Layout = DEFAULT_LAYO
         placed = 0
         for kind in _kinds(random, layout):
             # A place may not be found for the last of them.
-            there = attributes[row, :placed], centres[row, :placed]
-            centre = _free_place(random, kind[0], *there, layout)
+            placed_objects = attributes[row, :placed], centres[row, :placed]
+            centre = _free_place(random, kind[0], *placed_objects, layout)
             if centre is not None:
                 attributes[row, placed], centres[row, placed] = kind, centre
                 placed += 1
@@ -284,7 +284,7 @@ def _free_place(
     centres_T2: np.ndarray,
     layout: Layout,
 ) -> np.ndarray | None:
-    """Where an object touches none of the others, in whole pixels."""
+    """Returns a free centre in whole pixels at which an object touches no other, or None."""
     radii = np.array(layout.radii)
     radius = radii[size]
     for _ in range(50):

@@ -108,6 +108,7 @@ def test_a_key_leaves_a_process_to_others(uri):
     asyncio.run(scenario())
 
 
+@pytest.mark.heavy
 def test_memory_of_a_filter_is_bounded(uri):
     """What takes more ends the process, or is an error; the next filter is evaluated."""
     edition = Index(uri).edition

@@ -35,8 +35,14 @@ class Beir(Benchmark):
         )
 
 
+#: Grades are as large as a 32-bit integer at most.
+MAX_GRADE = 2**31 - 1
+
+
 def read_qrels(path: str) -> dict[str, dict[str, int]]:
-    """Grades by query id and document id, from lines `query-id<TAB>corpus-id<TAB>score`.
+    """Returns grades by query id and document id, of lines `query-id<TAB>corpus-id<TAB>score`.
+
+    Negative grades are kept; all measures count them as 0, judged not relevant.
 
     Raises:
         SpecError: for `benchmark.split`: no such file, or a line of another form.
@@ -48,9 +54,11 @@ def read_qrels(path: str) -> dict[str, dict[str, int]]:
             continue
         try:
             query_id, document_id, grade = columns
+            if abs(int(grade)) > MAX_GRADE:
+                raise ValueError
             graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:
-            legal = "lines query-id<TAB>corpus-id<TAB>integer"
+            legal = "lines query-id<TAB>corpus-id<TAB>integer of 32 bits"
             problem = f"stands in line {number} of {path}"
             raise SpecError("benchmark.split", line[:80], legal, problem) from None
         if graded != int(grade):

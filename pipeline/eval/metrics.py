@@ -1,58 +1,169 @@
 """Measures by their ir-measures names, and runs in TREC's form.
 
-A run is `{query id: {document id: score}}`. Equal scores are ordered as trec_eval does, so a
-number here is the one that trec_eval gives for the written run.
+A run is `{query id: {document id: score}}`. Equal scores are ordered as trec_eval orders them, so
+a value here is the one that trec_eval computes for the written run.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote, unquote
 
 import ir_measures
+import numpy as np
+from ir_measures.providers import FallbackProvider
 
 from pipeline.atomic import writing_atomic
 from pipeline.config import SpecError
 from pipeline.eval.topics import lines_of
 
 Run = Mapping[str, Mapping[str, float]]
+Grades = Mapping[str, int]
 
 DEFAULT_MEASURES = ("nDCG@5", "nDCG@10", "R@5", "R@10", "R@100", "RR@10", "AP")
 
+#: Where measures other than nDCG and RR come from. Left out: gdeval (a Perl script, which also
+#: rounds), accuracy (divides by zero if every hit is relevant), pyndeval (needs subtopics).
+PROVIDERS = FallbackProvider(
+    [ir_measures.pytrec_eval, ir_measures.cwl_eval, ir_measures.compat, ir_measures.judged]
+)
+
 
 def parse_measure(name: str) -> ir_measures.Measure:
-    """The measure of that name; grades count linearly in nDCG, as in trec_eval.
+    """Returns the measure of that name.
 
     Raises:
-        SpecError: no such measure.
+        SpecError: no such measure, or none that can be computed with these parameters.
     """
     legal = f"names of ir-measures such as {', '.join(DEFAULT_MEASURES)}"
     try:
         measure = ir_measures.parse_measure(name)
-    except (NameError, ValueError):
+        measure.validate_params()
+    except (NameError, ValueError, TypeError, AssertionError):
         raise SpecError("measures", name, legal) from None
+    if measure.NAME not in OWN and not PROVIDERS.supports(measure):
+        raise SpecError("measures", name, legal, "cannot be computed")
     if measure.params.get("cutoff", 1) < 1:  # of which trec_eval ends the process
         raise SpecError("measures", name, legal)
     return measure
 
 
 def per_query(
-    run: Run, qrels: Mapping[str, Mapping[str, int]], measures: Sequence[str]
+    run: Run, qrels: Mapping[str, Grades], measures: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Each measure for each judged query: `{query id: {measure: value}}`.
+    """Computes each measure for each judged query: `{query id: {measure: value}}`.
 
     A judged query that the run lacks counts 0; a query of the run without judgments is left out.
+    Negative grades count as grade 0.
 
     >>> per_query({"q": {"a": 2.0, "b": 1.0}}, {"q": {"b": 1}, "r": {"c": 1}}, ["RR@10"])
     {'q': {'RR@10': 0.5}, 'r': {'RR@10': 0.0}}
     """
-    parsed = {parse_measure(name): name for name in measures}
+    graded = {
+        query_id: {document_id: max(0, grade) for document_id, grade in grades.items()}
+        for query_id, grades in qrels.items()
+    }
+    rankings = {query_id: ranking(run[query_id]) for query_id in qrels if run.get(query_id)}
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
-    ranked = {query_id: dict(run[query_id]) for query_id in qrels if run.get(query_id)}
-    for metric in ir_measures.iter_calc(list(parsed), dict(qrels), ranked):
-        values[metric.query_id][parsed[metric.measure]] = float(metric.value)
+    for name in measures:
+        measure = parse_measure(name)
+        if compute := OWN.get(measure.NAME):
+            found = {q: compute(order, graded[q], measure) for q, order in rankings.items()}
+        else:
+            found = _provided(rankings, graded, measure)
+        for query_id, value in found.items():
+            values[query_id][name] = value
     return values
+
+
+def ranking(scores: Mapping[str, float]) -> list[str]:
+    """Returns the documents, best first; of equal scores the larger id first, as in trec_eval.
+
+    trec_eval holds scores in single precision, so scores that differ beyond it are equal.
+
+    >>> ranking({"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0 + 1e-9})
+    ['c', 'd', 'b', 'a']
+    """
+    with np.errstate(over="ignore"):
+        single = np.array(list(scores.values()), np.float64).astype(np.float32)
+    rounded = dict(zip(scores, single.tolist(), strict=True))
+    return sorted(sorted(scores, reverse=True), key=lambda document_id: -rounded[document_id])
+
+
+def _provided(
+    rankings: Mapping[str, Sequence[str]],
+    graded: Mapping[str, Grades],
+    measure: ir_measures.Measure,
+) -> dict[str, float]:
+    """Computes a measure by its provider, each in a call of its own.
+
+    In one call for several measures nDCG may get the gains of another one, and measures that are
+    equal share one value. Scores are ranks, so that no provider has ties to break. pytrec_eval is
+    slow or crashes on unusual grades: it is given 1 for the relevant documents and else 0.
+    """
+    run = {
+        query_id: {document_id: -float(rank) for rank, document_id in enumerate(order)}
+        for query_id, order in rankings.items()
+    }
+    if ir_measures.pytrec_eval.supports(measure):
+        level = 1
+        if "rel" in measure.SUPPORTED_PARAMS and isinstance(measure["rel"], int):
+            level, measure = measure["rel"], measure(rel=1)
+        graded = {
+            query_id: {document_id: int(grade >= level) for document_id, grade in grades.items()}
+            for query_id, grades in graded.items()
+        }
+    found = PROVIDERS.iter_calc([measure], graded, run)
+    return {metric.query_id: float(metric.value) for metric in found if metric.query_id in run}
+
+
+def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
+    """Computes nDCG: the gain of a grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, eq. 7).
+
+    The discount of rank i, from 1, is `log2(i + 1)`; `gains` replaces grades by others.
+    """
+    replaced = measure.params.get("gains", {})
+    grades = {document_id: replaced.get(grade, grade) for document_id, grade in grades.items()}
+    is_exponential = measure["dcg"] == "exp-log2"
+    top = max(grades.values(), default=0)
+
+    def dcg(ranked: Iterable[int]) -> float:
+        grades_K = np.array([max(0, grade) for grade in ranked], np.float64)
+        # As a share of 2^top, which cancels: large grades do not overflow.
+        gains_K = np.exp2(grades_K - top) - np.exp2(-float(top)) if is_exponential else grades_K
+        return float(gains_K @ (1 / np.log2(np.arange(len(gains_K)) + 2)))
+
+    ideal = dcg(sorted(grades.values(), reverse=True)[: _cutoff(measure)])
+    return dcg(grades.get(each, 0) for each in _considered(order, grades, measure)) / (ideal or 1.0)
+
+
+def _reciprocal_rank(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
+    """Computes 1 / rank of the first document whose grade is at least `rel`; 0 if there is none."""
+    for rank, document_id in enumerate(_considered(order, grades, measure), start=1):
+        if grades.get(document_id, -math.inf) >= measure["rel"]:
+            return 1 / rank
+    return 0.0
+
+
+def _considered(
+    order: Sequence[str], grades: Grades, measure: ir_measures.Measure
+) -> Sequence[str]:
+    """Returns the part of a ranking that a measure sees."""
+    if measure["judged_only"]:
+        order = [document_id for document_id in order if document_id in grades]
+    return order[: _cutoff(measure)]
+
+
+def _cutoff(measure: ir_measures.Measure) -> int | None:
+    return measure.params.get("cutoff")
+
+
+#: Measures that are computed here. ir-measures gives RR@k and exponential gains to providers that
+#: order ties otherwise than trec_eval does.
+OWN: dict[str, Any] = {"nDCG": _ndcg, "RR": _reciprocal_rank}
 
 
 def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

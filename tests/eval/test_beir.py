@@ -64,6 +64,7 @@ def test_missing_files(folder):
     [
         ("qrels/test.tsv", "1\ta\t1\n1\tb\n", "stands in line 2 of"),
         ("qrels/test.tsv", "1\ta\tgood\n", "stands in line 1 of"),
+        ("qrels/test.tsv", f"1\ta\t{2**31}\n", "stands in line 1 of"),
         ("qrels/test.tsv", "8\ta\t1\n", "has no judged query"),
         ("queries.jsonl", '{"_id": "1"}\n', "stands in line 1 of"),
         ("queries.jsonl", '{"_id": "1", "text": "a"\n', "stands in line 1 of"),

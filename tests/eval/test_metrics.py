@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from pipeline.config import SpecError
@@ -30,7 +31,9 @@ def test_a_judged_query_without_hits_counts_as_nothing_found():
         assert means(values)["R@10"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", ["nDGC@10", "nDCG@x", ""])
+@pytest.mark.parametrize(
+    "name", ["nDGC@10", "nDCG@x", "", "P", "RR(k=1)@3", "ERR@20", "alpha_nDCG@10", "IPrec@-1.0"]
+)
 def test_unknown_measure(name):
     with pytest.raises(SpecError, match="names of ir-measures such as nDCG@5"):
         parse_measure(name)
@@ -65,3 +68,85 @@ def test_broken_run(tmp_path):
     (tmp_path / "a.trec").write_text("q Q0 a 1 0.5 t\nq Q0 b 2\n")
     with pytest.raises(SpecError, match="stands in line 2 of"):
         read_run(str(tmp_path / "a.trec"))
+
+
+def reference(measure, scores, grades):
+    """A measure of one query written down literally, in float64; ties by descending id."""
+    name, _, cutoff = measure.partition("@")
+    order = sorted(sorted(scores, reverse=True), key=lambda document: -scores[document])
+    if "judged_only" in name:
+        order = [document for document in order if document in grades]
+    order = order[: int(cutoff) if cutoff else None]
+    level = 2 if "rel=2" in name else 1
+    hits = [grades.get(document, 0) >= level for document in order]
+    relevant = sum(grade >= level for grade in grades.values())
+    if name.startswith("nDCG"):
+        gain = (lambda g: 2**g - 1) if "exp-log2" in name else float
+        found = [max(0, grades.get(document, 0)) for document in order]
+        ideal = sorted((max(0, g) for g in grades.values()), reverse=True)
+        ideal = ideal[: int(cutoff) if cutoff else None]
+        found, ideal = (
+            sum(gain(g) / math.log2(rank + 1) for rank, g in enumerate(values, start=1))
+            for values in (found, ideal)
+        )
+        return found / ideal if ideal else 0.0
+    if name.startswith("RR"):
+        return 1 / (1 + hits.index(True)) if any(hits) else 0.0
+    if name.startswith("Success"):
+        return float(any(hits))
+    if name == "Judged":
+        return sum(document in grades for document in order) / int(cutoff)
+    if name.startswith("P"):
+        return sum(hits) / int(cutoff)
+    if name.startswith("AP"):
+        found = [sum(hits[: i + 1]) / (i + 1) for i, hit in enumerate(hits) if hit]
+        return sum(found) / relevant if relevant else 0.0
+    return sum(hits) / relevant if relevant else 0.0  # R
+
+
+MEASURES = [
+    *(f"{name}@{k}" for name in ("nDCG", "RR", "AP", "R", "P", "Success") for k in (1, 2, 5, 10)),
+    *(f"nDCG(dcg='exp-log2')@{k}" for k in (1, 5, 100)),
+    *("nDCG", "RR", "AP", "nDCG(dcg='exp-log2')", "Judged@5", "RR(judged_only=True)@2"),
+    *("RR(rel=2)@3", "AP(rel=2)@5", "P(rel=2)@5", "Success(rel=2)@2", "nDCG(judged_only=True)@4"),
+]
+
+
+def test_measures_equal_the_reference_where_scores_tie():
+    random = np.random.default_rng(0)
+    documents = [f"d{i}" for i in range(30)] + ["ä", "Z", "a b", "1", "10", "9"]
+    run, qrels = {}, {}
+    for query in range(60):
+        ranked = random.choice(documents, random.integers(10, 30), replace=False)
+        run[f"q{query}"] = {str(d): float(random.integers(0, 4)) / 4 for d in ranked}
+        judged = random.choice(documents, random.integers(1, 15), replace=False)
+        qrels[f"q{query}"] = {str(d): int(random.choice([-2, 0, 0, 1, 2, 3])) for d in judged}
+    values = per_query(run, qrels, MEASURES)
+    for query_id, scores in run.items():
+        expected = {name: reference(name, scores, qrels[query_id]) for name in MEASURES}
+        assert values[query_id] == pytest.approx(expected, abs=1e-12), query_id
+
+
+def test_measures_of_equal_meaning_and_of_other_gains_do_not_mix():
+    names = ["nDCG(gains={1: 7})@10", "nDCG@10", "RR@10", "MRR@10"]
+    values = per_query(RUN, QRELS, names)["q1"]
+    alone = {name: per_query(RUN, QRELS, [name])["q1"][name] for name in names}
+    assert values == alone
+    assert values["RR@10"] == values["MRR@10"] == 0.5
+    gain = 2 / math.log2(3) + 7 / math.log2(5)
+    assert values["nDCG(gains={1: 7})@10"] == pytest.approx(gain / (7 + 2 / math.log2(3)))
+
+
+@pytest.mark.parametrize("grade", [-2, -(2**31), 10**6, 2**31 - 1])
+def test_unusual_grades(grade):
+    """trec_eval crashes on grades of at most -2 alone, and takes minutes at a million."""
+    qrels = {"q": {"a": grade, "b": grade}, "r": {"c": grade}}
+    run = {"q": {"x": 2.0, "a": 1.0}, "r": {"c": 1.0}}
+    names = ["nDCG@10", "nDCG(dcg='exp-log2')@10", "AP", "R@5", "RR@10", "Bpref", "infAP", "P@1"]
+    values = per_query(run, qrels, names)
+    assert values["r"] == pytest.approx(dict.fromkeys(names, float(grade > 0)))
+    assert values["q"]["RR@10"] == (0.5 if grade > 0 else 0.0)
+    ideal = 1 + 1 / math.log2(3)
+    for name in names[:2]:
+        expected = (1 / math.log2(3)) / ideal if grade > 0 else 0.0
+        assert values["q"][name] == pytest.approx(expected)

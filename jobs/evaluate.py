@@ -4,7 +4,8 @@
     python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
 
 Beside the representations stands BM25 over the items' texts (bm25=false leaves it out). Judgments
-name the items' parents, of which the best item counts, or the items themselves (judged=item).
+name items, or their parents, of which the best item counts; which of them is inferred from the ids.
+If it cannot be inferred, the job ends and asks for judged=item or judged=parent.
 
 Late rows are diagnosed too (diagnostics=false leaves it out): OSR, the share of a relevant pair's
 score with the full tokens that is left (SAP); which stored vectors are ever matched, how evenly and

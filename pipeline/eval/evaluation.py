@@ -34,6 +34,7 @@ from pipeline.eval.grounding import (
     read_phrases,
 )
 from pipeline.eval.kinds import queries_by_kind
+from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, write_run
 from pipeline.eval.results import (
     BM25,
@@ -118,7 +119,8 @@ class EvaluateSpec(Spec):
         weights: of the single and the late score in the hybrid one, such as [1, 0.25].
         measures: names of ir-measures.
         k: hits per query: no measure sees deeper.
-        judged: what the judgments name: items, or their parents, of which the best item counts.
+        judged: what the judgments name: items, or their parents, of which the best item counts;
+            auto: the level at which their ids are in the index.
         bm25: whether BM25 over the items' texts has a row.
         text: what BM25 reads: the texts, or the captions.
         where: a Lance filter over the items' columns, such as "source = 'letters'": the benchmark
@@ -141,7 +143,7 @@ class EvaluateSpec(Spec):
     weights: Weights = EQUAL
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     k: PositiveInt = 100
-    judged: Literal["parent", "item"] = "parent"
+    judged: Literal["auto", "parent", "item"] = "auto"
     bm25: bool = True
     text: Literal["text", "caption"] = "text"
     where: str | None = None
@@ -214,8 +216,10 @@ def run(
     check_writable(spec.output, "output")
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
-    ranker = _Ranker(spec, judged, searcher)
     num_items = _count(searcher.index, spec.where)
+    level = judged_level(searcher.index, judged, spec.judged, spec.where)
+    spec = spec.model_copy(update={"judged": level})
+    ranker = _Ranker(spec, judged, searcher)
     notes = list(_left_out(spec, judged, searcher.index))
     plan = list(_plan(spec, searcher))
     if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.where):

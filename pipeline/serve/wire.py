@@ -485,7 +485,7 @@ class EvaluationRequest(Request):
     scores: list[Literal["late", "single", "hybrid"]] = []
     measures: Annotated[list[Name], Field(max_length=64)] = []
     k: Annotated[int, Field(ge=1, le=10_000)] = 100
-    judged: Literal["parent", "item"] = "parent"
+    judged: Literal["auto", "parent", "item"] = "auto"
     diagnostics: bool = False
     bm25: bool = True
 

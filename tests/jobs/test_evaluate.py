@@ -170,7 +170,10 @@ def test_what_is_known_is_not_computed_again(spec_file, own_index, tmp_path, cap
 def test_judgments_of_items(spec_file, tmp_path, capsys):
     qrels = "1\twing/2\t1\n1\theat/1\t0\nb\tbread\t1\nb\tbread/2\t0\n"
     (tmp_path / "benchmark/qrels/test.tsv").write_text(qrels)
-    evaluate.main([spec_file, "judged=item", "scores=[late]", "representations=[full]"])
+    asked = [spec_file, "scores=[late]", "representations=[full]"]
+    with pytest.raises(SpecError, match="judged: 'auto' is ambiguous: of 4 judged ids 1 are par"):
+        evaluate.main(asked)
+    evaluate.main([*asked, "judged=item"])
     assert "1 of 2 relevant documents are not in the index" in capsys.readouterr().out
     for name in ("full.late", "bm25"):
         run = read_run(str(tmp_path / f"out/runs/{name}.trec"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import posixpath
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from jobs import train
@@ -73,6 +75,20 @@ SMALL = {
 def test_every_spec_for_real_data_is_tried():
     own = {path.stem for path in SPECS.glob("*.yaml") if "path: data/" in path.read_text("utf-8")}
     assert own == set(CASES)
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_no_spec_selects_its_best_model_on_test_data(path):
+    """Quality on what is held out chooses `best/`: it is a share of the training data, or names a
+    validation split; shapes and binding draw what is held out."""
+    data = yaml.safe_load(path.read_text("utf-8")).get("data", {})
+    assert "data.held_out" not in path.read_text("utf-8")  # in a sweep
+    held_out = data.get("held_out")
+    if isinstance(held_out, dict):
+        names = [posixpath.basename(str(held_out["path"])), *held_out.get("splits", ())]
+        assert any("val" in name or "dev" in name for name in names), held_out
+        assert not any("test" in name for name in names), held_out
+        assert held_out != {name: data.get(name) for name in held_out}  # no training data either
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import posixpath
 import zipfile
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -17,16 +17,41 @@ from pipeline.index import ARTEFACTS
 
 #: The entry of the file that says what the artefact was fitted for.
 ABOUT = "about"
+#: The entry with the hashes of the items that it was fitted on, and where in `about` they are from.
+SAMPLE_ITEMS, SAMPLE_ORIGIN = "sample_items", "sample_origin"
 
 
-def save_artefact(index: str, artefact: dict[str, np.ndarray], about: dict[str, Any]) -> str:
+class Sample(NamedTuple):
+    """The items that something was fitted on.
+
+    Attributes:
+        origin: Source, or index and filter, of a separate sample; empty for the items that were
+            indexed.
+        items_N: Sorted uint64 hashes of the items, see `listing.content_hashes`.
+    """
+
+    origin: dict[str, Any]
+    items_N: np.ndarray
+
+
+def save_artefact(
+    index: str,
+    artefact: dict[str, np.ndarray],
+    about: dict[str, Any],
+    sample: Sample | None = None,
+) -> str:
     """Stores an artefact and returns its hash, by which a representation's metadata names it.
 
     Args:
         about: what it was fitted for: the encoder's fingerprint, the compressor's settings; for a
             codec what the compressor had learned, and the codec's settings.
+        sample: what it was fitted on.
     """
-    stored = {**artefact, ABOUT: np.array(json.dumps(about, sort_keys=True))}
+    stored = dict(artefact)
+    if sample is not None:
+        about = {**about, SAMPLE_ORIGIN: sample.origin}
+        stored[SAMPLE_ITEMS] = sample.items_N
+    stored[ABOUT] = np.array(json.dumps(about, sort_keys=True))
     name = _hash(stored)
     with fsspec.open(_path(index, name), "wb", auto_mkdir=True) as file:
         np.savez(file, **stored)
@@ -34,12 +59,35 @@ def save_artefact(index: str, artefact: dict[str, np.ndarray], about: dict[str, 
 
 
 def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What `save_artefact` stored.
+    """Returns what `save_artefact` stored.
 
     Raises:
         SpecError: the index has lost it, or a file of another corpus lies in its place, or it was
             fitted for another encoder or other settings than `about` says.
     """
+    stored = _read(index, name)
+    there = json.loads(str(stored.pop(ABOUT)))
+    stored.pop(SAMPLE_ITEMS, None)
+    for key, value in about.items():
+        if there.get(key) != value:
+            legal = f"{there.get(key)}, for which it was fitted"
+            raise SpecError(f"artefact {name}.{key}", value, legal, "is not what it is for")
+    return stored
+
+
+def load_sample(index: str, name: str) -> Sample | None:
+    """Returns the items that an artefact was fitted on; None if an older version did not say.
+
+    Raises:
+        SpecError: the index has lost it, or a file of another corpus lies in its place.
+    """
+    stored = _read(index, name)
+    if SAMPLE_ITEMS not in stored:
+        return None
+    return Sample(json.loads(str(stored[ABOUT]))[SAMPLE_ORIGIN], stored[SAMPLE_ITEMS])
+
+
+def _read(index: str, name: str) -> dict[str, np.ndarray]:
     path = _path(index, name)
     legal = f"artefact {name} in it; bring {path} back from a copy, or make the columns anew"
     try:
@@ -52,11 +100,6 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
     if _hash(stored) != name:
         problem = f"is damaged: the file {name}.npz holds another artefact"
         raise SpecError("index", index, legal, problem)
-    there = json.loads(str(stored.pop(ABOUT)))
-    for key, value in about.items():
-        if there.get(key) != value:
-            legal = f"{there.get(key)}, for which it was fitted"
-            raise SpecError(f"artefact {name}.{key}", value, legal, "is not what it is for")
     return stored
 
 

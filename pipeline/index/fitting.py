@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.compression.random import drawn
 from pipeline.config import dump, within
-from pipeline.index.artefacts import load_artefact, save_artefact
+from pipeline.index.artefacts import Sample, load_artefact, load_sample, save_artefact
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
@@ -23,10 +23,15 @@ from pipeline.tokens import TokenBatch
 
 
 class Learned(NamedTuple):
-    """What a representation's compressor and codec learned; None where they need nothing."""
+    """What a representation's compressor and codec learned; None where they need nothing.
+
+    Attributes:
+        sample: The items that both were fitted on; None if it is not known here.
+    """
 
     compressor: dict[str, np.ndarray] | None = None
     codec: dict[str, np.ndarray] | None = None
+    sample: Sample | None = None
 
 
 def needs_fit(representation: Representation) -> bool:
@@ -67,10 +72,10 @@ def fitted_fields(
     about = {"fingerprint": facts.fingerprint, "compressor": dump(representation.compressor)}
     artefact = codec_artefact = None
     if learned.compressor is not None:
-        artefact = save_artefact(index, learned.compressor, about)
+        artefact = save_artefact(index, learned.compressor, about, learned.sample)
     if learned.codec is not None:
         about |= {"artefact": artefact, "codec": dump(representation.codec)}
-        codec_artefact = save_artefact(index, learned.codec, about)
+        codec_artefact = save_artefact(index, learned.codec, about, learned.sample)
     return representation_fields(representation, facts, artefact, codec_artefact)
 
 
@@ -85,3 +90,18 @@ def stored_learned(index: str, about: dict[str, Any]) -> Learned:
         artefact and load_artefact(index, artefact, fitted_for(about)),
         codec_artefact and load_artefact(index, codec_artefact, codec_fitted_for(about)),
     )
+
+
+def is_fitted(about: dict[str, Any]) -> bool:
+    """Whether a stored representation has learned anything, by its metadata."""
+    return bool(about["artefact"] or about.get("codec_artefact"))
+
+
+def stored_sample(index: str, about: dict[str, Any]) -> Sample | None:
+    """Returns what a stored representation was fitted on, by its metadata.
+
+    Returns:
+        None if it has learned nothing, or an older version of this software did not record it.
+    """
+    name = about["artefact"] or about.get("codec_artefact")
+    return load_sample(index, name) if name else None

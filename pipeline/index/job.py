@@ -8,6 +8,7 @@ goes on from there: the index is its own checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -28,6 +29,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import keep_memory
 from pipeline.encoders import Attention
 from pipeline.index import listing
+from pipeline.index.artefacts import Sample
 from pipeline.index.columns import (
     RERANK_TOKENS,
     EncoderFacts,
@@ -70,10 +72,18 @@ Items = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class FitSample(Spec):
-    """The items on which compressors and codecs that need it are fitted."""
+    """The items on which compressors and codecs that need it are fitted.
+
+    Attributes:
+        num_items: how many are drawn.
+        seed: of the draw.
+        source: a separate source for calibration; null: the sample is drawn from the items that
+            are indexed, which an evaluation of the index then reports.
+    """
 
     num_items: Items = 256
     seed: int = Field(0, ge=0, lt=2**32)
+    source: SourceSpec | None = None
 
 
 class IndexSpec(Spec):
@@ -212,6 +222,9 @@ def check(spec: IndexSpec) -> None:
     check_location(spec.index)
     with within("source"):
         source_of(spec).check()
+    if (own := calibration(spec)) is not None:
+        with within("fit.source"):
+            source_of(own).check()
     encoder = ENCODERS.load(spec.encoder.name)
     with within("encoder"):
         encoder.check(spec.encoder)
@@ -224,8 +237,9 @@ def check(spec: IndexSpec) -> None:
     if "vectors" in encoder.needs and dims[1] and dims[0] != dims[1]:
         raise SpecError("encoder.dim", dims[0], f"{dims[1]}, as source.dim")
     _check_taps(spec, encoder.attention(spec.encoder))
-    for source in SOURCES.load(spec.source.name).parts(spec.source):
-        _check_fit(spec, source.name)
+    for each in filter(None, (spec.source, spec.fit.source)):
+        for source in SOURCES.load(each.name).parts(each):
+            _check_fit(spec, source.name)
 
 
 def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
@@ -270,6 +284,11 @@ def _check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
             if reason not in there:
                 legal = ", ".join(sorted(there)) or "none: nothing is rejected"
                 raise SpecError("--retry-rejects", reason, legal, "is no reason in the index")
+
+
+def calibration(spec: IndexSpec) -> IndexSpec | None:
+    """Returns the spec with its separate calibration source as source; None if it has none."""
+    return spec.fit.source and spec.model_copy(update={"source": spec.fit.source})
 
 
 def source_of(spec: IndexSpec) -> Source:
@@ -459,18 +478,34 @@ class Run:
     def _fit(self, representation: Representation) -> Learned:
         if not needs_fit(representation):
             return Learned()
+        listed, num_shards = self._sampled
         with self._phase(f"fit {representation.id}"):
-            sample = self.spec.fit
             return ray.get(
                 _fit.options(**self.resources.encode.of_a_task).remote(
-                    self.listing,
-                    self.num_shards,
-                    sample.num_items,
-                    sample.seed,
+                    listed,
+                    num_shards,
+                    self.spec.fit,
                     encode_stage(self.spec, self.facts, [representation]),
                     representation,
                 )
             )
+
+    @functools.cached_property
+    def _sampled(self) -> tuple[ListingJob, int]:
+        """The listing that items are drawn from to fit on, and the number of its shards."""
+        own = calibration(self.spec)
+        if own is None:
+            return self.listing, self.num_shards
+        listed = listing_job(own, f"{self.session.folder}/fit")
+        light = {"num_cpus": self.resources.read.num_cpus}
+        with self._phase("list the calibration source"):
+            num_shards = ray.get(plan.options(**light).remote(listed, None))
+            at_once = self.resources.read.max_actors
+            asked = (_list.options(**light), listed, range(num_shards), at_once)
+            for _ in by_shard(*asked, self.session.check):
+                pass
+            ray.get(_mark.options(**light).remote(listed, num_shards))
+        return listed, num_shards
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -799,25 +834,28 @@ def _readable(stage: Encode, items: pa.Table) -> Iterator[pa.Table]:
 def _fit(
     job: ListingJob,
     num_shards: int,
-    size: int,
-    seed: int,
+    drawn: FitSample,
     stage: Encode,
     representation: Representation,
 ) -> Learned:
     stage.setup()
     taps = COMPRESSORS.build(representation.compressor).needs_taps
+    hashes: set[int] = set()
 
     def sample() -> Iterator[TokenBatch]:
-        is_empty = True
-        for items in listing.sample_items(job, num_shards, size, seed):
+        for items in listing.sample_items(job, num_shards, drawn.num_items, drawn.seed):
             for prepared in _readable(stage, items):
-                for _, _, batch, _ in stage.batches(prepared):
+                content_N = listing.content_hashes(prepared)
+                for _, rows, batch, _ in stage.batches(prepared):
                     if len(batch):
-                        is_empty = False
+                        hashes.update(content_N[rows].tolist())
                         yield with_taps(batch, taps, stage.facts)
-        if is_empty:
+        if not hashes:
             legal = "a source with at least one item that can be read"
             problem = f"has nothing to fit {representation.id} on"
-            raise SpecError("source", job.source.name, legal, problem)
+            field = "fit.source" if drawn.source else "source"
+            raise SpecError(field, job.source.name, legal, problem)
 
-    return fit(representation, sample, seed)
+    learned = fit(representation, sample, drawn.seed)
+    origin = {"source": dump(drawn.source)} if drawn.source else {}
+    return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))

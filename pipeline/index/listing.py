@@ -340,6 +340,20 @@ def id_hash(item_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(item_id.encode(), digest_size=8).digest(), "little")
 
 
+#: The columns that `content_hashes` reads.
+CONTENT = ("revision", "span")
+
+
+def content_hashes(items: pa.Table | pa.RecordBatch) -> np.ndarray:
+    """(N,) uint64 hashes of what items hold, by their `CONTENT`: of a part of a file with its span.
+
+    Equal content has equal hashes, whatever the items are called.
+    """
+    rows = zip(items["revision"].to_pylist(), items["span"].to_pylist(), strict=True)
+    hashes = (id_hash(f"{revision} {span and tuple(span.values())}") for revision, span in rows)
+    return np.fromiter(hashes, np.uint64, items.num_rows)
+
+
 def gone_rows(job: ListingJob, num_shards: int, collections: Sequence[str]) -> dict[int, list[str]]:
     """The rows of some collections that are no longer listed, as item ids by fragment.
 

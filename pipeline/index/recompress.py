@@ -7,6 +7,7 @@ of the stored vectors, which are float16 or what the codec of their column makes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -23,6 +24,7 @@ from pydantic import Field, PositiveInt
 
 from pipeline.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
+from pipeline.index.artefacts import Sample
 from pipeline.index.columns import (
     EncoderFacts,
     Representation,
@@ -36,7 +38,9 @@ from pipeline.index.columns import (
     tap_column,
     taps_of,
 )
+from pipeline.index.filters import filtering
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
+from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import TAP, Compress, Found, batches_of, with_taps
@@ -57,8 +61,10 @@ class RecompressSpec(Spec):
     representations: list[Representation] = Field(default_factory=list)
     sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
     commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
-    fit_items: PositiveInt = 256
+    fit_items: PositiveInt = 256  # on which compressors and codecs that need it are fitted
     fit_seed: int = Field(0, ge=0, lt=2**32)
+    fit_index: Uri | None = None  # an index with a separate calibration sample; None: this one
+    fit_where: str | None = None  # a Lance filter of the items that the sample is drawn from
 
 
 class RecompressResources(Spec):
@@ -118,6 +124,9 @@ def run(
             legal = f"{aspect}, that of which {spec.source} holds the tokens"
             raise SpecError(f"representations.{r.id}.of", r.of, legal)
     check_taps(index, facts.about(aspect), wanted)
+    learning = [r for r in wanted if needs_fit(r)]
+    if learning:
+        check_sample(spec, facts, aspect, learning)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
         learned = _prepare_columns(session, spec, facts, wanted)
@@ -190,6 +199,36 @@ def check_taps(index: Index, facts: EncoderFacts, wanted: Sequence[Representatio
                     f" `keep_taps: [{tap.statistic}/{tap.heads}/all]` to keep it"
                 )
                 raise SpecError(f"representations.{name}", tap.name, legal, "is not kept")
+
+
+def check_sample(
+    spec: RecompressSpec, facts: EncoderFacts, aspect: str, wanted: Sequence[Representation]
+) -> None:
+    """Raises `SpecError` if representations cannot be fitted on the sample that the spec names."""
+    index = Index(spec.index)
+    if spec.fit_index is not None:
+        with _naming("fit_index", spec.fit_index):
+            index = Index(spec.fit_index)
+            there, other = stored_facts(index, spec.source)
+            if (there.fingerprint, other) != (facts.fingerprint, aspect):
+                legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
+                raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
+            check_taps(index, there.about(aspect), wanted)
+    if spec.fit_where is not None:
+        with _naming("fit_where", spec.fit_where), filtering(index, spec.fit_where):
+            number = index.dataset.count_rows(filter=spec.fit_where)
+        if not number:
+            legal = "a filter that lets items through"
+            raise SpecError("fit_where", spec.fit_where, legal, "lets none through")
+
+
+@contextlib.contextmanager
+def _naming(field: str, value: str) -> Iterator[None]:
+    """Makes errors inside speak of a field of the spec."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(field, value, error.legal, error.problem) from None
 
 
 def columns_left(
@@ -381,19 +420,36 @@ def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
 
 @ray.remote
 def _fit(spec: RecompressSpec, facts: EncoderFacts, representation: Representation) -> Learned:
-    index = Index(spec.index)
-    dataset = index.dataset
-    rows = np.random.default_rng(spec.fit_seed).permutation(dataset.count_rows())
+    index = Index(spec.fit_index or spec.index)
     own = facts.about(representation.of)
     columns = {"vectors": spec.source}
     taps = taps_of([representation], facts.num_layers)
     columns |= {TAP + tap.name: tap_column(own, tap) for tap in taps}
-    table = dataset.take(np.sort(rows[: spec.fit_items]).tolist(), columns=list(columns.values()))
-    table = table.rename_columns(list(columns)).filter(pa.compute.field("vectors").is_valid())
-    table = with_vectors(table, index.codec(spec.source), facts.dim)
+    columns |= {name: name for name in CONTENT}
+    table = _sample(index, spec, list(columns.values())).rename_columns(list(columns))
+    table = table.filter(pa.compute.field("vectors").is_valid())
+    content_N = np.unique(content_hashes(table))
+    table = with_vectors(table.drop_columns(list(CONTENT)), index.codec(spec.source), facts.dim)
     taps = COMPRESSORS.build(representation.compressor).needs_taps
 
     def sample() -> Iterator[TokenBatch]:
         return (with_taps(batch, taps, facts) for _, batch in batches_of(table, facts))
 
-    return fit(representation, sample, spec.fit_seed)
+    origin = {"index": spec.fit_index, "where": spec.fit_where}
+    origin = {name: value for name, value in origin.items() if value is not None}
+    learned = fit(representation, sample, spec.fit_seed)
+    return learned._replace(sample=Sample(origin, content_N))
+
+
+def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
+    """Returns a seeded sample of the rows, in the order of the index."""
+    dataset = index.dataset
+    rows = np.arange(dataset.count_rows())
+    if spec.fit_where is not None:
+        every, own = (
+            dataset.to_table(columns=["item_id"], filter=where)["item_id"]
+            for where in (None, spec.fit_where)
+        )
+        rows = np.flatnonzero(pa.compute.is_in(every, own.combine_chunks()).to_numpy())
+    chosen = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
+    return dataset.take(np.sort(chosen).tolist(), columns=columns)

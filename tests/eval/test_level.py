@@ -33,10 +33,12 @@ def test_level_of_ids(index_uri, documents, expected):
 @pytest.mark.parametrize(
     ("documents", "how", "message"),
     [
-        (["wing", "bread/1", "bread/2"], {}, "of 3 judged ids 1 are parents and 2 are items; legal: judged=parent or judged=item"),
+        (["wing", "bread/1", "bread/2"], {}, "of 3 judged ids 1 are parents and 2 are items; legal:"
+         " judged=parent or judged=item"),
         (["gone", "lost"], {}, "finds none of the 2 judged ids in the index"),
         (["wing/1"], {"where": "parent_id = 'bread'"}, "finds none of the 1 judged ids"),
-        (["wing/1", "gone"], {"asked": "parent"}, "1 of the 2 judged ids are items; legal: judged=item"),
+        (["wing/1", "gone"], {"asked": "parent"}, "1 of the 2 judged ids are items; legal:"
+         " judged=item"),
         (["wing"], {"asked": "item"}, "1 of the 1 judged ids are parents; legal: judged=parent"),
     ],
 )  # fmt: skip

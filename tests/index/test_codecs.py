@@ -13,9 +13,11 @@ import torch
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
-from pipeline.index.artefacts import load_artefact
+from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, every_representation
 from pipeline.index.export import export
+from pipeline.index.fitting import is_fitted, stored_sample
+from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from pipeline.registry import CODECS
@@ -164,6 +166,83 @@ def test_recompress_fits_and_resumes(uri):
     assert progress.rows == 0 and artefacts(uri) - before == {about["codec_artefact"]}
     found = vectors(uri, "more")
     assert all(np.array_equal(found[item_id], there[item_id]) for item_id in there)
+
+
+def sample_of(uri: Path, name: str) -> Sample:
+    return stored_sample(str(uri), Index(str(uri)).representation(name))
+
+
+def hashes(uri: Path, where: str | None = None) -> set[int]:
+    """The hashes of what the items of an index hold."""
+    batches = Index(str(uri)).batches(CONTENT, where=where)
+    return {value for batch in batches for value in content_hashes(batch).tolist()}
+
+
+def test_the_sample_is_recorded(uri):
+    sample = sample_of(uri, "residual")
+    assert sample.origin == {} and len(sample.items_N) == 4  # one of the five came later
+    assert set(sample.items_N.tolist()) <= hashes(uri)
+    assert not is_fitted(Index(str(uri)).representation("full"))
+
+
+@pytest.mark.heavy
+def test_a_separate_calibration_source(tmp_path, uri, collection):
+    """The codebook is that of the calibration items, and says so."""
+    apart = collection(**{f"c{i}": f"calibration {i}" for i in range(6)})
+    make_index(index_spec(tmp_path / "apart", apart, FULL, RESIDUAL, fit={"num_items": 6}))
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "corpus.jsonl").write_text('{"_id": "c0", "text": "other words of the same name"}')
+    fit = {"num_items": 6, "source": {"name": "text", "path": str(apart)}}
+    make_index(index_spec(tmp_path / "new", own, FULL, RESIDUAL, fit=fit))
+    sample = sample_of(tmp_path / "new", "residual")
+    assert sample.origin["source"]["path"] == str(apart)
+    assert set(sample.items_N.tolist()) == hashes(tmp_path / "apart")
+    assert not set(sample.items_N.tolist()) & hashes(tmp_path / "new")
+    learned, expected = (Index(str(tmp_path / name)).codec("residual") for name in ("new", "apart"))
+    for key in ("centroids", "cutoffs", "weights"):
+        assert np.array_equal(learned.artefact[key], expected.artefact[key])
+
+
+def test_recompress_fits_on_a_separate_sample(uri, original):
+    """The sample is drawn from another index, or from some items of the index alone."""
+    before = artefacts(uri)
+    where = "item_id > 'd4'"
+    run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_where=where)
+    filtered = sample_of(uri, "filtered")
+    assert filtered.origin == {"where": where}
+    assert set(filtered.items_N.tolist()) == hashes(uri, where)
+    both = {"fit_index": str(original), "fit_where": where}
+    run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **both)
+    sample = sample_of(uri, "elsewhere")
+    assert sample.origin == {"index": str(original), "where": where}
+    assert np.array_equal(sample.items_N, filtered.items_N)
+    assert len(artefacts(uri) - before) == 2  # of equal vectors, and of another origin
+    learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))
+    assert all(np.array_equal(learned[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fit_index": "nowhere"}, "fit_index: .*nowhere' holds no index"),
+        ({"fit_where": "item_id = ''"}, "fit_where: .* lets none through"),
+        ({"fit_where": "nonsense"}, "fit_where: 'nonsense' names an unknown column"),
+    ],
+)
+def test_a_sample_that_is_none(uri, fields, message):
+    with pytest.raises(SpecError, match=message):
+        run_recompress(uri, {**RESIDUAL, "id": "more"}, **fields)
+    assert "more" not in Index(str(uri)).representations()
+
+
+def test_a_calibration_source_that_is_none(tmp_path, collection):
+    fit = {"source": {"name": "text", "path": str(tmp_path / "nowhere")}}
+    spec = index_spec(tmp_path / "index", collection(d="text"), RESIDUAL, fit=fit)
+    with pytest.raises(SpecError) as caught:
+        make_index(spec)
+    assert caught.value.field == "fit.source.path"
+    assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.heavy

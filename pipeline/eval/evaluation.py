@@ -748,8 +748,8 @@ def _count(index: Index, where: str | None) -> int:
     Raises:
         SpecError: the filter is none, or lets nothing through.
     """
-    with filtering(index, where):
-        number = index.dataset.count_rows(filter=where)
+    with filtering(index, where) as condition:
+        number = index.dataset.count_rows(filter=condition)
     if where is not None and not number:
         raise SpecError("where", where, "a filter that lets items through", "lets none through")
     return number

@@ -60,8 +60,8 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"filter": "modality = "}, "filter", "does not parse at its end"),
         ({"filter": "nope = 1"}, "filter", "nope"),
         ({"filter": "1=1; DROP TABLE items"}, "filter", "does not parse"),
-        ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "4,901 operators"),
-        ({"filter": "repeat(text, 1000000) = 'x'"}, "filter", "no long values"),
+        ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "at most 400 operators"),
+        ({"filter": "`repeat`(text, 1000000) = 'x'"}, "filter", "does not parse"),
         ({"group_by": "source"}, "group_by", "parent"),
         ({"rerank": {"depth": 101}}, "rerank.depth", "legal: 100"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
@@ -127,7 +127,7 @@ def test_lone_surrogates_are_no_text(http):
 def test_filters_of_as_many_operators_as_there_may_be(http):
     for where in ("1" + "+1" * 399 + "=1", " AND ".join(["1"] * 2 + ["k=k"] * 2)):
         assert http.post("/v1/search", json={**SEARCH, "filter": where}).status_code in (200, 422)
-    chain = " || ".join(["item_id"] * 398) + " = item_id OR item_id = 'flow'"
+    chain = " OR ".join(["item_id = 'flow'"] * 200)
     found = http.post("/v1/search", json={**SEARCH, "filter": chain}).json()
     assert [hit["item_id"] for hit in found["hits"]] == ["flow"]
 

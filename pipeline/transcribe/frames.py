@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +11,21 @@ from typing import Any
 import numpy as np
 
 from pipeline.transcribe import Line
-from pipeline.transcribe.accuracy import num_edits
 
-#: Two readings are of the same text if so much of the longer one is equal.
-SAME_TEXT = 0.8
 #: Sides of the cells in which frames are compared, in pixels.
 CELL = 32
+#: A pixel of a line has changed if it differs by this share of the line's contrast, and by more
+#: levels than compression noise.
+PIXEL_CHANGE, NOISE_LEVELS = 0.35, 16
+#: A line has changed if so many pixels of one character have, as a share of its squared height.
+#: A 3 and an 8 differ by 0.02 of it or more in the fonts that were tried.
+CHARACTER_CHANGE = 0.008
+#: Characters that OCR confuses, mapped to one of them.
+CONFUSED = str.maketrans("oilszb", "011528")
+#: What may stand around a word without changing it; other signs do (C and C++).
+PUNCTUATION = ".,;:!?'\"`\u2018\u2019\u201c\u201d\u2026()[]-\u2013\u2014\u00b7\u2022|"
+
+Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -27,13 +38,13 @@ class Reading:
     """
 
     line: Line
-    box: tuple[float, float, float, float]
+    box: Box
     confidence: float
 
 
 @dataclass
 class _Shown:
-    """A line that is or was on the screen: how it was read best, and from when until when."""
+    """A line that is or was on the screen: its best reading and its time."""
 
     reading: Reading
     latest: Reading  # what the next frame is compared with: a line may move
@@ -43,39 +54,47 @@ class _Shown:
 
 def read_frames(
     frames: Sequence[dict[str, Any]],
-    end: float | None,
+    span: tuple[float, float] | None,
     read: Callable[[np.ndarray], list[Reading]],
     min_change: float,
 ) -> list[Line]:
-    """The lines to be seen in frames, each once, in order of their first appearance.
+    """Returns the lines visible in frames, each once, in order of first appearance.
 
-    A line of one frame and a line of the next are the same line if their boxes overlap and their
-    texts are nearly equal. It has the words and boxes of its reading of highest confidence. Its
-    time begins with the first frame that shows it and ends with the first that does not: the next
-    sampled one, behind the last frame `end`. It was to be seen in between.
+    A line of one frame and a line of the next are the same line if their boxes overlap and
+    `is_same_text` holds. The line has the words and boxes of its most confident reading. It
+    appears and disappears halfway between the frames around the change, so its times are off by
+    half a sampling step at most. Lines of the first and of the last frame last from the beginning
+    and to the end of `span`.
 
     Args:
         frames: rows of `schema.FRAME`, times ascending.
-        end: when the last frame ends; None: that frame's time.
-        read: gives the lines of a picture (height, width, 3) uint8 RGB, in reading order.
-        min_change: a frame that differs less (`change`) from the last one that was read is not
-            read: it shows what that one shows.
+        span: start and end of the item in seconds; None: the times of the first and last frame.
+        read: returns the lines of an image (height, width, 3) uint8 RGB, in reading order.
+        min_change: a frame is read if it differs at least so much (`change`) from the last one
+            that was read, or if one of the lines of that frame has changed (`is_redrawn`).
     """
+    if not frames:
+        return []
+    times = np.array([frame["seconds"] for frame in frames])
+    first, last = span or (times[0], times[-1])
+    between = (times[:-1] + times[1:]) / 2
+    borders = [min(first, times[0]), *between, max(last, times[-1])]
     shown: list[_Shown] = []
     current: list[_Shown] = []  # in the frame before
     before: np.ndarray | None = None
     for i, frame in enumerate(frames):
-        picture = pixels(frame)
-        start = frame["seconds"]
-        until = frames[i + 1]["seconds"] if i + 1 < len(frames) else end
-        until = start if until is None else max(start, until)
+        image = pixels(frame)
         # Not the frame before: what changes slowly would never be read.
-        if before is None or change(before, picture) >= min_change:
-            current, new = _follow(current, read(picture), start)
+        if (
+            before is None
+            or change(before, image) >= min_change
+            or any(is_redrawn(before, image, line.latest.box) for line in current)
+        ):
+            current, new = _follow(current, read(image), float(borders[i]), before, image)
             shown += new
-            before = picture
+            before = image
         for line in current:
-            line.end = until
+            line.end = float(borders[i + 1])
     return [_timed(line) for line in shown]
 
 
@@ -110,53 +129,113 @@ def change(before: np.ndarray, picture: np.ndarray) -> float:
     return float((sums / np.outer(heights, widths)).max() / 255)
 
 
-def similarity(first: str, second: str) -> float:
-    """1 - the least number of edits between two texts over the length of the longer one.
+def is_redrawn(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
+    """Whether the text in a box differs between two images, by as little as one character.
 
-    Case and white space do not count.
+    Compression changes many pixels slightly, another character changes few of them by the contrast
+    of the text. `change` misses those: a small digit is a few pixels of a cell.
 
-    >>> similarity("Good evening", "good evenlng")
-    0.9090909090909091
+    >>> before = np.full((40, 200, 3), 255, np.uint8)
+    >>> before[10:30, 20:180:10] = 5
+    >>> after = before.copy()
+    >>> after[15:25, 100:104] = 0
+    >>> is_redrawn(before, before - 5, (0, 0, 1, 1)), is_redrawn(before, after, (0, 0, 1, 1))
+    (False, True)
     """
-    first, second = ("".join(text.casefold().split()) for text in (first, second))
-    longest = max(len(first), len(second))
-    if first == second:
-        return 1.0
-    return 1 - num_edits(first, second) / longest
+    if before.shape != image.shape:
+        return True
+    height, width, _ = image.shape
+    columns = slice(int(box[0] * width), max(1, round(box[2] * width)))
+    rows = slice(int(box[1] * height), max(1, round(box[3] * height)))
+    first, second = before[rows, columns, 1], image[rows, columns, 1]
+    if not first.size:
+        return False
+    low, high = np.percentile(first, (2, 98))
+    difference = np.maximum(first, second) - np.minimum(first, second)
+    changed = (difference > max(NOISE_LEVELS, PIXEL_CHANGE * (high - low))).sum(axis=0)
+    tall = len(first)
+    in_a_character = np.convolve(changed, np.ones(min(len(changed), max(1, tall // 2))))
+    return bool(in_a_character.max() >= max(2, CHARACTER_CHANGE * tall**2))
+
+
+def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> bool:
+    """Whether two readings of a place are of the same text.
+
+    Readings of equal words are, whatever their case; words without a digit may also differ in
+    the punctuation around them. All else is the same text only if the image shows that nothing
+    changed, and the readings differ in nothing but blanks, punctuation and characters that OCR
+    confuses, such as `l` and `1`. So different digits and different words stay apart.
+
+    Args:
+        is_unchanged: whether the image of the line is the same; called only where it matters.
+
+    >>> is_same_text("Good evening", "good evening.", lambda: False)
+    True
+    >>> is_same_text("part 1", "part l", lambda: False), is_same_text("part 1", "part l", lambda: True)
+    (False, True)
+    >>> is_same_text("part 1", "part 2", lambda: True)
+    False
+    """
+    if _words(first) == _words(second):
+        return True
+    return _skeleton(first) == _skeleton(second) != "" and is_unchanged()
+
+
+def _words(text: str) -> list[str]:
+    words = unicodedata.normalize("NFKC", text).casefold().split()
+    stripped = [word if re.search(r"\d", word) else word.strip(PUNCTUATION) for word in words]
+    return [word for word in stripped if word]
+
+
+def _skeleton(text: str) -> str:
+    """The letters and digits of a text, those that OCR confuses alike."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in text if c.isalnum()).translate(CONFUSED)
 
 
 def _follow(
-    current: list[_Shown], readings: list[Reading], start: float
+    current: list[_Shown],
+    readings: list[Reading],
+    start: float,
+    before: np.ndarray | None,
+    image: np.ndarray,
 ) -> tuple[list[_Shown], list[_Shown]]:
-    """The lines of a frame, given those of the frame before: all, and those that are new."""
+    """The lines of a frame, given those of the frame read before: all, and the new ones."""
     pairs = [
         (overlap, i, j)
         for i, line in enumerate(current)
         for j, reading in enumerate(readings)
         if (overlap := _overlap(line.latest.box, reading.box)) > 0
     ]
-    goes_on: dict[int, _Shown] = {}
+    followed: dict[int, _Shown] = {}
     taken: set[int] = set()
     for _, i, j in sorted(pairs, key=lambda pair: -pair[0]):
-        if i in taken or j in goes_on:
+        if i in taken or j in followed:
             continue
         line, reading = current[i], readings[j]
-        if similarity(line.latest.line.text, reading.line.text) >= SAME_TEXT:
+        box = _hull(line.latest.box, reading.box)
+        texts = line.latest.line.text, reading.line.text
+        if is_same_text(*texts, lambda box=box: not is_redrawn(before, image, box)):
             line.latest = reading
             if reading.confidence > line.reading.confidence:
                 line.reading = reading
-            goes_on[j] = line
+            followed[j] = line
             taken.add(i)
     new = {
         j: _Shown(reading, reading, start, start)
         for j, reading in enumerate(readings)
-        if j not in goes_on
+        if j not in followed
     }
-    lines = goes_on | new
+    lines = followed | new
     return [lines[j] for j in range(len(readings))], list(new.values())
 
 
-def _overlap(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+def _hull(first: Box, second: Box) -> Box:
+    """The smallest box around two boxes."""
+    return (*map(min, first[:2], second[:2]), *map(max, first[2:], second[2:]))
+
+
+def _overlap(first: Box, second: Box) -> float:
     """Intersection over union of two boxes."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])

@@ -16,12 +16,10 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding.layout import is_right_to_left, reading_order
 from pipeline.transcribe import Line, Recogniser, Word
-from pipeline.transcribe.frames import Reading, read_frames
+from pipeline.transcribe.frames import Box, Reading, read_frames
 
 #: In a picture that is less than so many pixels high or wide no text can be read.
 LEAST_SIDE = 16
-
-Box = tuple[float, float, float, float]
 
 
 class Rapid(Recogniser):
@@ -44,8 +42,9 @@ class Rapid(Recogniser):
             upside_down: also read lines that stand on their heads; short lines that do not are then
                 sometimes turned.
             max_side: a picture with a longer side is made smaller.
-            min_change: a frame is read only if it differs so much from the last one that was
-                read, in the 32 x 32 pixels that differ most; 0 to 1.
+            min_change: a frame is read if it differs at least so much from the last one that was
+                read, in the 32 x 32 pixels that differ most, or if one of its lines has changed;
+                0 to 1.
         """
 
         name: Literal["rapidocr"] = "rapidocr"
@@ -105,8 +104,9 @@ class Rapid(Recogniser):
             lines += [reading.line for reading in self._read(picture)]
         if item.get("frames"):
             span = item.get("span")
-            end = span["end"] if span and span["unit"] == "seconds" else None
-            lines += read_frames(item["frames"], end, self._read, self.spec.min_change)
+            is_timed = span and span["unit"] == "seconds"
+            times = (span["start"], span["end"]) if is_timed else None
+            lines += read_frames(item["frames"], times, self._read, self.spec.min_change)
         return lines
 
     def _read(self, picture: np.ndarray) -> list[Reading]:

@@ -114,9 +114,22 @@ def test_frames_give_each_line_once_with_its_time(rapid):
     lines = rapid.lines(item)
     assert [line.text for line in lines] == ["Good evening", "Wind tunnel"]
     assert {word.times for word in lines[0].words} == {(0.0, 4.5)}
-    assert {word.times for word in lines[1].words} == {(2.0, 4.5)}
+    assert {word.times for word in lines[1].words} == {(1.5, 4.5)}
     assert lines[1].words[0].box[1] > 0.5
     assert rapid.lines(item) == lines
+
+
+def test_every_value_of_a_counter_is_read(rapid):
+    shown = [("Part 1 of 4", "10:59:58", "$ 18.00"), ("Part 2 of 4", "10:59:59", "$ 13.00")]
+    images = [
+        draw(*((20, 20 + 60 * i, text) for i, text in enumerate(("Quarterly report", *texts))))
+        for texts in shown
+    ]
+    item = {"item_id": "v", "scan": None, "frames": frames(*images)}
+    lines = {line.text: line.words[0].times for line in rapid.lines(item)}
+    assert lines.pop("Quarterly report") == (0, 1)
+    assert [text for text, times in lines.items() if times == (0, 0.5)] == [*shown[0]]
+    assert [text for text, times in lines.items() if times == (0.5, 1)] == [*shown[1]]
 
 
 def test_what_is_not_sure_is_left_out():

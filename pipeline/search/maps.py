@@ -315,8 +315,7 @@ def light(previews: Previews, map: SimilarityMap, query_token: int | None = None
     focus = map.focus(query_token)
     if focus.times and not focus.box:
         return draw_sound(*previews.sound(map.item_id), map, query_token)
-    at = None if focus.times is None else focus.times[0]
-    return draw(previews.picture(map.item_id, at), map, query_token)
+    return draw(previews.picture(map.item_id, moment(focus)), map, query_token)
 
 
 def draw(image: bytes, map: SimilarityMap, query_token: int | None = None) -> bytes:
@@ -606,7 +605,19 @@ def _together(word: Word | Passage, best: Word | Passage) -> bool:
     """Returns whether a frame that shows the best word or passage shows another one too."""
     if word.times is None or best.times is None:
         return word.times == best.times
-    return word.times[0] <= best.times[0] <= word.times[1]
+    return word.times[0] <= moment(best) <= word.times[1]
+
+
+def moment(shown: Word | Passage) -> float | None:
+    """Returns a second at which a word or passage is visible; None without times.
+
+    The times of text are estimated, so their middle is safest; those of an image region begin with
+    its frame.
+    """
+    if shown.times is None:
+        return None
+    is_text = shown.text if isinstance(shown, Word) else shown.marks
+    return sum(shown.times) / 2 if is_text else shown.times[0]
 
 
 def _strengths(values: np.ndarray) -> np.ndarray:

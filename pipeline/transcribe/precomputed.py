@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -59,8 +60,8 @@ class Precomputed(Recogniser):
 
     CSV files of MultiVENT 2.0: an id is the key of a video. Boxes are not kept: they are in pixels
     of frames whose size is not told. A frame has a time only if the item's metadata tell `fps`, and
-    then a line in successive frames is one line, until the next frame that lacks it. Without `fps`
-    a line that stands in several frames is there once, without a time.
+    then a line in successive frames is one line, which appears and disappears halfway between the
+    frames around the change. Without `fps` a line of several frames is there once, without a time.
 
     An item has the lines of its id. If there are none, it has those of its parent (in MultiVENT
     also by the name of the parent's file without folder and ending): of a window of a video, the
@@ -389,7 +390,7 @@ def _over_time(
     """The lines of frames, each once as long as it stays; frames in ascending order.
 
     >>> list(_over_time({0: ["a"], 30: ["a", "b"], 60: ["b"]}, fps=30))
-    [('a', (0.0, 2.0)), ('b', (1.0, 2.0))]
+    [('a', (0.0, 1.5)), ('b', (0.5, 2.0))]
     >>> list(_over_time({0: ["a"], 30: ["a", "b"], 60: ["a"]}, fps=None))
     [('a', (nan, nan)), ('b', (nan, nan))]
     """
@@ -398,12 +399,14 @@ def _over_time(
         yield from ((text, (NAN, NAN)) for text in texts)
         return
     numbers = list(frames)
-    lines: list[list[Any]] = []  # text, first frame, frame that ends it
+    between = [(a + b) / 2 for a, b in itertools.pairwise(numbers)]
+    borders = [*numbers[:1], *between, *numbers[-1:]]
+    lines: list[list[Any]] = []  # text, frame numbers between which it is visible
     current: dict[str, list[Any]] = {}
-    for number, until in zip(numbers, numbers[1:] + numbers[-1:], strict=True):
+    for texts, (start, until) in zip(frames.values(), itertools.pairwise(borders), strict=True):
         before, current = current, {}
-        for text in dict.fromkeys(frames[number]):
-            current[text] = before.get(text) or [text, number, until]
+        for text in dict.fromkeys(texts):
+            current[text] = before.get(text) or [text, start, until]
             current[text][2] = until
             if text not in before:
                 lines.append(current[text])

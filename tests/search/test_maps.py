@@ -14,7 +14,8 @@ from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
-from pipeline.search.maps import Previews, draw, light, similarity_map, titled
+from pipeline.schema import Passage
+from pipeline.search.maps import Previews, Word, draw, light, moment, similarity_map, titled
 from tests.pdfs import Page, pdf
 
 #: 200 x 100 points, the words 6 points a letter: every box is known.
@@ -176,3 +177,13 @@ def test_documents_that_were_moved(uri, tmp_path):
         .picture("a.pdf#page=2")
         .startswith(b"\xff\xd8")
     )
+
+
+def test_a_frame_is_drawn_at_a_time_when_its_text_is_visible():
+    def word(text, times):
+        return Word(text, (0, 0), (0, 0, 1, 1), times, np.zeros(1), 0.0, 0.0)
+
+    assert moment(word("title", (1.0, 3.0))) == 2.0
+    assert moment(word("", (1.0, 3.0))) == 1.0  # a patch
+    assert moment(word("page", None)) is None
+    assert moment(Passage(box=(0, 0, 1, 1), times=(1.0, 3.0), contribution=0.0)) == 1.0

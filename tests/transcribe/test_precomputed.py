@@ -231,7 +231,7 @@ def test_frames_have_times_where_their_rate_is_known(tmp_path):
     text = PrecomputedText(spec(folder(TEXT_FILES, tmp_path / "csv")))
     item = {"item_id": "247", "metadata": '{"fps": 25}'}
     found = [(line.text, line.words[0].times) for line in text.lines(item)]
-    assert found == [("NEWS", (0, 6)), ("ten o'clock", (0, 2))]
+    assert found == [("NEWS", (0, 5)), ("ten o'clock", (0, 1))]
 
 
 def test_one_video_in_two_archives_is_one(tmp_path):

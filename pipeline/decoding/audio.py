@@ -22,6 +22,12 @@ MARGIN_SECONDS = 0.05
 WARM_UP_SECONDS = 0.25
 #: Times of packets are rounded; what is missing between them beyond this is silence.
 GAP_SECONDS = 0.05
+#: Windows are divided where sound is quietest for so long; pauses between sentences are longer.
+PAUSE_SECONDS = 0.4
+#: Loudness is measured so many times a second.
+LOUDNESS_RATE = 100
+#: Places at most twice as loud (3 dB) as the quietest, or digital silence, are as good as it.
+AS_QUIET, SILENCE = 2.0, (1.5 / 32768) ** 2
 
 #: Samples (n, channels) and the time of the first in seconds.
 Block = tuple[float, np.ndarray]
@@ -216,7 +222,8 @@ def read_windows(
     """Reads windows [start, end] in seconds, one result each; an end of None is the file's.
 
     Args:
-        settings: `sample_rate`: what the samples are converted to.
+        settings: `sample_rate`: what the samples are converted to; `border_shift`: see
+            `to_pauses`.
 
     Yields:
         `samples` (n,) float32, the channels' mean; `audio_start`, the time of the first;
@@ -226,6 +233,7 @@ def read_windows(
     about = _about(sound)
     for start, end in windows:
         end = sound.duration if end is None else end
+        start, end = to_pauses(sound, start, end, settings)
         audio_start, samples = read_samples(sound, start, end, settings["sample_rate"])
         missing = min(end, sound.duration) - start - len(samples) / settings["sample_rate"]
         if is_trusted and missing > GAP_SECONDS:
@@ -238,6 +246,42 @@ def read_windows(
         else:
             yield Unreadable("nothing in this window", f"no sound from {start:g} s to {end:g} s")
     sound.close()
+
+
+def to_pauses(
+    sound: SoundFile | Track, start: float, end: float, settings: dict[str, Any]
+) -> tuple[float, float]:
+    """Start and end of a window, moved to pauses so that no word and few sentences are divided.
+
+    A border depends on the sound around it only, so that windows that share one agree on it.
+    The beginning and the end of the file stay.
+
+    Args:
+        settings: `sample_rate`; `border_shift`, seconds by which a border moves at most.
+    """
+    if not (reach := settings.get("border_shift", 0.0)):
+        return start, end
+    rate = settings["sample_rate"]
+    is_last = end > sound.duration - PAUSE_SECONDS
+    return (
+        _pause(sound, start, reach, rate) if start > 0 else start,
+        end if is_last else _pause(sound, end, reach, rate),
+    )
+
+
+def _pause(sound: SoundFile | Track, at: float, reach: float, rate: int) -> float:
+    """The place nearest to `at` that is as quiet as the quietest within `reach` seconds."""
+    first, samples = read_samples(sound, max(0.0, at - reach), at + reach, rate)
+    step = rate // LOUDNESS_RATE
+    power = np.square(samples[: len(samples) // step * step].reshape(-1, step)).mean(axis=1)
+    width = round(PAUSE_SECONDS * LOUDNESS_RATE)
+    if len(power) < width:
+        return at
+    power = np.convolve(power, np.full(width, 1 / width), mode="valid")
+    quiet = np.flatnonzero(power <= max(AS_QUIET * power.min(), SILENCE))
+    places = first + (quiet + width / 2) * step / rate
+    nearest = float(places[np.abs(places - at).argmin()])
+    return at if abs(nearest - at) < 2 / LOUDNESS_RATE else nearest
 
 
 def read_samples(

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.audio import Track, read_samples
+from pipeline.decoding.audio import Track, read_samples, to_pauses
 
 #: decord rounds a frame's time to milliseconds, and to the 24 bits of a float.
 ROUNDING_SECONDS = 0.0006
@@ -257,7 +257,8 @@ def read_windows(
 
     Args:
         settings: `frames` and `audio`: whether they are wanted; `sampling` and what it needs, see
-            `choose`; `max_pixels`: larger frames are made smaller; `sample_rate` of the sound.
+            `choose`; `max_pixels`: larger frames are made smaller; `sample_rate` of the sound,
+            and `border_shift`, see `audio.to_pauses`.
 
     Yields:
         `pixels` (F, H, W, 3) uint8, `indices` (F,) int32 and `seconds` (F,) float64 of the frames;
@@ -288,8 +289,9 @@ def read_windows(
                 except DamagedVideo as error:
                     problem = Unreadable("damaged video", str(error))
             if has_sound:
+                heard = to_pauses(video.track, start, end, settings)
                 window["audio_start"], window["samples"] = read_samples(
-                    video.track, start, end, settings["sample_rate"]
+                    video.track, *heard, settings["sample_rate"]
                 )
             is_empty = not len(window["indices"]) and not len(window["samples"])
             yield problem if is_empty else window

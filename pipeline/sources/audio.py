@@ -14,7 +14,8 @@ class Audio(WindowSource):
     **Ids.** `<file>#t=<start>,<end>` in seconds; that of a whole file is the file's.
 
     **Sound.** Payload `audio`: one channel, the mean of those that the file has, at `sample_rate`,
-    read window by window. A file's length is what can be read of it, not what its header says.
+    read window by window, from pause to pause (`border_shift`). A file's length is what can be
+    read of it, not what its header says.
 
     **What it reads.** WAV, FLAC, Ogg and MP3 by libsndfile; what that does not know (AAC, M4A,
     the track of a video under such a name) by FFmpeg, by what they hold and not by their names.

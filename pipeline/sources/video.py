@@ -98,7 +98,7 @@ class Video(WindowSource):
         """The options that change what is decoded: those of another sampling do not."""
         used = {"window_seconds", "overlap_seconds", "wants"}
         if "audio" in self.wants:
-            used |= {"sample_rate"}
+            used |= {"sample_rate", "border_shift"}
         if "frames" in self.wants:
             used |= {"sampling", "num_frames", "max_pixels", *OPTIONS_OF[self.spec.sampling]}
         return {name: value for name, value in super().settings().items() if name in used}

@@ -37,10 +37,14 @@ class WindowSpec(MediaSpec, SoundSpec):
     Attributes:
         window_seconds: how long an item lasts; None: a whole file is one item.
         overlap_seconds: how much of a window the next one has too.
+        border_shift: Maximum distance, in seconds, by which the sound of a window begins or ends
+            earlier or later than the window, in a pause; at most a quarter of what is new in a
+            window. So sentences are recognised whole, each in one window; 0: borders stay.
     """
 
     window_seconds: float | None = Field(30.0, ge=LEAST_SECONDS, le=86_400)
     overlap_seconds: float = Field(0.0, ge=0, le=86_400)
+    border_shift: float = Field(5.0, ge=0, le=60)
 
     @field_validator("window_seconds", "overlap_seconds")
     @classmethod
@@ -76,6 +80,13 @@ class WindowSource(MediaSource):
     def opens_to_list(self) -> bool:
         """Whether only decoding tells what items a file holds: how long it is."""
         return self.spec.window_seconds is not None
+
+    def settings(self) -> dict[str, Any]:
+        """The options that change what is decoded."""
+        settings = super().settings()
+        if "audio" not in self.wants or self.spec.window_seconds is None:  # no border of sound
+            del settings["border_shift"]
+        return settings
 
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
         """The windows of a file, or the file."""
@@ -122,7 +133,9 @@ class WindowSource(MediaSource):
     def _reader_settings(self) -> dict[str, Any]:
         """What `read_windows` is told."""
         wanted = {kind: kind in self.wants for kind in self.gives}
-        return {**self.spec.model_dump(mode="json"), **wanted}
+        new = (self.spec.window_seconds or 0.0) - self.spec.overlap_seconds
+        shift = min(self.spec.border_shift, new / 4)
+        return {**self.spec.model_dump(mode="json"), **wanted, "border_shift": shift}
 
     def _item(self, item: Item, window: dict[str, Any]) -> Item:
         """An item with what was read of it."""

@@ -171,8 +171,8 @@ def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> b
 
     >>> is_same_text("Good evening", "good evening.", lambda: False)
     True
-    >>> is_same_text("part 1", "part l", lambda: False), is_same_text("part 1", "part l", lambda: True)
-    (False, True)
+    >>> [is_same_text("part 1", "part l", lambda: unchanged) for unchanged in (False, True)]
+    [False, True]
     >>> is_same_text("part 1", "part 2", lambda: True)
     False
     """

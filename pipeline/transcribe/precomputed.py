@@ -29,7 +29,10 @@ import fsspec
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO, TEXT
-from pipeline.transcribe import NAN, Line, Recogniser, spread
+from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
+
+#: Lines of at most so many seconds are sentences, which are not divided between windows.
+LONGEST_SENTENCE = 10.0
 
 #: Counted up when the table changes or is filled in another way.
 TABLE_VERSION = 1
@@ -65,8 +68,9 @@ class Precomputed(Recogniser):
 
     An item has the lines of its id. If there are none, it has those of its parent (in MultiVENT
     also by the name of the parent's file without folder and ending): of a window of a video, the
-    words whose middle lies in it. Lines of a parent that have no time belong to the first window or
-    page alone: they are found once, and do not fill up every window.
+    lines whose middle lies in it; lines of more than 10 s are divided between words. Lines of a
+    parent that have no time belong to the first window or page only: they are found once, and do
+    not fill up every window.
     """
 
     kind: ClassVar[int]  # of the words
@@ -417,10 +421,11 @@ def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
     """What belongs to a part of a parent, given the lines of the parent.
 
     >>> lines = [spread("one two", (0.0, 12.0), kind=AUDIO), spread("untimed")]
+    >>> lines.append(spread("a sentence", (3.0, 6.0), kind=AUDIO))
     >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 5, "end": 15})]
     ['two']
     >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 0, "end": 5})]
-    ['one', 'untimed']
+    ['one', 'untimed', 'a sentence']
     """
     if span is None or not span["unit"]:
         return lines
@@ -432,5 +437,10 @@ def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
             return is_first
         return span["start"] <= middle < span["end"]
 
-    parts = (tuple(w for w in line.words if belongs(w.times)) for line in lines)
-    return [Line(words) for words in parts if words]
+    def part(line: Line) -> tuple[Word, ...]:
+        whole = line.words[0].times[0], line.words[-1].times[1]
+        if whole[1] - whole[0] <= LONGEST_SENTENCE:
+            return line.words if belongs(whole) else ()
+        return tuple(word for word in line.words if belongs(word.times))
+
+    return [Line(words) for words in map(part, lines) if words]

@@ -185,3 +185,28 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         peaks.append(peak(process))
         process.stop()
     assert peaks[1] < 1.1 * peaks[0]
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.m4a"])
+def test_windows_begin_and_end_in_pauses(tmp_path, name):
+    sound = 0.2 * tones(24)
+    sound[: 16_000 * 24] += np.random.default_rng(0).normal(0, 1e-3, sound.shape)
+    for pause in (7.2, 13.5, 16.1):  # of 0.6 s, with some noise
+        sound[round(16_000 * pause) : round(16_000 * (pause + 0.6))] *= 0.01
+    path = tmp_path / name
+    write_video(path, [], sound=sound) if name == "a.m4a" else write_sound(path, sound)
+    windows = [[0.0, 8.0], [8.0, 16.0], [16.0, 24.0]]
+    settings = RATE | {"border_shift": 2.0}
+    read = list(read_windows(str(path), windows, settings))
+    starts = [window["audio_start"] for window in read]
+    assert starts == pytest.approx([0.0, 7.5, 16.4], abs=0.15)
+    ends = [w["audio_start"] + len(w["samples"]) / 16_000 for w in read]
+    assert ends[:2] == pytest.approx(starts[1:], abs=1e-4)  # nothing is heard twice, or never
+    (alone,) = read_windows(str(path), windows[1:2], settings)
+    assert (alone["audio_start"], len(alone["samples"])) == (starts[1], len(read[1]["samples"]))
+
+
+def test_borders_stay_where_no_place_is_quieter(tmp_path):
+    path = write_sound(tmp_path / "a.wav", tones(10))
+    first, second = read_windows(str(path), [[0, 5], [5, 10]], RATE | {"border_shift": 1.0})
+    assert len(first["samples"]) == len(second["samples"]) == 80_000

@@ -150,7 +150,7 @@ def test_the_revision_tells_what_changes_the_sound(tmp_path):
 
     before = revision()
     assert revision(collection="other", limits={"seconds": 9}) == before
-    assert revision(sample_rate=8000) != before
+    assert revision(sample_rate=8000) != before != revision(border_shift=1)
     write_sound(path, 0.5 * tones(1))
     assert revision() != before
 
@@ -162,6 +162,7 @@ def test_the_revision_tells_what_changes_the_sound(tmp_path):
         ({"window_seconds": None, "overlap_seconds": 1}, "overlap_seconds: 1.0 is not legal"),
         ({"window_seconds": 0.5}, "window_seconds"),
         ({"sample_rate": 10}, "sample_rate"),
+        ({"border_shift": -1}, "border_shift"),
         ({"fps": 1}, "fps"),
     ],
 )

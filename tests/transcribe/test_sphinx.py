@@ -5,6 +5,7 @@ import pytest
 import soundfile
 import soxr
 
+from pipeline.sources.audio import Audio
 from pipeline.tokens import AUDIO
 from pipeline.transcribe.accuracy import word_errors
 from pipeline.transcribe.sound import RATE, samples_of, utterances
@@ -108,3 +109,14 @@ def test_any_rate_is_heard():
     samples = samples_of(audio)
     assert len(samples) == RATE and samples.dtype == np.float32
     assert np.abs(np.fft.rfft(samples)).argmax() == 440
+
+
+def test_a_sentence_at_a_border_of_windows_is_recognised_whole(sphinx):
+    spec = Audio.Spec(path=str(ROOT / "jobs/data/speech"), window_seconds=9)
+    source = Audio(spec, ("audio",))
+    (shard,) = source.shards()
+    (second,) = source.decode(shard, list(enumerate(source.scan(shard)))[1:])
+    words = [word for line in sphinx.lines(second.row()) for word in line.words]
+    # "ask what you can do for your country" begins before 9 s.
+    assert " ".join(word.text for word in words[1:7]) == "what you can do for your"
+    assert second.span[1] == 9 and 8 < words[0].times[0] < words[1].times[0] < 9

@@ -1,15 +1,57 @@
-"""The order in which the parts of a page are read."""
+"""The order in which the parts of a page are read: columns of text, and rows of tables."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
-Block = TypeVar("Block")
+#: Longest cell in words, where nothing else tells a table from columns of text.
+SHORT_CELL = 4
+#: Lines of at least so many words that fill so much of their column are prose.
+PROSE_WORDS, PROSE_FILL = 4, 0.7
+#: Share of cells that are there in a table without an empty cell or a cell of two lines, nearly.
+FULL = 0.85
+#: Between rows of a table there is so much more space than between lines of a cell, in heights of
+#: a line; rows have so many lines at most on average.
+STRIPE, MOST_LINES = 0.3, 8
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class TextLine(Generic[Item]):
+    """A line of a page, or a cell of a table.
+
+    Attributes:
+        box: x0 y0 x1 y1 in [0, 1] of the page.
+        text: its words.
+        item: what it stands for.
+    """
+
+    box: np.ndarray
+    text: str
+    item: Item
+
+    @property
+    def num_words(self) -> int:
+        """The number of words; dot leaders are none."""
+        return sum(any(c.isalnum() for c in word) for word in self.text.split())
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether most of its characters are digits and signs, as in "$ 1,299.00" or "5.3**"."""
+        return 2 * sum(c.isalpha() for c in self.text) < len(self.text.replace(" ", ""))
+
+
+#: Lines of text one below the other.
+Block = Sequence[TextLine[Item]]
+#: The items of a row: one line of text, or the cells of a row of a table.
+Row = list[Item]
 
 
 def is_right_to_left(text: str) -> bool:
@@ -18,31 +60,40 @@ def is_right_to_left(text: str) -> bool:
     return directions["R"] + directions["AL"] > directions["L"]
 
 
-def reading_order(
-    blocks: Sequence[tuple[np.ndarray, Block]], from_right: bool = False
-) -> list[Block]:
-    """Blocks by recursive cuts along white space: columns side by side, then from the top.
+def reading_order(blocks: Sequence[Block[Item]], from_right: bool = False) -> list[list[Row[Item]]]:
+    """Returns blocks in reading order, by recursive cuts along white space.
 
-    Where a stretch has neither kind of gap its blocks stay in the order in which they are given.
+    Columns of text are read one after the other, then from the top. Columns of a table are read
+    together, row by row (`_table_rows`). Where a stretch has neither kind of gap its blocks stay
+    in the order in which they are given.
 
-    Args:
-        blocks: a box x0 y0 x1 y1 in [0, 1] and what stands in it.
-
-    >>> title, left, right = ([0.1, 0.1, 0.9, 0.2], [0.1, 0.3, 0.4, 0.9], [0.5, 0.3, 0.9, 0.9])
-    >>> blocks = [(np.array(right), "right"), (np.array(left), "left"), (np.array(title), "title")]
-    >>> reading_order(blocks)
-    ['title', 'left', 'right']
+    >>> def block(text, x0, x1, y, step=0.1):
+    ...     boxes = ([x0, y + step * i, x1, y + step * i + 0.05] for i in range(9))
+    ...     return [TextLine(np.array(b), t, t) for b, t in zip(boxes, text.split("|"))]
+    >>> left = block("a column of|text in lines", 0.1, 0.4, 0.3)
+    >>> right = block("goes on in|the second", 0.5, 0.8, 0.3)
+    >>> reading_order([right, left, block("title", 0.1, 0.9, 0.1)])
+    [[['title']], [['a column of'], ['text in lines']], [['goes on in'], ['the second']]]
+    >>> reading_order([left, block("12|15.5", 0.5, 0.6, 0.3)])
+    [[['a column of', '12'], ['text in lines', '15.5']]]
     """
     if len(blocks) < 2:
-        return [block for _, block in blocks]
-    boxes = np.stack([box for box, _ in blocks])
+        return [[[line.item] for line in block] for block in blocks]
+    boxes = np.stack([_hull(block) for block in blocks])
     for axis, least in ((0, 0.012), (1, 0.0)):
         groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
         if len(groups) > 1:
-            groups = groups[::-1] if axis == 0 and from_right else groups
-            parts = (reading_order([blocks[i] for i in group], from_right) for group in groups)
-            return [block for part in parts for block in part]
-    return [block for _, block in blocks]
+            parts = [[blocks[i] for i in group] for group in groups]
+            if axis == 0 and (table := _table(*parts, from_right)):
+                return table
+            parts = parts[::-1] if axis == 0 and from_right else parts
+            return [block for part in parts for block in reading_order(part, from_right)]
+    return [[[line.item] for line in block] for block in blocks]
+
+
+def _hull(block: Block) -> np.ndarray:
+    boxes = np.stack([line.box for line in block])
+    return np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
 
 
 def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
@@ -53,3 +104,134 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
     if gaps[widest] <= least:
         return [order.tolist()]
     return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]
+
+
+def _table(
+    left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
+) -> list[list[Row[Item]]] | None:
+    """The rows of what stands on both sides of a gap, as one block; None if it is no table."""
+    sides = [[line for block in side for line in block] for side in (left, right)]
+    lines = sides[0] + sides[1]
+    column = dict(zip(map(id, lines), _columns(lines), strict=True))
+    rows = _rows(lines)
+    is_table = _is_table(sides, rows)
+    if not (is_table and _is_full(rows)):
+        bands = _bands(rows)
+        if _is_banded(sides, rows, bands):
+            rows = bands
+        elif not is_table:
+            return None
+    side = -1 if from_right else 1
+    ordered = [sorted(r, key=lambda line: (side * column[id(line)], line.box[1])) for r in rows]
+    return [[[line.item for line in row] for row in ordered]]
+
+
+def _is_table(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> bool:
+    """Whether two sides of a gap are columns of one table: their lines form rows of short cells.
+
+    Lines of two columns of text may stand at equal heights too, but they are longer, and neither
+    column is of numbers.
+    """
+    shared = _shared(sides, rows)
+    per_side = [len(_rows(side)) for side in sides]
+    if shared < max(2, 0.75 * min(per_side), 0.4 * max(per_side)):
+        return False
+    lines = [*sides[0], *sides[1]]
+    if any(np.mean([line.is_numeric for line in side]) > 0.5 for side in sides):
+        # Beside a column of text the numbers may be those of a chart.
+        return shared >= 0.7 * max(per_side) or not _num_prose(lines)
+    is_short = np.mean([line.num_words <= SHORT_CELL for line in lines]) >= 0.75
+    # Two columns of a few short lines may be lists or addresses.
+    is_long = len(rows) >= (3 if max(_columns(lines)) > 1 else 5)
+    return bool(is_short and is_long and _is_full(rows))
+
+
+def _is_full(rows: Sequence[Sequence[TextLine]]) -> bool:
+    """Whether nearly all rows have a cell in each column."""
+    lines = [line for row in rows for line in row]
+    return len(lines) >= FULL * len(rows) * (1 + max(_columns(lines)))
+
+
+def _is_banded(
+    sides: Sequence[Sequence[TextLine]],
+    rows: Sequence[Sequence[TextLine]],
+    bands: Sequence[Sequence[TextLine]],
+) -> bool:
+    """Whether white stripes divide both sides at equal heights, into rows of cells of some lines.
+
+    One column may be of prose, such as definitions; two are columns of text.
+    """
+    shared = _shared(sides, bands)
+    is_of_cells = len(bands) < len(rows) <= MOST_LINES * len(bands)
+    is_shared = shared >= 3 and shared >= 0.75 * len(bands)
+    return is_of_cells and is_shared and _num_prose([*sides[0], *sides[1]]) < 2
+
+
+def _shared(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> int:
+    """The number of rows with lines of both sides."""
+    left = {id(line) for line in sides[0]}
+    return sum(0 < sum(id(line) in left for line in row) < len(row) for row in rows)
+
+
+def _num_prose(lines: Sequence[TextLine]) -> int:
+    """The number of columns of prose: most of their words stand in long lines that fill them."""
+    columns: dict[int, list[TextLine]] = {}
+    for line, number in zip(lines, _columns(lines), strict=True):
+        columns.setdefault(number, []).append(line)
+    return sum(map(_is_prose, columns.values()))
+
+
+def _is_prose(column: Sequence[TextLine]) -> bool:
+    x0, _, x1, _ = _hull(column)
+    words = np.array([line.num_words for line in column])
+    fill = np.array([line.box[2] - line.box[0] for line in column]) / (x1 - x0)
+    is_full = (words >= PROSE_WORDS) & (fill >= PROSE_FILL)
+    return is_full.sum() > 1 and words @ is_full >= 0.5 * words.sum()
+
+
+def _rows(lines: Sequence[TextLine[Item]]) -> list[list[TextLine[Item]]]:
+    """Lines of equal height on the page together, from the top."""
+    ordered = sorted(lines, key=lambda line: line.box[1] + line.box[3])
+    rows: list[list[TextLine[Item]]] = []
+    for line in ordered:
+        if rows and _is_beside(rows[-1], line):
+            rows[-1].append(line)
+        else:
+            rows.append([line])
+    return rows
+
+
+def _is_beside(row: Sequence[TextLine], line: TextLine) -> bool:
+    """Whether a line stands in a row: at its height, and beside all that is in it."""
+    middles = [(other.box[1] + other.box[3]) / 2 for other in row]
+    height = min(line.box[3] - line.box[1], *(other.box[3] - other.box[1] for other in row))
+    is_level = (line.box[1] + line.box[3]) / 2 - np.mean(middles) <= 0.3 * height
+    return is_level and all(
+        line.box[2] <= other.box[0] or other.box[2] <= line.box[0] for other in row
+    )
+
+
+def _bands(rows: Sequence[list[TextLine[Item]]]) -> list[list[TextLine[Item]]]:
+    """Rows together between which there is no more space than between lines of a cell."""
+    tops = np.array([min(line.box[1] for line in row) for row in rows])
+    ends = np.array([max(line.box[3] for line in row) for row in rows])
+    gaps = tops[1:] - np.maximum.accumulate(ends)[:-1]
+    if not len(gaps):
+        return [[*row] for row in rows]
+    is_wide = gaps > np.quantile(gaps, 0.25) + STRIPE * np.median(ends - tops)
+    bands: list[list[TextLine[Item]]] = [[]]
+    for row, starts_band in zip(rows, [False, *is_wide], strict=True):
+        if starts_band:
+            bands.append([])
+        bands[-1] += row
+    return bands
+
+
+def _columns(lines: Sequence[TextLine]) -> list[int]:
+    """The number of the column of each line; white space divides columns."""
+    boxes = np.stack([line.box for line in lines])
+    order = np.argsort(boxes[:, 0], kind="stable")
+    is_new = boxes[order, 0][1:] > np.maximum.accumulate(boxes[order, 2])[:-1]
+    numbers = np.zeros(len(lines), int)
+    numbers[order[1:]] = is_new.cumsum()
+    return numbers.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.layout import is_right_to_left, reading_order
+from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 
 #: What PDFium says when a document cannot be opened.
 OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
@@ -117,8 +118,8 @@ def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
 def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
     """The words of a page in reading order.
 
-    Lines end with a line break, blocks of lines with two. A word that a hyphen divides between two
-    lines is one word of the text and two boxed parts.
+    Lines and rows of tables end with a line break, blocks of them with two. A word that a hyphen
+    divides between two lines is one word of the text and two boxed parts.
 
     Returns:
         (text, spans, boxes): for each boxed part its characters in the text, (W, 2) int32, and its
@@ -132,8 +133,8 @@ def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
     spans, piece_boxes = [], []
     from_right = is_right_to_left("".join(map(chr, codes[codes < 0xD800])))
     for number, block in enumerate(reading_order(_blocks(lines), from_right)):
-        for row, line in enumerate(block):
-            for column, (string, box, joins) in enumerate(line):
+        for row, cells in enumerate(block):
+            for column, (string, box, joins) in enumerate(itertools.chain(*cells)):
                 if column or row or number:
                     gap = "" if joins else " " if column else "\n" if row else "\n\n"
                     text.append(gap)
@@ -226,26 +227,21 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
     return [line for line in lines if line]
 
 
-def _box(line: Line) -> np.ndarray:
-    boxes = np.stack([box for _, box, _ in line])
-    return np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
-
-
-def _blocks(lines: list[Line]) -> list[tuple[np.ndarray, list[Line]]]:
-    """Runs of lines that the page draws one below the other, with the box around each run."""
-    blocks: list[tuple[np.ndarray, list[Line]]] = []
+def _blocks(lines: list[Line]) -> list[list[TextLine[Line]]]:
+    """Runs of lines that the page draws one below the other."""
+    blocks: list[list[TextLine[Line]]] = []
     for line in lines:
-        box = _box(line)
+        boxes = np.stack([box for _, box, _ in line])
+        box = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
+        this = TextLine(box, " ".join(string for string, _, _ in line), line)
         if blocks:
-            around, block = blocks[-1]
-            before = _box(block[-1])
+            block = blocks[-1]
+            before = block[-1].box
             height = max(box[3] - box[1], before[3] - before[1], 1e-6)
             is_below = -0.5 * height < box[1] - before[3] < 0.8 * height
-            overlaps = min(box[2], around[2]) > max(box[0], around[0])
-            if is_below and overlaps:
-                block.append(line)
-                around[:2] = np.minimum(around[:2], box[:2])
-                around[2:] = np.maximum(around[2:], box[2:])
+            left, right = min(other.box[0] for other in block), max(o.box[2] for o in block)
+            if is_below and min(box[2], right) > max(box[0], left):
+                block.append(this)
                 continue
-        blocks.append((box, [line]))
+        blocks.append([this])
     return blocks

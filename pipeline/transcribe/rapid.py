@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.decoding.layout import is_right_to_left, reading_order
+from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 from pipeline.transcribe import Line, Recogniser, Word
 from pipeline.transcribe.frames import Box, Reading, read_frames
 
@@ -26,9 +27,9 @@ class Rapid(Recogniser):
     """Text detection and recognition by RapidOCR; the built-in models read Latin and Chinese.
 
     Words are what white space divides: a line of a script without blanks is one word. The box of a
-    word that stands at an angle is the upright one around it. Columns are read one after the other,
-    as far as white space divides them. Of a video's frames those are read that show something new,
-    see `read_frames`.
+    word that stands at an angle is the upright one around it. Columns of text are read one after
+    the other, as far as white space divides them, and tables row by row. Of a video's frames those
+    are read that show something new, see `read_frames`.
     """
 
     class Spec(config.Spec):
@@ -101,16 +102,23 @@ class Rapid(Recogniser):
         if item.get("scan"):
             with Image.open(io.BytesIO(item["scan"])) as image:
                 picture = np.asarray(image.convert("RGB"))
-            lines += [reading.line for reading in self._read(picture)]
+            lines += [
+                Line(tuple(word for reading in row for word in reading.line.words))
+                for row in self._read(picture)
+            ]
         if item.get("frames"):
             span = item.get("span")
             is_timed = span and span["unit"] == "seconds"
             times = (span["start"], span["end"]) if is_timed else None
-            lines += read_frames(item["frames"], times, self._read, self.spec.min_change)
+            lines += read_frames(item["frames"], times, self._read_lines, self.spec.min_change)
         return lines
 
-    def _read(self, picture: np.ndarray) -> list[Reading]:
-        """The lines of a picture (height, width, 3) uint8 RGB, in reading order."""
+    def _read_lines(self, picture: np.ndarray) -> list[Reading]:
+        """The lines of an image; each cell of a table by itself, since any may change."""
+        return list(itertools.chain.from_iterable(self._read(picture)))
+
+    def _read(self, picture: np.ndarray) -> list[list[Reading]]:
+        """The rows of an image (height, width, 3) uint8 RGB, in reading order: lines or cells."""
         height, width, _ = picture.shape
         if min(height, width) * min(1.0, self.spec.max_side / max(height, width)) < LEAST_SIDE:
             return []
@@ -128,7 +136,8 @@ class Rapid(Recogniser):
                 words = words_of(text, boxes, box)
                 readings.append(Reading(Line(tuple(words)), box, float(confidence)))
         from_right = is_right_to_left("".join(reading.line.text for reading in readings))
-        return reading_order([(_inner(r.box, size), r) for r in readings], from_right)
+        blocks = [[TextLine(_inner(r.box, size), r.line.text, r)] for r in readings]
+        return [row for block in reading_order(blocks, from_right) for row in block]
 
 
 def _inner(box: Box, size: np.ndarray) -> np.ndarray:

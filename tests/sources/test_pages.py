@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 from PIL import Image
 
 from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
-from pipeline.decoding.pdf import is_right_to_left, reading_order
 from pipeline.decoding.process import DecodingProcess, Limits
 from pipeline.schema import Item, Reject
 from pipeline.sources.pages import Pages
@@ -112,13 +110,6 @@ def test_columns_are_read_one_after_the_other(tmp_path):
     text = only_page(tmp_path, page).text
     columns = ["a1", "a2", "a3", "b1", "b2", "b3"]
     assert text.split() == ["a-heading-over-both-columns", *columns, "footer"]
-
-
-def test_columns_from_the_right():
-    left, right = (np.array([0.0, 0, 0.4, 1]), ["left"]), (np.array([0.6, 0, 1, 1]), ["right"])
-    assert reading_order([left, right]) == [["left"], ["right"]]
-    assert reading_order([left, right], from_right=True) == [["right"], ["left"]]
-    assert is_right_to_left("שלום 2020") and not is_right_to_left("hello שלום")
 
 
 def test_a_word_over_two_lines_is_one_word_with_two_boxes():

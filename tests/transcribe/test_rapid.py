@@ -140,3 +140,10 @@ def test_what_is_not_sure_is_left_out():
 def test_a_missing_model_is_said(tmp_path):
     with pytest.raises(SpecError, match="^recognition: .*does not exist"):
         Rapid.check(Rapid.Spec(recognition=str(tmp_path / "arabic.onnx")))
+
+
+def test_a_scanned_table_is_read_row_by_row(rapid):
+    rows = [("Age", "Share", "Men"), ("0-14", "12.5", "48.1"), ("15-64", "63.0", "50.2")]
+    columns = enumerate(zip(*rows, strict=True))
+    cells = [(20 + 220 * x, 40 + 60 * y, cell) for x, own in columns for y, cell in enumerate(own)]
+    assert [line.text for line in rapid.lines(scan(draw(*cells)))] == [*map(" ".join, rows)]

@@ -159,15 +159,21 @@ class DecodingProcess:
             Unreadable: the process died or took too long, and is stopped.
         """
         deadline = time.monotonic() + self.limits.seconds
-        (length,) = struct.unpack("<Q", self._read(8, deadline))
-        reply = json.loads(bytes(self._read(length, deadline)))
-        for name, dtype, shape in reply.pop("bulk", ()):
-            size = math.prod(shape) * (np.dtype(dtype).itemsize if dtype else 1)
-            data = self._read(size, deadline)
-            reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
+        try:
+            (length,) = struct.unpack("<Q", self._read(8, deadline))
+            reply = dict(json.loads(bytes(self._read(length, deadline))))
+            for name, dtype, shape in reply.pop("bulk", ()):
+                size = math.prod(shape) * (np.dtype(dtype).itemsize if dtype else 1)
+                data = self._read(size, deadline)
+                reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
+        except (ValueError, TypeError, RecursionError) as error:
+            self.stop()  # a file may have taken the process over
+            raise Unreadable("crashed", f"a malformed reply ({error})") from None
         return reply
 
     def _read(self, length: int, deadline: float) -> memoryview:
+        if not 0 <= length <= self.limits.memory_bytes:  # more than the process can hold
+            raise ValueError(f"of {length:,} bytes")
         view = memoryview(np.empty(length, np.uint8))  # not cleared first: frames are large
         stream = self._process.stdout.fileno()
         done = 0

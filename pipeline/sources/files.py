@@ -9,6 +9,11 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import check_regular
+
+#: The size that `walk` gives of a pipe, a socket or a device, and of a link to one.
+SPECIAL = -1
 
 
 def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
@@ -39,6 +44,12 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
         raise SpecError("path", uri, "a readable path", problem) from None
     if not exists:
         raise SpecError("path", uri, "an existing file or folder", "does not exist")
+    if not fs.isdir(root):
+        try:
+            check_regular(fs, root)
+        except Unreadable as error:
+            kind = error.detail.rpartition(", ")[2]
+            raise SpecError("path", uri, "a regular file or a folder", kind) from None
     return fs, root
 
 
@@ -56,12 +67,12 @@ def folder_of(uri: str) -> tuple[AbstractFileSystem, str]:
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
     """Every file below a folder, one folder in memory at a time, each sorted by name.
 
-    Links are followed, except to a folder that holds the link. Pipes, sockets and devices are no
-    files: opening one might wait without end.
+    Links are followed, except to a folder that holds the link.
 
     Yields:
         (path relative to `root`, bytes). A folder that cannot be listed stands for its files, with
-        None for the bytes: opening it says why.
+        None for the bytes: opening it says why. The bytes of a pipe, a socket, a device or a link
+        to one are `SPECIAL`: `untrusted.open_file` refuses it.
     """
     pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder, still to be listed
     while pending:
@@ -89,16 +100,27 @@ def files_below(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int 
 def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | None]]:
     for entry in fs.ls(folder, detail=True):
         path = entry["name"].rstrip("/")
-        if entry["type"] == "other" and not entry.get("islink"):
-            continue
-        is_folder = entry["type"] == "directory"
+        is_folder, size = entry["type"] == "directory", entry["size"] or 0
         if entry.get("islink") and fs.isdir(path):
             target = os.path.realpath(path)
             if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                 continue
             is_folder = True
+        elif entry["type"] == "other":
+            size = _size(fs, path, size)
         if path != folder:  # object stores may list a folder inside itself
-            yield path, None if is_folder else entry["size"] or 0
+            yield path, None if is_folder else size
+
+
+def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
+    """The size of what may not be a regular file; a link to nothing has that of its listing."""
+    try:
+        check_regular(fs, path)
+    except Unreadable:
+        return SPECIAL
+    except OSError:
+        pass
+    return size
 
 
 def escaped(text: str) -> str:

@@ -71,6 +71,7 @@ class Images(MediaSource):
             max_pixels: a larger picture is made smaller.
             max_input_pixels: a picture that claims more is rejected before it is decoded.
             leave_out_caption: the number, from 0, of the caption that is held back.
+            max_file_bytes: Maximum size of a picture's file, which is read as a whole, in bytes.
         """
 
         name: Literal["images"] = "images"
@@ -79,6 +80,7 @@ class Images(MediaSource):
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
         max_input_pixels: int = Field(200_000_000, ge=10_000, le=1_000_000_000)
         leave_out_caption: int | None = Field(None, ge=0)
+        max_file_bytes: int = Field(1 << 30, ge=1024)
 
     spec: Spec
     gives = ("item_id", "image", "scan", "caption")
@@ -200,6 +202,8 @@ class Images(MediaSource):
             found = fs.info(place)
         except FileNotFoundError:
             found = {"type": "nothing"}
+        if found["type"] == "other":
+            raise Unreadable("not a regular file", f"{manifest} names {path}: a pipe or a device")
         if found["type"] != "file":
             raise Unreadable("missing file", f"{manifest} names {path}: {found['type']} there")
         return path, found["size"]

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import open_file
+from pipeline.sources.files import SPECIAL
 from pipeline.sources.media import BYTES_PER_SHARD
 from pipeline.sources.text import UNREADABLE, Lines, parse_line, parse_object
 
@@ -27,6 +29,10 @@ LINE_BYTES_PER_SHARD = 64 << 10
 FILE_BYTES = 16 << 10
 #: Rows of a table that are in memory together.
 ROWS_AT_ONCE = 16
+#: A manifest that is one JSON value is in memory as a whole.
+MAX_VALUE_BYTES = 1 << 30
+#: The footer of a table of a few bytes can claim 2^63 rows, each of which would be listed.
+MAX_TABLE_ROWS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
     their captions stand apart from them, so that the file can be read only as a whole.
     """
     name = manifest.lower()
-    if name.endswith(".gz"):  # cannot be entered in the middle
+    if name.endswith(".gz") or (num_bytes == SPECIAL and name.endswith(LINES)):  # not entered
         yield {"manifest": manifest, "start": 0, "end": None}
     elif name.endswith(LINES):
         for start in range(0, num_bytes or 0, LINE_BYTES_PER_SHARD):
@@ -67,7 +73,12 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
             yield {"manifest": manifest, "problem": _told(error)}
     else:
         try:
-            rows = _read_value(fs.cat_file(f"{folder}/{manifest}"), manifest)
+            with open_file(fs, f"{folder}/{manifest}") as stream:
+                data = stream.read(MAX_VALUE_BYTES + 1)
+            if len(data) > MAX_VALUE_BYTES:
+                problem = f"a manifest must be at most {MAX_VALUE_BYTES:,} bytes, got more"
+                raise Unreadable("too long", problem)
+            rows = _read_value(data, manifest)
         except (Unreadable, OSError) as error:
             yield {"manifest": manifest, "problem": _told(error)}
             return
@@ -102,6 +113,8 @@ def _read_lines(
                 yield BadRow(where(), error)
                 continue
             yield Row(where, fields)
+    except Unreadable as error:
+        yield BadRow(manifest, error)
     except UNREADABLE as error:
         problem = f"{type(error).__name__}: {error}"
         yield BadRow(f"{manifest}#byte={lines.offset}", Unreadable("unreadable", problem))
@@ -186,7 +199,7 @@ class Table:
 
     def __init__(self, fs: Any, path: str):
         self.path = path
-        self._stream = fs.open(path, "rb")
+        self._stream = open_file(fs, path)
         try:
             # Not a whole row group at once: its rows may hold hundreds of pictures.
             self._file = pq.ParquetFile(self._stream, buffer_size=1 << 20, pre_buffer=False)
@@ -196,6 +209,10 @@ class Table:
         groups = range(self._file.num_row_groups)
         counts = (self._file.metadata.row_group(i).num_rows for i in groups)
         self._starts = list(itertools.accumulate(counts, initial=0))
+        if self._starts[-1] > MAX_TABLE_ROWS:
+            self._stream.close()
+            problem = f"a table must have at most {MAX_TABLE_ROWS:,} rows, got {self._starts[-1]:,}"
+            raise Unreadable("damaged manifest", problem)
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._batch: pa.RecordBatch | None = None
         self._first, self._group_end = 0, 0

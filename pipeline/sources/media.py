@@ -16,14 +16,16 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar, Literal
 
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
+from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.schema import Item, Reject, detail_in, item_id_problem, payload_of
 from pipeline.sources import Source, revision_of
-from pipeline.sources.files import escaped, existing_root, files_below, folder_of
+from pipeline.sources.files import SPECIAL, escaped, existing_root, files_below, folder_of
 
 ARCHIVE = ".tar"
 #: A shard is a task's work: some files, few enough that tasks end at about the same time.
@@ -67,6 +69,7 @@ class MediaSpec(config.Spec):
             or its `path`, with the archive's before it, where keys repeat in other archives.
         revision: how a changed file is known: by its `content`, or by its `stat` (size and time of
             change or ETag), which reads nothing: for corpora that are too large to be read twice.
+        max_file_bytes: Maximum size of a file or of an archive's member, in bytes.
         limits: what decoding one item may take.
     """
 
@@ -74,6 +77,7 @@ class MediaSpec(config.Spec):
     collection: str = ""
     ids: Literal["key", "path"] = "key"
     revision: Literal["content", "stat"] = "content"
+    max_file_bytes: int = Field(16 << 30, ge=1024)
     limits: Limits = Limits(seconds=120.0)
 
 
@@ -120,7 +124,7 @@ class MediaSource(Source):
 
     def settings(self) -> dict[str, Any]:
         """The options that change what is decoded: part of every revision."""
-        keep_out = {"name", "path", "collection", "ids", "revision", "limits"}
+        keep_out = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
         wants = [kind for kind in self.gives if kind in self.wants]
         return {**self.spec.model_dump(mode="json", exclude=keep_out), "wants": wants}
 
@@ -152,7 +156,7 @@ class MediaSource(Source):
             if file.lower().endswith((*self.containers, *self.lists)):
                 yield from self.shards_of(file, num_bytes)
                 continue
-            size += num_bytes or 0
+            size += max(num_bytes or 0, 0)
             if group and (len(group) == self.files_per_shard or size > BYTES_PER_SHARD):
                 yield {"files": group}
                 group, size = [], num_bytes or 0
@@ -182,7 +186,9 @@ class MediaSource(Source):
         try:
             if problem := item_id_problem(f"{file.id}#t=100000.0,100000.0"):
                 raise Unreadable("bad id", problem)
-            if file.size == 0:
+            if (file.size or 0) > (most := self.spec.max_file_bytes):
+                raise Unreadable("too large", f"must be at most {most:,} bytes, got {file.size:,}")
+            if file.size in (0, SPECIAL):
                 with self._open(file):  # a link to nothing has no bytes either
                     raise Unreadable("empty file")
             if not self.opens_to_list:
@@ -253,7 +259,7 @@ class MediaSource(Source):
         """The media files of an archive, a sample (members of one key) at a time."""
         fs, folder = self._folder
         try:
-            with fs.open(f"{folder}/{archive}", "rb") as stream:
+            with open_file(fs, f"{folder}/{archive}") as stream:
                 entries = read_members(stream, fs.size(f"{folder}/{archive}"))
                 samples = itertools.groupby(
                     entries, lambda e: self._key(e) if isinstance(e, Member) else None
@@ -325,6 +331,7 @@ class MediaSource(Source):
         """A path of the file on this machine; what lies elsewhere is copied while it is needed."""
         fs, place = self.place_of(file)
         if isinstance(fs, LocalFileSystem) and file.offset is None and file.row is None:
+            check_regular(fs, place)
             yield place
             return
         with tempfile.NamedTemporaryFile(suffix=file.suffix) as copy:
@@ -336,7 +343,7 @@ class MediaSource(Source):
     @contextmanager
     def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
         fs, place = self.place_of(file)
-        with fs.open(place, "rb") as stream:
+        with open_file(fs, place) as stream:
             yield stream if file.offset is None else Part(stream, file.offset, file.size)
 
 
@@ -400,15 +407,15 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
         Unreadable: nothing in it looks like a member of an archive.
     """
     try:
-        archive = tarfile.TarFile(fileobj=stream, ignore_zeros=True)
-    except tarfile.TarError as error:
+        archive = TarArchive(fileobj=stream, ignore_zeros=True)
+    except TAR_ERRORS as error:
         raise Unreadable("not a tar archive", str(error)) from None
     end, found = 0, False
     while True:
         try:
             member = archive.next()
-        except tarfile.TarError as error:
-            yield Broken(end, str(error))
+        except TAR_ERRORS as error:
+            yield Broken(end, f"{type(error).__name__}: {error}")
             return
         start = size if member is None else member.offset
         if start > end and _has_content(stream, end, start):
@@ -420,7 +427,11 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
         found = True
         archive.members = []  # it would keep all of them
         end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        if not member.isreg():
+        if member.issparse():  # its bytes are not all there, and may stand for any number
+            end = archive.offset
+            detail = f"must be stored in full, is a sparse file of {member.size:,} bytes"
+            yield Broken(member.offset, detail, escaped(member.name), "sparse member")
+        elif not member.isreg():
             end = member.offset_data
             if not member.isdir():
                 detail = f"leads to {escaped(member.linkname)}" if member.linkname else ""

@@ -18,6 +18,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
+from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_of
 from pipeline.sources import Source, revision_of
 from pipeline.sources.files import escaped, existing_root, files_below, folder_of
@@ -62,6 +63,7 @@ class Pages(Source):
             collection: the name of what is read here; default: the last part of the path.
             dpi: pixels per inch of page images.
             max_pixels: a larger image is made smaller.
+            max_file_bytes: Maximum size of a document, in bytes.
             limits: what reading a page may take.
         """
 
@@ -70,6 +72,7 @@ class Pages(Source):
         collection: str = ""
         dpi: float = Field(144.0, ge=1, le=2400)
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
+        max_file_bytes: int = Field(4 << 30, ge=1024)
         limits: Limits = Limits()
 
     spec: Spec
@@ -156,11 +159,16 @@ class Pages(Source):
     def _local(self, file: str) -> Iterator[str]:
         """A local path of a document; one that lies elsewhere is copied for as long as needed."""
         fs, folder = self._folder
+        place = f"{folder}/{file}"
+        check_regular(fs, place)
+        most, size = self.spec.max_file_bytes, fs.size(place)
+        if size is not None and size > most:
+            raise Unreadable("too large", f"must be at most {most:,} bytes, got {size:,}")
         if isinstance(fs, LocalFileSystem):
-            yield f"{folder}/{file}"
+            yield place
             return
         with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
-            fs.get_file(f"{folder}/{file}", copy.name)
+            fs.get_file(place, copy.name)
             yield copy.name
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
@@ -208,7 +216,7 @@ class Pages(Source):
                 for item, page in zip(items, pages, strict=True):
                     yield self._item(item, page)
                     given += 1
-        except OSError as error:  # of the storage
+        except (Unreadable, OSError) as error:  # of the storage
             for item in items[given:]:
                 yield self.reject(item.item_id, item.revision, error, "decode")
 

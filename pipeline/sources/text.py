@@ -16,14 +16,21 @@ from pydantic import Field, model_validator
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import MAX_LINE_BYTES, open_file
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source
-from pipeline.sources.files import escaped, existing_root, folder_of, open_root, walk
+from pipeline.sources.files import SPECIAL, escaped, existing_root, folder_of, open_root, walk
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
 FILES_PER_SHARD = 1000
 BYTES_PER_SHARD = 1 << 20
+
+#: A line that goes on for so long ends the reading of its file: a few megabytes of gzip may hold
+#: terabytes.
+MAX_SKIPPED_BYTES = 1 << 30
+#: Deeper values pass the parser, and exhaust the stack of what writes them.
+MAX_JSON_DEPTH = 100
 
 #: A word is one Chinese or Japanese character, or a run of anything else but white space.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -82,6 +89,7 @@ class Text(Source):
             text_field: the JSON field of the text.
             title_field: the JSON field of the title, which may be missing or null.
             passages: how long documents are cut; None = never.
+            max_document_bytes: Maximum size of a document, as a file or as a line, in bytes.
         """
 
         name: Literal["text"] = "text"
@@ -91,6 +99,7 @@ class Text(Source):
         text_field: str = "text"
         title_field: str = "title"
         passages: Passages | None = None
+        max_document_bytes: int = Field(MAX_LINE_BYTES, ge=1024, le=1 << 30)
 
     spec: Spec
     gives = ("item_id", "text")
@@ -120,7 +129,7 @@ class Text(Source):
                 if len(group) == FILES_PER_SHARD:
                     yield {"files": group}
                     group = []
-            elif file.lower().endswith(".gz"):  # cannot be entered in the middle
+            elif file.lower().endswith(".gz") or num_bytes == SPECIAL:  # cannot be entered
                 yield {"lines": file, "start": 0, "end": None}
             else:
                 for start in range(0, num_bytes or 0, BYTES_PER_SHARD):
@@ -166,10 +175,16 @@ class Text(Source):
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
         fs, folder = self._folder
+        most = self.spec.max_document_bytes
         try:
-            content = fs.cat_file(f"{folder}/{file}")
-        except OSError as error:
+            with open_file(fs, f"{folder}/{file}") as stream:
+                content = stream.read(most + 1)
+        except (Unreadable, OSError) as error:
             yield self._unreadable(file, error)
+            return
+        if len(content) > most:
+            detail = f"file must be at most {most:,} bytes, got more"
+            yield self._reject(file, "too long", detail, content)
             return
         problem = item_id_problem(file)
         if problem:
@@ -184,16 +199,18 @@ class Text(Source):
 
     def _scan_lines(self, file: str, start: int, end: int | None) -> Iterator[Item | Reject]:
         fs, folder = self._folder
-        lines = Lines(fs, f"{folder}/{file}", start, end)
+        lines = Lines(fs, f"{folder}/{file}", start, end, self.spec.max_document_bytes)
         try:
             for line in lines:
                 yield from self._scan_line(file, lines, line)
+        except Unreadable as error:
+            yield self._unreadable(file, error)
         except UNREADABLE as error:
             yield self._unreadable(f"{file}#byte={lines.offset}", error)
 
     def _scan_line(self, file: str, lines: Lines, line: bytes) -> Iterator[Item | Reject]:
         try:
-            record = parse_object(line)
+            record = parse_object(line, self.spec.max_document_bytes)
             document_id = self._document_id(record)
         except Unreadable as error:
             yield self._reject(f"{file}:{lines.number}", error.reason, error.detail, line)
@@ -262,6 +279,8 @@ class Text(Source):
         return self._list_reject(item_id, reason, detail, revision)
 
     def _unreadable(self, item_id: str, error: Exception) -> Reject:
+        if isinstance(error, Unreadable):
+            return self._list_reject(item_id, error.reason, error.detail)
         detail = f"{type(error).__name__}: {error}"
         return self._list_reject(item_id, "unreadable file", detail, retryable=True)
 
@@ -303,8 +322,16 @@ def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
     return [(words[i][0], words[min(i + size, len(words)) - 1][1]) for i in firsts]
 
 
-def read_lines(stream: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of the lines that start in [start, end); None = the stream's end."""
+def read_lines(
+    stream: BinaryIO, start: int, end: int | None, max_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of the lines that start in [start, end); None = the stream's end.
+
+    Of a line of more than `max_bytes` the first `max_bytes` + 1 are yielded; the rest is skipped.
+
+    Raises:
+        OSError: a line does not end within `MAX_SKIPPED_BYTES`.
+    """
     offset = start
     if start:
         stream.seek(start - 1)
@@ -313,9 +340,23 @@ def read_lines(stream: BinaryIO, start: int, end: int | None) -> Iterator[tuple[
             return
         offset = start + newline
         stream.seek(offset)
-    while (end is None or offset < end) and (line := stream.readline()):
+    while (end is None or offset < end) and (line := stream.readline(max_bytes + 1)):
         yield offset, line
         offset += len(line)
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            offset += _skip_line(stream)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Reads up to the end of a line; returns the number of bytes."""
+    num_bytes = 0
+    while part := stream.readline(1 << 20):
+        num_bytes += len(part)
+        if part.endswith(b"\n"):
+            break
+        if num_bytes > MAX_SKIPPED_BYTES:
+            raise OSError(f"a line must end within {MAX_SKIPPED_BYTES:,} bytes, got a longer one")
+    return num_bytes
 
 
 class Lines:
@@ -324,21 +365,30 @@ class Lines:
     Args:
         start, end: The range, in bytes of the content; a line belongs to the range in which it
             starts. None as the end is the end of the file.
+        max_bytes: Maximum size of a line; of a longer one the first `max_bytes` + 1 are given.
 
     Attributes:
         offset: Offset in bytes of the current line, or of the one that could not be read.
     """
 
-    def __init__(self, fs: AbstractFileSystem, path: str, start: int, end: int | None):
+    def __init__(
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        start: int,
+        end: int | None,
+        max_bytes: int = MAX_LINE_BYTES,
+    ):
         self._fs, self._path, self._start, self._end = fs, path, start, end
+        self._max_bytes = max_bytes
         self.offset = start
         self._first, self._row = start, -1
 
     def __iter__(self) -> Iterator[bytes]:
         compression = "gzip" if self._path.lower().endswith(".gz") else None
         options = {"compression": compression, "block_size": BYTES_PER_SHARD}
-        with self._fs.open(self._path, "rb", **options) as stream:
-            for offset, line in read_lines(stream, self._start, self._end):
+        with open_file(self._fs, self._path, **options) as stream:
+            for offset, line in read_lines(stream, self._start, self._end, self._max_bytes):
                 self.offset = offset
                 self._row += 1
                 if not self._row:
@@ -380,12 +430,14 @@ def _counted(path: str, state: str) -> list[int]:
     return [0, 0]
 
 
-def parse_object(line: bytes) -> dict[str, Any]:
+def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a line.
 
     Raises:
-        Unreadable: The line is not UTF-8, not JSON, or another JSON value.
+        Unreadable: The line is too long, not UTF-8, not JSON, or another JSON value.
     """
+    if len(line) > max_bytes:
+        raise Unreadable("too long", f"line must be at most {max_bytes:,} bytes, got more")
     try:
         value = parse_line(line)
     except UnicodeError as error:
@@ -404,13 +456,25 @@ def parse_line(line: bytes) -> Any:
 
     Raises:
         UnicodeError: it is not UTF-8, or names characters that are no text.
-        ValueError, RecursionError: it is not JSON.
+        ValueError, RecursionError: it is not JSON, or nested too deeply.
     """
     text = line.decode("utf-8").removeprefix("\ufeff")
     value = json.loads(text, parse_constant=_refuse_constant)
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deep(value):
+        raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} levels deep, got more")
     if "\\u" in text:  # an escaped half of a surrogate pair is no text: raises UnicodeEncodeError
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_JSON_DEPTH):
+        values = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [child for v in values for child in v if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

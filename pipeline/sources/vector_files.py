@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow import types
 
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import check_regular, open_file
 from pipeline.sources.files import walk
 
 if TYPE_CHECKING:
@@ -32,7 +36,14 @@ LEGAL_PATH = (
 )
 
 #: What reading a damaged file may raise; `pa.ArrowInvalid` is a ValueError.
-UNREADABLE = (OSError, ValueError, pa.ArrowException)
+UNREADABLE = (OSError, ValueError, pa.ArrowException, Unreadable)
+
+#: Maximum size of an .npy file's header and of a line of ids.txt, in bytes.
+MAX_HEADER_BYTES = 64 << 10
+#: Maximum number of numbers per item, 1 GiB of float32; a file may claim what it does not hold.
+MAX_ITEM_NUMBERS = 1 << 28
+#: Numbers that are in memory at a time, where items are not larger.
+NUMBERS_PER_BLOCK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,8 @@ class NpyArray:
 
     def __init__(self, fs: AbstractFileSystem, path: str):
         self._fs, self._path = fs, path
-        with fs.open(path, "rb") as stream:
+        with open_file(fs, path) as file:
+            stream = io.BytesIO(file.read(MAX_HEADER_BYTES))
             version = np.lib.format.read_magic(stream)
             if version == (1, 0):
                 header = np.lib.format.read_array_header_1_0(stream)
@@ -102,7 +114,11 @@ class NpyArray:
             raise ValueError("Fortran order; save np.ascontiguousarray(array)")
         if self.dtype.kind not in "fiu":
             raise ValueError(f"dtype {self.dtype}; use floats or integers")
-        num_bytes = self._offset + self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"shape {self.shape}")
+        num_bytes = self._offset + self.dtype.itemsize * math.prod(
+            self.shape
+        )  # no int64 to overflow
         if fs.size(path) < num_bytes:
             raise OSError(f"{fs.size(path)} bytes, of which the header promises {num_bytes}")
 
@@ -134,7 +150,7 @@ class NpyFiles:
         if shape[-1] != dim:
             raise SpecError("dim", dim, f"{shape[-1]}, the width of vectors.npy")
         with self._open(self.IDS) as stream:
-            num_ids = sum(1 for _ in iter(stream.readline, b""))
+            num_ids = sum(1 for _ in self._id_lengths(stream))
         if num_ids != self._num_rows:
             counted = self.LENGTHS if self._lengths else self.VECTORS
             problem = f"holds {num_ids} ids and {self._num_rows} rows of {counted}"
@@ -143,6 +159,13 @@ class NpyFiles:
             raise self._error("holds no items", "vectors of at least one item")
         if self._lengths:
             self._check_lengths()
+        elif len(shape) == 3:
+            self._check_item(shape[1])
+
+    def _check_item(self, num_vectors: int) -> None:
+        most = MAX_ITEM_NUMBERS // self._spec.dim
+        if num_vectors > most:
+            raise self._error(f"holds an item of {num_vectors:,} vectors", f"at most {most:,}")
 
     def _check_lengths(self) -> None:
         if self._lengths.dtype.kind not in "iu" or len(self._lengths.shape) != 1:
@@ -150,10 +173,11 @@ class NpyFiles:
             raise self._error(f"holds lengths.npy as {array}", "integers of shape (n,)")
         num_vectors = 0
         for row in range(0, self._num_rows, 1 << 16):
-            lengths = self._row_lengths(row, min(row + (1 << 16), self._num_rows))
+            lengths = self._lengths.values(row, min(row + (1 << 16), self._num_rows))
             if lengths.min() < 0:
                 raise self._error(f"holds the length {lengths.min()}", "lengths >= 0")
-            num_vectors += int(lengths.sum())
+            self._check_item(int(lengths.max()))  # before their sum can overflow
+            num_vectors += int(lengths.sum(dtype=np.int64))
         if num_vectors != self._vectors.shape[0]:
             problem = f"holds {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
             raise self._error(problem, "lengths.npy that sums up to the rows of vectors.npy")
@@ -161,11 +185,11 @@ class NpyFiles:
     def shards(self) -> Iterator[dict[str, Any]]:
         """Ranges of rows, with where their ids start in bytes and their vectors in rows."""
         with self._open(self.IDS) as stream:
-            lines = iter(stream.readline, b"")
+            lengths = self._id_lengths(stream)
             ids = vector = 0
             for row in range(0, self._num_rows, ROWS_PER_SHARD):
                 end = min(row + ROWS_PER_SHARD, self._num_rows)
-                ids_end = ids + sum(map(len, itertools.islice(lines, end - row)))
+                ids_end = ids + sum(itertools.islice(lengths, end - row))
                 shard = {"file": self.VECTORS, "row": row, "end": end, "vector": vector}
                 yield {**shard, "ids": [ids, ids_end]}
                 ids, vector = ids_end, vector + int(self._row_lengths(row, end).sum())
@@ -173,15 +197,30 @@ class NpyFiles:
     def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
         """All rows of a shard with their ids."""
         ids = self._ids(*shard["ids"])
-        for rows in _runs(np.arange(shard["end"] - shard["row"])):
+        for rows in self._together(shard, np.arange(shard["end"] - shard["row"])):
             yield self._block(shard, rows, {"id": ids[rows[0] : rows[-1] + 1]})
 
     def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
         """(N, D) float32 of each of the rows at `positions`, ascending."""
-        for rows in _runs(np.asarray(positions, dtype=np.int64)):
+        for rows in self._together(shard, np.asarray(positions, dtype=np.int64)):
             block = self._block(shard, rows)
             for i in range(len(block)):
                 yield block.numbers(i).reshape(-1, self._spec.dim)
+
+    def _together(self, shard: dict[str, Any], positions: np.ndarray) -> Iterator[np.ndarray]:
+        """`_runs` of rows that may be in memory together."""
+        sizes = self._row_lengths(shard["row"], shard["end"]) * self._spec.dim
+        for rows in _runs(positions):
+            blocks = np.cumsum(sizes[rows]) // NUMBERS_PER_BLOCK
+            yield from np.split(rows, np.flatnonzero(np.diff(blocks)) + 1)
+
+    def _id_lengths(self, stream: Any) -> Iterator[int]:
+        """The length of each line of ids.txt in bytes."""
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_HEADER_BYTES), b""), 1):
+            if len(line) == MAX_HEADER_BYTES:
+                problem = f"holds a line of more than {MAX_HEADER_BYTES:,} bytes, {number}"
+                raise self._error(problem, "one id a line in ids.txt")
+            yield len(line)
 
     def _block(
         self, shard: dict[str, Any], rows: np.ndarray, strings: dict[str, list] | None = None
@@ -223,12 +262,14 @@ class NpyFiles:
             return NpyArray(self._fs, f"{self._root}/{name}")
         except FileNotFoundError:
             raise self._error(f"holds no {name}", f"a folder with {name}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, Unreadable) as error:
             raise self._error(f"holds an unreadable {name} ({error})", "an .npy file") from None
 
     def _open(self, name: str) -> Any:
         try:
-            return self._fs.open(f"{self._root}/{name}", "rb")
+            return open_file(self._fs, f"{self._root}/{name}")
+        except Unreadable as error:
+            raise self._error(f"holds an unreadable {name} ({error})", "a regular file") from None
         except FileNotFoundError:
             raise self._error(f"holds no {name}", f"a folder with {name}") from None
 
@@ -344,6 +385,7 @@ class ColumnFiles:
     @contextmanager
     def _open(self, file: str) -> Iterator[_Parquet | _Arrow]:
         path = f"{self._folder}/{file}"
+        check_regular(self._fs, path)
         is_local = isinstance(self._fs, LocalFileSystem)
         opened = pa.memory_map(path) if is_local else pa.PythonFile(self._fs.open(path, "rb"), "r")
         with opened as source:
@@ -384,7 +426,23 @@ class _Parquet:
         return self._file.metadata.row_group(chunk).num_rows
 
     def batches(self, chunk: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        return self._file.iter_batches(ROWS_PER_BLOCK, row_groups=[chunk], columns=columns)
+        rows = min(ROWS_PER_BLOCK, NUMBERS_PER_BLOCK // self._numbers_per_row(chunk) or 1)
+        return self._file.iter_batches(rows, row_groups=[chunk], columns=columns)
+
+    def _numbers_per_row(self, chunk: int) -> int:
+        """The mean of the largest column: a few bytes of Parquet may stand for gigabytes.
+
+        Raises:
+            ValueError: It is more than an item may have.
+        """
+        group = self._file.metadata.row_group(chunk)
+        most = max(group.column(i).num_values for i in range(group.num_columns))
+        mean = most // max(group.num_rows, 1)
+        if mean > MAX_ITEM_NUMBERS:
+            raise ValueError(
+                f"must have at most {MAX_ITEM_NUMBERS:,} numbers per row, has {mean:,}"
+            )
+        return max(mean, 1)
 
 
 class _Arrow:

@@ -22,8 +22,9 @@ import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import MAX_LINE_BYTES
 from pipeline.sources.files import existing_root, files_below, open_root
-from pipeline.sources.text import parse_line
+from pipeline.sources.text import parse_line, read_lines
 
 LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
 
@@ -102,8 +103,11 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
     number = 0
     try:
         with fsspec.open(file, "rb", compression=compression) as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
                 where = f"line {number} of {file}"
+                if len(line) > MAX_LINE_BYTES:
+                    legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
+                    raise SpecError("path", where, legal, "is longer")
                 if line.strip():
                     fields = _object(line, where)
                     own = {name: fields[name] for name in columns if name in fields}

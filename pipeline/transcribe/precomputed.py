@@ -6,6 +6,7 @@ process looks ids up.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fcntl
 import io
@@ -15,7 +16,6 @@ import math
 import os
 import re
 import sqlite3
-import tarfile
 import tempfile
 import zipfile
 import zlib
@@ -28,6 +28,14 @@ import fsspec
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import (
+    MAX_LINE_BYTES,
+    TAR_ERRORS,
+    TarArchive,
+    check_regular,
+    open_file,
+)
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
 
@@ -42,9 +50,16 @@ Row = tuple[Any, ...]
 
 JSONL, CSV, ZIP, TARS = ".jsonl", ".csv", ".zip", (".tar", ".tar.gz", ".tgz")
 #: A file of text in MultiVENT 2.0: the video's key, and the number of the frame.
-FRAME_FILE = re.compile(r"(?:.*/)?([^/]+)_frame_(\d+)\.\w+\.csv", re.DOTALL | re.IGNORECASE)
+FRAME_FILE = re.compile(r"(?:.*/)?([^/]+)_frame_(\d{1,18})\.\w+\.csv", re.DOTALL | re.IGNORECASE)
 #: A file of speech.
 SPEECH_FILE = re.compile(r"(?:.*/)?([^/]+)\.(?:m4a|mp3|wav|flac)\.csv", re.DOTALL | re.IGNORECASE)
+
+#: Numbers are smaller.
+MOST = 1 << 53
+#: What reading a damaged file may raise, besides `TAR_ERRORS`.
+BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError)
+#: Archives inside each other, at most. Each level is decompressed again to search the one in it.
+MAX_ARCHIVE_DEPTH = 4
 
 LEGAL_LINE = (
     '{"id": "...", "text": "..."}, and where they are known "box": [x0, y0, x1, y1] with'
@@ -214,11 +229,22 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         found = {path: about for path, about in found.items() if path.lower().endswith(endings)}
     if not found:
         raise SpecError("path", spec.path, f"files {', '.join(endings)}", "holds no such file")
+    for path in found:
+        with contextlib.suppress(OSError):  # opening it says why
+            _check_regular(fs, path)
     dates = ("mtime", "LastModified", "ETag", "created", "updated")
     return fs, [
         (path, str(about["size"]), *(str(about[date]) for date in dates if date in about))
         for path, about in sorted(found.items())
     ]
+
+
+def _check_regular(fs: fsspec.AbstractFileSystem, path: str) -> None:
+    try:
+        check_regular(fs, path)
+    except Unreadable as error:
+        kind = error.detail.rpartition(", ")[2]
+        raise SpecError("path", path, "a regular file", kind) from None
 
 
 Parser = Callable[[str, IO[bytes], int], Iterator[Row]]
@@ -253,7 +279,7 @@ def _fill(
         for path in paths:
             name = path
             try:
-                with fs.open(path, "rb") as file:
+                with open_file(fs, path) as file:
                     for name, document in _documents(path, file):
                         ending = PurePosixPath(name).suffix.lower()
                         only = next(iter(parsers.values())) if name == paths[0] else None
@@ -261,7 +287,9 @@ def _fill(
                         if parser is not None:
                             num_read += 1
                             database.executemany(insert, parser(name, document, kind))
-            except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            except SpecError:
+                raise
+            except (*TAR_ERRORS, *BROKEN) as error:
                 problem = f"cannot be read ({type(error).__name__}: {error})"
                 raise SpecError("path", name, "a whole and readable file", problem) from None
         if not num_read:
@@ -274,19 +302,30 @@ def _fill(
         database.close()
 
 
-def _documents(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    """The files in an archive and in the archives that it holds; other files as they are."""
+def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str, IO[bytes]]]:
+    """The files in an archive and in the archives that it holds; other files as they are.
+
+    Raises:
+        SpecError: archives are nested too deeply, or a member of one is a sparse file.
+    """
+    if name.lower().endswith((*TARS, ZIP)) and depth == MAX_ARCHIVE_DEPTH:
+        legal = f"at most {MAX_ARCHIVE_DEPTH} archives inside each other"
+        raise SpecError("path", name, legal, "is nested too deeply")
     if name.lower().endswith(TARS):
-        with tarfile.open(fileobj=file) as archive:
+        with TarArchive.open(fileobj=file) as archive:
             for member in archive:
+                if member.issparse():
+                    inside = f"{name}/{member.name}"
+                    raise SpecError("path", inside, "a member stored in full", "is a sparse file")
                 if member.isfile():
-                    yield from _documents(f"{name}/{member.name}", archive.extractfile(member))
+                    inside = archive.extractfile(member)
+                    yield from _documents(f"{name}/{member.name}", inside, depth + 1)
     elif name.lower().endswith(ZIP):
         with zipfile.ZipFile(file) as archive:
             for about in archive.infolist():
                 if not about.is_dir():
                     with archive.open(about) as member:
-                        yield from _documents(f"{name}/{about.filename}", member)
+                        yield from _documents(f"{name}/{about.filename}", member, depth + 1)
     else:
         yield name, file
 
@@ -297,7 +336,7 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
     Raises:
         SpecError: a line is not legal.
     """
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_lines(name, file), start=1):
         if not (line := line.replace(b"\0", b"").removeprefix(b"\xef\xbb\xbf").strip()):
             continue
         try:
@@ -305,6 +344,19 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
             problem = str(error) if type(error) is ValueError else "is no JSON in UTF-8"
             raise SpecError("path", f"{name}:{number}", LEGAL_LINE, problem) from None
+
+
+def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
+    """The lines of a file.
+
+    Raises:
+        SpecError: one is too long.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), file.read(0)), 1):
+        if len(line) > MAX_LINE_BYTES:
+            legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
+            raise SpecError("path", f"{name}:{number}", legal, "is longer")
+        yield line
 
 
 def _row_of(entry: Any) -> Row:
@@ -343,9 +395,9 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
     nowhere = [None] * 6
     if key:
         yield (key, None, *nowhere, frame, 1)  # empty files are files of this video too
-    csv.field_size_limit(1 << 30)  # hours of speech stand in one field
+    csv.field_size_limit(MAX_LINE_BYTES)  # hours of speech stand in one field
     text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
-    rows = csv.reader(line.replace("\0", "") for line in text)
+    rows = csv.reader(line.replace("\0", "") for line in _lines(name, text))
     try:
         header = [column.strip().lower() for column in next(filter(None, rows), [])]
         if not header:
@@ -370,7 +422,7 @@ def _clean(text: str) -> str:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return is_number and abs(value) < MOST  # SQLite holds no larger integer; NaN is not less
 
 
 def _names(parent: str) -> list[str]:

@@ -70,10 +70,13 @@ def test_nothing_to_read(tmp_path, name, sentence):
         source(tmp_path / name).check()
 
 
-def test_a_pipe_is_no_file(tmp_path):
+def test_a_pipe_is_a_reject(tmp_path):
     os.mkfifo(tmp_path / "pipe.wav")  # opening it would wait for somebody who writes
+    os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "a.wav").write_bytes(wav(500))
-    assert list(read(source(tmp_path))) == ["a.wav"]
+    found = read(source(tmp_path))
+    assert set(found) == {"a.wav", "pipe.wav"}
+    assert reasons(found) == {"pipe.wav": "not a regular file"}
 
 
 def test_shards_are_small_enough_to_share_the_work(tmp_path):

@@ -273,10 +273,12 @@ def test_nothing_to_read(tmp_path, name, sentence):
         source(tmp_path / name).check()
 
 
-def test_a_pipe_is_no_file(tmp_path):
+def test_a_pipe_is_a_reject(tmp_path):
     os.mkfifo(tmp_path / "pipe.pdf")  # opening it would wait for somebody who writes
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
-    assert list(read(source(tmp_path))) == ["a.pdf#page=1"]
+    found = read(source(tmp_path))
+    assert set(found) == {"a.pdf#page=1", "pipe.pdf"}
+    assert found["pipe.pdf"].reason == "not a regular file"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.registry import OCR, SPEECH
 from pipeline.tokens import AUDIO, TEXT
-from pipeline.transcribe.precomputed import Precomputed, PrecomputedSpeech, PrecomputedText
+from pipeline.transcribe import precomputed
+from pipeline.transcribe.precomputed import (
+    MAX_ARCHIVE_DEPTH,
+    Precomputed,
+    PrecomputedSpeech,
+    PrecomputedText,
+)
 from tests.conftest import ROOT
 
 
@@ -123,6 +129,11 @@ def test_bytes_that_cannot_be_stored_are_left_out(tmp_path):
         ({"id": "a", "text": "x", "start": 1}, "has the start 1 and the end None"),
         ({"id": "a", "text": "x", "start": 2, "end": 1}, "has the start 2 and the end 1"),
         ('{"id": "a", "text": "x", "start": 0, "end": NaN}', "has the start 0 and the end nan"),
+        (
+            {"id": "a", "text": "x", "start": 0, "end": 1 << 64},
+            f"has the start 0 and the end {1 << 64}",
+        ),
+        ('{"id": "a", "text": "x", "deep": ' + "[" * 100_000, "is no JSON in UTF-8"),
     ],
 )
 def test_a_line_that_is_not_legal_is_named(tmp_path, tables, line, problem):
@@ -274,6 +285,46 @@ def test_what_cannot_be_read_is_named(tmp_path):
     path = write(tmp_path / "other.csv", "id,caption", "a,b")
     with pytest.raises(SpecError, match=r"other\.csv' has the columns id, caption; legal: .*text"):
         PrecomputedSpeech.check(spec(path))
+
+
+def refused(path: Path, kind: type[Precomputed] = PrecomputedText) -> str:
+    with pytest.raises(SpecError) as raised:
+        kind.check(spec(path))
+    return str(raised.value)
+
+
+def test_files_that_are_made_to_exhaust(tmp_path, monkeypatch):
+    inner = {"a.jsonl": '{"id": "a", "text": "x"}'}
+    for _ in range(MAX_ARCHIVE_DEPTH - 1):
+        inner = {"a.zip": zipped(inner)}
+    (tmp_path / "a.zip").write_bytes(zipped(inner))
+    PrecomputedText.check(spec(tmp_path / "a.zip"))
+    for _ in range(100):
+        inner = {"a.zip": zipped(inner)}
+    (tmp_path / "a.zip").write_bytes(zipped(inner))
+    assert "is nested too deeply; legal: at most 4 archives" in refused(tmp_path / "a.zip")
+
+    monkeypatch.setattr(precomputed, "MAX_LINE_BYTES", 4_096)
+    content = '{"id": "a", "text": "' + "x" * 5_000 + '"}'
+    (tmp_path / "a.tar.gz").write_bytes(tar({"b.jsonl": content}))
+    assert "b.jsonl:1' is longer; legal: lines of at most" in refused(tmp_path / "a.tar.gz")
+    write(tmp_path / "1.m4a.csv", "video_id,text", "0/1.m4a," + "x" * 5_000)
+    assert "1.m4a.csv:2' is longer" in refused(tmp_path / "1.m4a.csv", PrecomputedSpeech)
+    row = '0/1.m4a,"' + "x\n" * 5_000 + '"'
+    write(tmp_path / "1.m4a.csv", "video_id,text", row)
+    assert "field larger than" in refused(tmp_path / "1.m4a.csv", PrecomputedSpeech)
+
+    member = tarfile.TarInfo("a.jsonl")
+    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(50 << 30)}
+    (tmp_path / "a.tar").write_bytes(member.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
+    assert "is a sparse file; legal: a member stored in full" in refused(tmp_path / "a.tar")
+
+
+def test_a_special_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")  # opening it would wait for somebody who writes
+    (tmp_path / "b.jsonl").symlink_to("/dev/zero")
+    for path in (tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl"):
+        assert "legal: a regular file" in refused(path)
 
 
 def test_the_form_says_what_is_read(tmp_path):

@@ -1,0 +1,369 @@
+"""Files that are made to hang, crash or exhaust the process that reads them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.decoding import Unreadable, untrusted
+from pipeline.decoding.process import DecodingProcess, Limits
+from pipeline.schema import Item, Reject
+from pipeline.sources import Source, manifests, vector_files
+from pipeline.sources.audio import Audio
+from pipeline.sources.images import Images
+from pipeline.sources.pages import Pages
+from pipeline.sources.text import MAX_JSON_DEPTH, Text, parse_line
+from pipeline.sources.vectors import Vectors
+from tests.conftest import ROOT
+
+KINDS = {
+    Text: ("a.txt", "a.jsonl", "a.jsonl.gz"),
+    Pages: ("a.pdf",),
+    Images: ("a.png", "a.tar", "a.parquet"),
+    Audio: ("a.wav",),
+    Vectors: ("a.parquet", "a.arrow"),
+}
+CASES = [(kind, name) for kind, names in KINDS.items() for name in names]
+
+
+def source(kind: type[Source], path: Path, **options: Any) -> Source:
+    if kind is Vectors:
+        options["dim"] = 2
+    return kind(kind.Spec(path=str(path), **options), kind.gives)
+
+
+def listed(read: Source) -> list[Item | Reject]:
+    return [entry for shard in read.shards() for entry in read.scan(shard)]
+
+
+def reasons(read: Source) -> dict[str, str]:
+    return {e.item_id: e.reason for e in listed(read) if isinstance(e, Reject)}
+
+
+# -- what is no regular file -----------------------------------------------------------------
+
+
+@pytest.fixture(params=["pipe", "socket", "device", "link to a pipe"])
+def special(request, tmp_path) -> Path:
+    path = tmp_path / "special"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif request.param == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    return path
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_special_file_is_a_reject(tmp_path, special, kind, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).symlink_to(special)
+    (tmp_path / "folder" / "other.sock").symlink_to(special)  # not of this source
+    (found,) = listed(source(kind, tmp_path / "folder"))
+    if kind is not Vectors:  # whose rejects are all of unreadable files
+        assert found.reason == "not a regular file"
+    assert "must be a regular file, is a" in found.detail
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_special_file_is_no_source(tmp_path, special, kind, name):
+    (tmp_path / name).symlink_to(special)
+    with pytest.raises(SpecError, match=r"^path: '.*' is a \w+; legal: a regular file or a folder"):
+        source(kind, tmp_path / name).check()
+
+
+def test_a_manifest_that_names_a_special_file(tmp_path, special):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": "a", "image": special.name}))
+    assert reasons(source(Images, tmp_path / "a.jsonl")) == {"a": "not a regular file"}
+
+
+def test_a_file_that_becomes_special_before_it_is_read(tmp_path):
+    from fsspec.implementations.local import LocalFileSystem
+
+    (tmp_path / "a.txt").write_text("words")
+    read = source(Text, tmp_path)
+    shards = list(read.shards())
+    (tmp_path / "a.txt").unlink()
+    os.mkfifo(tmp_path / "a.txt")
+    (found,) = read.scan(shards[0])
+    assert found.reason == "not a regular file"
+    with pytest.raises(Unreadable, match="is a pipe"):
+        untrusted.open_file(LocalFileSystem(), str(tmp_path / "a.txt"))
+
+
+# -- lines and values ------------------------------------------------------------------------
+
+
+def nested(depth: int) -> str:
+    return json.dumps({"id": "b", "text": "x", "image": "a.png", "deep": 0}).replace(
+        "0", "[" * depth + "]" * depth
+    )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_bad_lines_cost_themselves(tmp_path, name):
+    good = json.dumps({"id": "c", "text": "words"})
+    long = json.dumps({"id": "a", "text": "x" * 5_000})
+    content = "\n".join(
+        [long, nested(99), nested(500), nested(100_000), "[" * 900, good, "x" * 5_000]
+    )
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    found = listed(source(Text, tmp_path, max_document_bytes=4_096))
+    assert [getattr(entry, "reason", entry.item_id) for entry in found] == [
+        *("too long", "b", "not JSON", "too long", "not JSON", "c", "too long")
+    ]
+    assert found[0].item_id == f"{name}:1"
+    assert found[0].detail == "line must be at most 4,096 bytes, got more"
+    assert "at most 100 levels deep" in found[2].detail
+
+
+def test_a_file_that_is_too_long(tmp_path):
+    (tmp_path / "a.txt").write_text("x " * 1_000)
+    (tmp_path / "b.txt").write_text("x " * 100)
+    assert reasons(source(Text, tmp_path, max_document_bytes=1_024)) == {"a.txt": "too long"}
+
+
+def test_depth_is_that_of_containers():
+    assert parse_line(json.dumps([[1, "[" * 500]] * 300).encode())
+    assert parse_line(b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH)
+    with pytest.raises(ValueError, match="nested at most 100 levels"):
+        parse_line(b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1))
+
+
+def test_manifests(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(b"x")
+    monkeypatch.setattr(manifests, "MAX_VALUE_BYTES", 4_096)
+    monkeypatch.setattr(manifests, "MAX_TABLE_ROWS", 100)
+    rows = ["x" * (untrusted.MAX_LINE_BYTES + 1), nested(500), nested(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    found = reasons(source(Images, tmp_path / "a.jsonl"))
+    assert list(found.values())[:2] == ["too long", "not JSON"]
+    (tmp_path / "b.json").write_text("[" + nested(500) + "]")
+    assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "damaged manifest"}
+    (tmp_path / "c.json").write_text(" " * 5_000 + "[]")
+    assert reasons(source(Images, tmp_path / "c.json")) == {"c.json": "too long"}
+    pq.write_table(pa.table({"image": ["a.png"] * 101}), tmp_path / "d.parquet")
+    assert reasons(source(Images, tmp_path / "d.parquet")) == {"d.parquet": "damaged manifest"}
+
+
+BOMBS = """
+import resource, sys
+from pathlib import Path
+from pipeline.decoding import untrusted
+from pipeline.schema import Reject
+from pipeline.sources.images import Images
+from pipeline.sources.text import Text
+
+untrusted.MAX_SEARCHED_BYTES = 1 << 24
+folder = sys.argv[1]
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (200 << 20),) * 2)
+for kind, path in ((Text, folder), (Images, folder + "/bomb.jsonl.gz"), (Images, folder)):
+    read = kind(kind.Spec(path=path), ("text",))
+    for shard in read.shards():
+        for entry in read.scan(shard):
+            print(entry.item_id, entry.reason if isinstance(entry, Reject) else "good")
+"""
+
+
+def test_bombs_do_not_take_the_memory(tmp_path):
+    """A line of 320 MB, and 50 GB of nothing, within 200 MB."""
+    part = gzip.compress(bytes(64 << 20), 1)
+    line = gzip.compress(b'\n{"_id": "good", "text": "words", "image": "good.png"}')
+    (tmp_path / "bomb.jsonl.gz").write_bytes(part * 5 + line)
+    (tmp_path / "good.png").write_bytes(b"x")
+    for name in ("sparse.txt", "sparse.png", "sparse.tar"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(50 << 30)
+    command = [sys.executable, "-c", BOMBS, str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    assert "bomb.jsonl.gz:1 too long" in lines and "good good" in lines
+    assert "sparse.txt too long" in lines and "sparse.png too large" in lines
+    assert any(line.startswith("sparse.tar") for line in lines)
+
+
+# -- archives --------------------------------------------------------------------------------
+
+
+def header(name: str, size: int = 0, type: bytes = tarfile.REGTYPE, **pax: str) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.type, member.pax_headers = size, type, pax
+    return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+def sparse(name: str, size: int) -> bytes:
+    """A member in GNU's old form: no bytes, and a size."""
+    block = bytearray(header(name, 0, tarfile.GNUTYPE_SPARSE))
+    block[483:495] = b"\x80" + size.to_bytes(11, "big")
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+PNG = b"\x89PNG" + bytes(508)
+GOOD = header("good.png", 512) + PNG
+ARCHIVES = {
+    "sparse": sparse("bad.png", 50 << 30) + GOOD,
+    "sparse pax": header("bad.png", **{"GNU.sparse.map": "0,0", "GNU.sparse.size": "53687091200"})
+    + GOOD,
+    "a device": header("bad.png", 0, tarfile.CHRTYPE) + GOOD,
+    "a pipe": header("bad.png", 0, tarfile.FIFOTYPE) + GOOD,
+    "a long name": header("bad.png", 1 << 40, tarfile.GNUTYPE_LONGNAME) + GOOD,
+    "long attributes": header("bad.png", 1 << 33, tarfile.XHDTYPE) + GOOD,
+    "a negative size": header("bad.png", -(1 << 40)) + GOOD,
+    "attributes of attributes": header("bad.png", 0, tarfile.XHDTYPE) * 3_000 + GOOD,
+    "a negative size in attributes": header("bad.png", size="-1024") + GOOD,
+    "a size of 2^64": header("bad.png", 1 << 64) + GOOD,
+    "an unknown type of 2^64": header("bad.png", 1 << 64, b"Z") + GOOD,
+    "a map that is none": header("bad.png", **{"GNU.sparse.map": "x"}) + GOOD,
+}
+ENDS = (
+    *("attributes of attributes", "a negative size in attributes", "a map that is none"),
+    *("a size of 2^64", "an unknown type of 2^64"),
+)
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_malformed_members_end_and_are_told(tmp_path, name):
+    (tmp_path / "a.tar").write_bytes(ARCHIVES[name] + bytes(1024))
+    found = {e.item_id: getattr(e, "reason", "good") for e in listed(source(Images, tmp_path))}
+    assert len(found) > (name not in ENDS) and any(r != "good" for r in found.values())
+    assert name in ENDS or found.pop("good") == "good"
+    if name.startswith("sparse"):
+        assert list(found.values()) == ["sparse member"]
+
+
+def test_a_member_that_is_too_large(tmp_path):
+    (tmp_path / "a.tar").write_bytes(header("bad.png", 2048) + bytes(2048) + GOOD)
+    assert reasons(source(Images, tmp_path, max_file_bytes=1_024)) == {"bad": "too large"}
+
+
+def test_the_search_for_members_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(untrusted, "MAX_SEARCHED_BYTES", 1 << 20)
+    with open(tmp_path / "a.tar", "wb") as file:
+        file.write(GOOD)
+        file.truncate(1 << 40)
+    found = {e.item_id: e for e in listed(source(Images, tmp_path))}
+    assert found.pop("good") and "no member within" in next(iter(found.values())).detail
+
+
+# -- vectors ---------------------------------------------------------------------------------
+
+
+def npy(path: Path, shape: str, descr: str = "<f4", data: bytes = b"", pad: int = 0) -> None:
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}".encode()
+    text += b" " * pad + b"\n"
+    path.write_bytes(b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + data)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pad"),
+    [
+        ("(2**62, 2)", 0),
+        ("(4611686018427387904, 2)", 0),  # 2^63 numbers: 2^65 bytes, which int64 takes for 0
+        ("(9223372036854775808, 2, 2)", 0),
+        ("(-1, -2)", 0),
+        ("(1, 2)", 1 << 20),
+    ],
+)
+def test_headers_of_npy(tmp_path, shape, pad):
+    npy(tmp_path / "vectors.npy", shape, pad=pad)
+    (tmp_path / "ids.txt").write_text("a\n")
+    with pytest.raises(SpecError, match=r"^path: .* holds an unreadable vectors.npy"):
+        source(Vectors, tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        np.array([1 << 62] * 4 + [3], np.uint64),  # whose sum is 3 in 64 bits
+        np.array([(1 << 64) - 1, 4], np.uint64),
+        np.array([1 << 62] * 4 + [3], np.int64),
+    ],
+)
+def test_lengths_that_overflow(tmp_path, lengths):
+    np.save(tmp_path / "vectors.npy", np.zeros((3, 2), np.float32))
+    np.save(tmp_path / "lengths.npy", lengths)
+    (tmp_path / "ids.txt").write_text("".join(f"{i}\n" for i in range(len(lengths))))
+    with pytest.raises(SpecError, match=r"^path: .* holds an item of .* vectors; legal: at most"):
+        source(Vectors, tmp_path).check()
+
+
+def test_a_line_of_ids_that_does_not_end(tmp_path):
+    np.save(tmp_path / "vectors.npy", np.zeros((1, 2), np.float32))
+    with open(tmp_path / "ids.txt", "wb") as file:
+        file.truncate(50 << 30)
+    with pytest.raises(SpecError, match="holds a line of more than 65,536 bytes"):
+        source(Vectors, tmp_path).check()
+
+
+def test_rows_that_stand_for_more_than_they_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(vector_files, "MAX_ITEM_NUMBERS", 1_000)
+    type = pa.list_(pa.list_(pa.float32()))
+    rows = pa.array([[[0.0, 0.0]] * 2_000], type)
+    pq.write_table(pa.table({"id": ["a"], "vectors": rows}), tmp_path / "a.parquet")
+    (found,) = listed(source(Vectors, tmp_path))
+    assert "must have at most 1,000 numbers per row, has 4,000" in found.detail
+
+
+# -- replies of decoding processes -----------------------------------------------------------
+
+
+def reply(value: Any) -> bytes:
+    data = json.dumps(value).encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack("<Q", (1 << 64) - 1),
+        struct.pack("<Q", 1 << 40),
+        reply([1, 2]),
+        reply({"bulk": [["a", "<f4", [1 << 62, 4]]]}),
+        reply({"bulk": [["a", "<f4", [-1]]]}),
+        reply({"bulk": [["a", "O", [1]]]}) + bytes(8),
+        reply({"bulk": [["a", "nothing", [1]]]}),
+        reply({"bulk": 3}),
+        struct.pack("<Q", 4) + b"\xff{[]",
+    ],
+)
+def test_replies_of_a_process_that_was_taken_over(sent):
+    """What a file that runs code in the decoding process can send back."""
+    process = DecodingProcess("image", Limits(seconds=5))
+    code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
+    process._process = subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):
+        process.call("read_picture", "nowhere")
+
+
+def test_headers_are_written_as_they_are_meant():
+    with tarfile.open(fileobj=io.BytesIO(ARCHIVES["sparse"] + bytes(1024))) as archive:
+        bad, good = archive.getmembers()
+    assert bad.issparse() and bad.size == 50 << 30 and good.size == 512

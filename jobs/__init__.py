@@ -170,6 +170,7 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # whatever Ray's default is
         # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         local = {"include_dashboard": False, "object_store_memory": object_store_bytes}

@@ -204,7 +204,7 @@ def _print_key(arguments: Sequence[str]) -> None:
     from pipeline.serve.keys import Key, hash_of, new_key
 
     parser = jobs.parser("Makes an access key: its entry goes to the file, the key to its user.")
-    parser.add_argument("--name", required=True, help="what logs and metrics call it")
+    parser.add_argument("--name", required=True, help="its name in logs")
     parser.add_argument("--indexes", nargs="+", help="default: all")
     parser.add_argument("--expires", metavar="YYYY-MM-DD", help="default: never")
     parser.add_argument("--requests-per-second", type=float)

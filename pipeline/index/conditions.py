@@ -30,10 +30,10 @@ MAX_DEPTH = 20
 #: Values in lists, of one filter.
 MAX_VALUES = 50_000
 MAX_LITERAL_CHARS = 4_096
-#: Times % in a LIKE pattern, each of which is work per character of a text.
+#: Maximum number of % in a LIKE pattern: each adds work per character of a text.
 MAX_WILDCARDS = 16
 
-#: Functions whose value is no longer than their arguments.
+#: Functions that return at most about the size of their arguments.
 FUNCTIONS = (
     *("abs", "btrim", "char_length", "coalesce", "contains", "date_part", "date_trunc"),
     *("ends_with", "left", "length", "lower", "ltrim", "nullif", "octet_length", "right"),
@@ -103,7 +103,7 @@ class _Parser:
         self._next = 0
         self._out: list[str] = []
         self._num_operators = self._num_values = 0
-        # A filter that does not parse is told so first: its words may not be columns at all.
+        # Raised last: in a filter that does not parse, words may not be columns at all.
         self._unknown: SpecError | None = None
 
     def sql(self) -> str:
@@ -197,7 +197,7 @@ class _Parser:
                 self._sum()
 
     def _is_tested_for_null(self) -> bool:
-        """Whether a column comes that is only looked at for being there."""
+        """Returns True if the next words test a column for NULL."""
         at = self._behind_path()
         keys = [word.key for word in self._words[at : at + 3]]
         return keys[:2] == ["IS", "NULL"] or keys == ["IS", "NOT", "NULL"]
@@ -214,7 +214,7 @@ class _Parser:
             raise _unparsed(self._where, word, f"`{name}` for the column, '{name}' for a text")
 
     def _pattern(self) -> None:
-        """A pattern as it stands in the filter: one out of a column is compiled for every item."""
+        """Takes a literal pattern: one out of a column would be compiled for every item."""
         word = self._word
         if word is None or word.text[0] not in "'\"":
             raise self._expected("a pattern in quotes")
@@ -332,7 +332,7 @@ class _Parser:
         self._close()
 
     def _is_column(self) -> bool:
-        """Whether the next argument is a column alone."""
+        """Returns True if the next argument is only a column."""
         following = self._behind_path()
         is_name = self._word is not None and _is_name(self._word)
         return is_name and following < len(self._words) and self._words[following].text in ",)"
@@ -422,7 +422,7 @@ def _field_at(schema: pa.Schema, path: list[_Word]) -> tuple[pa.Field | None, li
 
 
 def _is_comparable(field: pa.Field, lists: bool) -> bool:
-    """Whether a column holds one value, or where `lists` are allowed a list of them, per item."""
+    """Returns True for a column of one value, or with `lists` of a list of them, per item."""
     type = field.type
     if lists and types.is_list(type):
         type = type.value_type

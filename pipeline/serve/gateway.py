@@ -336,13 +336,14 @@ async def _body(
 def _note(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
     """Counts and logs an answered request."""
     route = getattr(scope.get("route"), "path", "none")
-    key = getattr(scope.get("state", {}).get("key"), "name", "")
+    key: Key | None = scope.get("state", {}).get("key")
     status = status or 499  # nobody waited for the answer
-    gateway.metrics.request(route, scope["method"], status, key, seconds)
+    label = key.label if key else ""
+    gateway.metrics.request(route, scope["method"], status, label, seconds)
     said = {
         "event": "request",
         "request_id": scope["maxray_request_id"],
-        "key": key,
+        "key": key.name if key else "",
         "method": scope["method"],
         "route": route,
         "status": status,

@@ -5,7 +5,7 @@ bits gives nothing back. The file is YAML, looked at again when it changes, so t
 by removing its entry. A list, with or without `keys:` above it:
 
     keys:
-      - name: ann                    # what logs and metrics call it
+      - name: ann                    # its name in logs; metrics have the hash's beginning
         sha256: 5e88...              # python -m jobs.serve key --name ann
         indexes: [cranfield]         # default: all
         expires: 2027-01-01          # default: never
@@ -46,6 +46,15 @@ class Key(Spec):
     expires: datetime | date | None = None
     requests_per_second: PositiveFloat | None = None
     evaluate: bool = False
+
+    @property
+    def label(self) -> str:
+        """The label of the key in metrics, which Ray exports on every node to anybody.
+
+        It is the beginning of the key's hash: unlike a name it cannot be guessed, and whoever has
+        the file of keys can tell whose it is.
+        """
+        return self.name if self is ANYBODY else self.sha256[:8]
 
     def may_see(self, index: str) -> bool:
         """Whether it is for this index."""

@@ -260,7 +260,7 @@ JOINED = ("{} AND {}", "({}) OR NOT ({})", "{} OR {}")
 
 
 def test_what_passes_is_what_lance_parses(index):
-    """Of random filters: no other error than `SpecError`, and none from Lance's parser."""
+    """Random filters raise nothing but `SpecError`, and never an error of Lance's parser."""
     draw = random.Random(7)
     for _ in range(3_000):
         with contextlib.suppress(SpecError):

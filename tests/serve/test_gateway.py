@@ -389,6 +389,7 @@ def test_metrics_count_what_was_asked(http):
     text = http.get("/metrics").text
     assert 'stage="encode"' in text and 'route="/v1/search"' in text
     assert "# TYPE ray_maxray_requests" in text
+    assert f'key="{hash_of("mr_all")[:8]}"' in text and 'key="all"' not in text
 
 
 def test_the_api_describes_itself(http):

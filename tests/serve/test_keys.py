@@ -132,3 +132,9 @@ def test_the_command_prints_an_entry_and_the_key(capsys):
     assert yaml.safe_load(printed.out)[0]["sha256"] == key.sha256
     with pytest.raises(SpecError, match="requests_per_second: 0"):
         serve.main(["key", "--name", "ann", "--requests-per-second", "0"])
+
+
+def test_the_label_of_a_key_does_not_name_it():
+    key = Key(name="ann", sha256=hash_of("mr_abc"))
+    assert key.label == hash_of("mr_abc")[:8]
+    assert ANYBODY.label == "anybody"

@@ -13,6 +13,7 @@ import soundfile
 import soxr
 
 from pipeline.decoding import Unreadable
+from pipeline.decoding.truncation import is_truncated
 
 #: Frames of sound that are in memory together while they are resampled.
 BLOCK = 1 << 16
@@ -40,6 +41,7 @@ class SoundFile:
         self._file = soundfile.SoundFile(path)
         self.sample_rate, self.channels = self._file.samplerate, self._file.channels
         self.duration = self._file.frames / self.sample_rate
+        self.is_truncated = is_truncated(path)
 
     def is_whole(self) -> bool:
         """Whether the last of the frames that the header tells of is there."""
@@ -78,9 +80,17 @@ class Track:
 
     Args:
         zero: the time stamp, in seconds, that is the file's beginning.
+        is_truncated: whether the file ends before its header says it does.
     """
 
-    def __init__(self, container: av.container.InputContainer, stream: Any, zero: float = 0.0):
+    def __init__(
+        self,
+        container: av.container.InputContainer,
+        stream: Any,
+        zero: float = 0.0,
+        is_truncated: bool = False,
+    ):
+        self.is_truncated = is_truncated
         self._container, self._stream, self._zero = container, stream, zero
         stream.codec_context.thread_count = 1  # several processes run side by side
         self.sample_rate, self.channels = stream.codec_context.rate, stream.codec_context.channels
@@ -107,7 +117,12 @@ class Track:
         stream = self._stream
         if target is None:
             # The decoder's first packets are not heard, and lie before the beginning.
-            target = (stream.start_time or 0) - int(1 / stream.time_base)
+            first = stream.start_time or 0
+            try:
+                self._container.seek(first - int(1 / stream.time_base), stream=stream)
+                return
+            except av.FFmpegError:  # MP3 has nothing before it
+                target = first
         self._container.seek(target, stream=stream, backward=True)
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
@@ -174,7 +189,7 @@ def open_sound(path: str, trust: bool = False) -> SoundFile | Track:
         sound: SoundFile | Track = SoundFile(path)
         if not trust and not sound.is_whole():  # libsndfile reads little of a file that is cut
             sound.close()
-            sound = _open_track(path, head, "its end is missing")
+            sound = _open_track(path, head, "its end is missing", is_cut=True)
     except soundfile.LibsndfileError as error:
         sound = _open_track(path, head, str(error))
     if not sound.duration:
@@ -183,7 +198,7 @@ def open_sound(path: str, trust: bool = False) -> SoundFile | Track:
     return sound
 
 
-def _open_track(path: str, head: bytes, detail: str) -> Track:
+def _open_track(path: str, head: bytes, detail: str, is_cut: bool = False) -> Track:
     try:
         container = av.open(path)
     except av.FFmpegError:
@@ -193,7 +208,8 @@ def _open_track(path: str, head: bytes, detail: str) -> Track:
         container.close()
         raise Unreadable(reason)
     try:
-        return Track(container, stream, (container.start_time or 0) / av.time_base)
+        zero = (container.start_time or 0) / av.time_base
+        return Track(container, stream, zero, is_cut or is_truncated(path))
     except (av.FFmpegError, ValueError) as error:
         container.close()
         raise Unreadable("damaged audio", str(error)) from None
@@ -205,7 +221,10 @@ def is_audio(head: bytes) -> bool:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """`duration` in seconds, `sample_rate` and `channels`, as the file has them."""
+    """`duration` in seconds, `sample_rate` and `channels`, as the file has them.
+
+    A file that ends before its header says it does has `truncated`, True.
+    """
     sound = open_sound(path)
     about = _about(sound)
     sound.close()
@@ -213,7 +232,8 @@ def describe(path: str) -> dict[str, Any]:
 
 
 def _about(sound: SoundFile | Track) -> dict[str, Any]:
-    return {name: getattr(sound, name) for name in ("duration", "sample_rate", "channels")}
+    about = {name: getattr(sound, name) for name in ("duration", "sample_rate", "channels")}
+    return {**about, "truncated": True} if sound.is_truncated else about
 
 
 def read_windows(

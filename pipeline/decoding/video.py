@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -16,12 +17,17 @@ from PIL import Image
 
 from pipeline.decoding import Unreadable
 from pipeline.decoding.audio import Track, read_samples, to_pauses
+from pipeline.decoding.truncation import is_truncated
 
 #: decord rounds a frame's time to milliseconds, and to the 24 bits of a float.
 ROUNDING_SECONDS = 0.0006
 #: Scenes are looked for in frames of about so many pixels, so many of them at a time.
 LOOK_PIXELS = 64 * 36
 LOOKS_AT_ONCE = 64
+#: A file whose header promises so many seconds more than can be read is truncated.
+LEAST_MISSING = 1.0
+#: FFmpeg's names of the formats whose headers tell durations.
+EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 #: What FFmpeg opens as a video too: pictures.
 PICTURES = ("image2", "_pipe", "gif", "apng", "webp")
 
@@ -234,7 +240,13 @@ class Video:
             about["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
         if not (duration := round(max(end, audio_duration), 3)):
             raise Unreadable("damaged video", "neither a frame nor a sound can be read")
-        return {**about, "duration": duration}
+        about["duration"] = duration
+        stated = max(map(_stated_duration, (self._picture, self._sound)))
+        if is_truncated(self.path) or stated - duration > LEAST_MISSING:
+            about["truncated"] = True
+            if stated > duration:
+                about["stated_duration"] = round(stated, 3)
+        return about
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -244,7 +256,8 @@ def describe(path: str) -> dict[str, Any]:
         `duration` in seconds: where the last frame or the last sound ends, whatever the header
         says; `has_video`, `has_audio`, `audio_duration`; of the video `num_frames`, `fps` on
         average, `width` and `height` as displayed, and `rotation` (degrees to the right by which
-        its pictures are turned for that).
+        its pictures are turned for that); `truncated`, True, of a file that ends before its header
+        says it does, and `stated_duration` where the header says how long it was.
     """
     with closing(Video(path)) as video:
         return video.about
@@ -440,6 +453,22 @@ def _open(path: str) -> av.container.InputContainer:
         container.close()
         raise Unreadable("not a video", "it is a picture")
     return container
+
+
+def _stated_duration(stream: Any) -> float:
+    """How long a track is by the header of an MP4, MOV, Matroska or WebM; 0 where it does not say.
+
+    Other formats leave it to FFmpeg to guess.
+    """
+    if stream is None or stream.container.format.name not in EXACT:
+        return 0.0
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
+    if clock is None:
+        return 0.0
+    hours, minutes, seconds = map(float, clock.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def _one_thread(stream: Any) -> None:

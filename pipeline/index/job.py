@@ -47,7 +47,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import Index, check_location, part
+from pipeline.index.reader import Index, check_location, part, quote
 from pipeline.index.rerank_tokens import edje_of, refuse_other_adapter, rerank_field
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import (
@@ -136,6 +136,7 @@ class Progress:
     rejected: int = 0
     gone: int = 0  # listed, and not there any more when they were to be read
     removed: int = 0
+    truncated: int = 0  # indexed files that end before their header says they do
     commits: int = 0
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -209,6 +210,7 @@ def run(
         this.prepare_columns()
         this.stream()
         this.finish()
+        this.report_truncated()
         for sentence in ray.get(_remarks.remote(spec)):
             report(sentence)
         if remove_missing:
@@ -611,6 +613,16 @@ class Run:
         self.progress.removed = sum(map(len, gone.values()))
         self.report(f"removed {self.progress.removed:,} items that the source no longer lists")
 
+    def report_truncated(self) -> None:
+        """Counts and names the files of this source of which only the beginning could be read."""
+        found = ray.get(_truncated.remote(self.spec))
+        self.progress.truncated = len(found)
+        if found:
+            named = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+            self.report(
+                f"truncated files, indexed as far as they can be read: {len(found):,}: {named}"
+            )
+
     def finish(self) -> None:
         """Checks that every listed item is accounted for.
 
@@ -772,6 +784,26 @@ def _remarks(spec: IndexSpec) -> list[str]:
 
     remarks = ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
     return [*remarks, *compressor_remarks(Index(spec.index).dataset, every_representation(spec))]
+
+
+@ray.remote
+def _truncated(spec: IndexSpec) -> list[str]:
+    """The files of a spec's source that are truncated, each with how much of it can be read."""
+    parts = SOURCES.load(spec.source.name).parts(spec.source)
+    if not any({"frames", "audio"} & set(SOURCES.load(part.name).gives) for part in parts):
+        return []
+    names = ", ".join(map(quote, source_of(spec).collections))
+    rows = Index(spec.index).batches(
+        ["parent_id", "metadata"],
+        where=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
+    )
+    files = {row["parent_id"]: json.loads(row["metadata"]) for b in rows for row in b.to_pylist()}
+    return [
+        f"{name} ({about['duration']:g}"
+        + (f" of {about['stated_duration']:g}" if "stated_duration" in about else "")
+        + " s)"
+        for name, about in sorted(files.items())
+    ]
 
 
 @ray.remote

@@ -20,7 +20,8 @@ class Audio(WindowSource):
     **What it reads.** WAV, FLAC, Ogg and MP3 by libsndfile; what that does not know (AAC, M4A,
     the track of a video under such a name) by FFmpeg, by what they hold and not by their names.
 
-    **Metadata.** `duration`, and `sample_rate` and `channels` of the file.
+    **Metadata.** `duration`, and `sample_rate` and `channels` of the file; `truncated`, True, of
+    a file that ends before its header says it does.
     """
 
     class Spec(WindowSpec):

@@ -54,12 +54,13 @@ class Video(WindowSource):
 
     **Sound.** Payload `audio`, as the audio source gives it; null for a window without.
 
-    **What cannot be read.** A damaged video gives what can be decoded of it. A window with neither
-    frames nor sound is rejected, as is a file that has nothing of what is wanted.
+    **What cannot be read.** A truncated or damaged video gives what can be decoded of it. A window
+    with neither frames nor sound is rejected, as is a file that has nothing of what is wanted.
 
     **Metadata.** `frames` [[number, seconds], ...], which were used; `duration`, `fps` on average,
     `num_frames`, `width` and `height` as displayed, `rotation` in degrees, `has_video`,
-    `has_audio`, `audio_duration`.
+    `has_audio`, `audio_duration`; `truncated`, True, of a file that ends before its header says it
+    does, and `stated_duration` where the header says how long it was.
     """
 
     class Spec(WindowSpec, FramesSpec):

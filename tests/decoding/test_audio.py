@@ -210,3 +210,17 @@ def test_borders_stay_where_no_place_is_quieter(tmp_path):
     path = write_sound(tmp_path / "a.wav", tones(10))
     first, second = read_windows(str(path), [[0, 5], [5, 10]], RATE | {"border_shift": 1.0})
     assert len(first["samples"]) == len(second["samples"]) == 80_000
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.mp3", "a.m4a"])
+def test_truncated_sound_is_marked(tmp_path, name):
+    path = tmp_path / name
+    if name == "a.m4a":
+        write_video(path, [], sound=tones(20), options={"movflags": "faststart"})
+    else:
+        write_sound(path, tones(20))
+    assert "truncated" not in describe(str(path))
+    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
+    assert describe(str(path))["truncated"] is True
+    (window,) = read(path, (0, 20))
+    assert window["about"]["truncated"] is True

@@ -374,3 +374,26 @@ def test_a_process_reads_many_videos(tmp_path):
         peaks.append(peak(process))
     process.stop()
     assert peaks[1] < 1.05 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.mp4", {"movflags": "faststart"}),
+        ("a.mov", {"movflags": "faststart"}),
+        ("a.mp4", {"movflags": "frag_keyframe+empty_moov"}),
+        ("a.mkv", {}),
+    ],
+)
+def test_a_truncated_video_is_marked(tmp_path, name, options):
+    path = write_video(tmp_path / name, every(20, 10), sound=tones(20), options=options)
+    whole = describe(str(path))
+    assert not {"truncated", "stated_duration"} & whole.keys()
+    data = path.read_bytes()
+    path.write_bytes(data[: int(0.6 * len(data))])
+    about = describe(str(path))
+    assert about["truncated"] and 10 < about["duration"] < 14
+    if "frag" not in str(options):  # there each fragment has a duration of its own
+        assert about["stated_duration"] == pytest.approx(whole["duration"], abs=0.1)
+    window, rest = read(path, (0, about["duration"]), (15, 20), audio=True)
+    assert window["about"] == about and isinstance(rest, Unreadable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.index.reader import Index
 from pipeline.schema import Hit
 from pipeline.search.maps import Previews, light, similarity_map
 from tests.conftest import ROOT
-from tests.media import tar
+from tests.media import every, tar, tones, write_video
 
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "of": "caption"}
@@ -246,6 +247,26 @@ def test_transcripts_whose_ids_nothing_has_are_told(cluster, folder, tmp_path):
     _, said = run(tmp_path / "index", source, encoder, FULL)
     assert said[-1].startswith("ocr: 1 ids of ") and said[-1].endswith("no item: nobody")
     assert first(tmp_path / "index", "detour").item_id == "sign.png"
+
+
+def test_a_truncated_video_is_indexed_and_named(cluster, tmp_path):
+    (tmp_path / "clips").mkdir()
+    shown = {"sound": tones(20), "options": {"movflags": "faststart"}}
+    path = write_video(tmp_path / "clips/cut.mp4", every(20, 5), **shown)
+    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
+    write_video(tmp_path / "clips/whole.mp4", every(2, 5))
+    said = [{"id": name, "text": "good evening"} for name in ("cut.mp4", "whole.mp4")]
+    (tmp_path / "asr.jsonl").write_text("\n".join(map(json.dumps, said)))
+    speech = {"name": "precomputed", "path": str(tmp_path / "asr.jsonl")}
+    encoder = {"name": "transcript", "ocr": None, "speech": speech}
+    source = {"name": "video", "path": str(tmp_path / "clips")}
+    progress, lines = run(tmp_path / "index", source, encoder, FULL)
+    assert (progress.indexed, progress.truncated) == (2, 1)
+    (line,) = (line for line in lines if line.startswith("truncated files"))
+    assert re.search(r": 1: cut.mp4 \(1\d(\.\d+)? of 20 s\)$", line)
+    stored = Index(str(tmp_path / "index")).dataset.to_table(columns=["item_id", "metadata"])
+    about = {row["item_id"]: json.loads(row["metadata"]) for row in stored.to_pylist()}
+    assert [about[item].get("truncated", False) for item in sorted(about)] == [True, False]
 
 
 @pytest.mark.parametrize(

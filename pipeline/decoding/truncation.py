@@ -1,0 +1,69 @@
+"""Files that end before their own header says they do."""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+#: Elements of Matroska and WebM.
+EBML, SEGMENT = bytes.fromhex("1a45dfa3"), bytes.fromhex("18538067")
+#: Sizes in RIFF from here on say that the size was not known when the header was written.
+UNKNOWN_RIFF = 0xFFFFFF00
+
+
+def is_truncated(path: str) -> bool:
+    """Whether a file is shorter than its header says: MP4, MOV, Matroska, WebM, AVI or WAV.
+
+    Of other formats, and of streams whose length was not known, it is False.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(12)
+        file.seek(0)
+        if head[:4] == b"RIFF":
+            declared = int.from_bytes(head[4:8], "little")
+            return declared < UNKNOWN_RIFF and declared + 8 > size
+        if head[:4] == EBML:
+            return _segment_end(file) > size
+        if head[4:8] == b"ftyp":
+            return _boxes_end(file, size) > size
+    return False
+
+
+def _boxes_end(file: BinaryIO, size: int) -> int:
+    """Where the last top-level box of an MP4 or MOV ends."""
+    end = 0
+    while end + 8 <= size:
+        file.seek(end)
+        head = file.read(16)
+        length = int.from_bytes(head[:4], "big")
+        if length == 1:
+            length = int.from_bytes(head[8:], "big")
+        if length < 8:  # 0: to the end of the file
+            return end
+        end += length
+    return end
+
+
+def _segment_end(file: BinaryIO) -> int:
+    """Where the first segment of a Matroska file ends; 0 if it is of unknown length."""
+    file.seek(len(EBML))
+    file.seek(_varint(file) or 0, os.SEEK_CUR)
+    if file.read(len(SEGMENT)) != SEGMENT or (length := _varint(file)) is None:
+        return 0
+    return file.tell() + length
+
+
+def _varint(file: BinaryIO) -> int | None:
+    """A number of Matroska's variable length; None where all bits say that it is unknown.
+
+    >>> import io
+    >>> [_varint(io.BytesIO(bytes.fromhex(code))) for code in ("83", "4102", "ff")]
+    [3, 258, None]
+    """
+    first = file.read(1)
+    if not first or not first[0]:
+        return None
+    extra = 8 - first[0].bit_length()
+    value = int.from_bytes(bytes([first[0] & (0x7F >> extra)]) + file.read(extra), "big")
+    return None if value == (1 << 7 * (extra + 1)) - 1 else value

@@ -84,21 +84,22 @@ def test_lines_have_their_places(tmp_path):
     assert texts(recogniser, "c") == texts(recogniser, "unknown") == []
 
 
-def test_a_window_has_the_words_whose_middle_it_holds(tmp_path):
+def test_a_window_has_the_sentences_whose_middle_it_holds(tmp_path):
     path = write(
         tmp_path / "asr.jsonl",
         {"id": "v.mp4", "text": "before", "start": 3, "end": 4},
         {"id": "v.mp4", "text": "ten tons", "start": 8, "end": 13},
+        {"id": "v.mp4", "text": "long hour", "start": 4, "end": 16},
         {"id": "v.mp4", "text": "whole"},
         {"id": "v.mp4#20", "text": "its own", "start": 900, "end": 901},
     )
     speech = PrecomputedSpeech(spec(path))
     found = {start: [x.text for x in speech.lines(window(start, start + 10))] for start in (0, 10)}
-    assert found == {0: ["before", "ten", "whole"], 10: ["tons"]}
+    assert found == {0: ["before", "long", "whole"], 10: ["ten tons", "hour"]}
     assert [x.text for x in speech.lines(window(20, 30))] == ["its own"]
-    assert texts(speech, "v.mp4", parent_id="v.mp4") == ["before", "ten tons", "whole"]
+    assert texts(speech, "v.mp4", parent_id="v.mp4") == ["before", "ten tons", "long hour", "whole"]
     pages = [len(speech.lines(window(number, number, "page"))) for number in (1, 2)]
-    assert pages == [3, 0]
+    assert pages == [4, 0]
 
 
 def test_words_that_are_said_twice_stay_two(tmp_path):

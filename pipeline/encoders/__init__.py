@@ -114,6 +114,11 @@ class Encoder(ABC):
         return lambda items: items
 
     @classmethod
+    def has_remarks(cls, spec: Spec) -> bool:
+        """Returns whether `remarks` may find anything; it runs in a task, which takes seconds."""
+        return False
+
+    @classmethod
     def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
         """Sentences for the end of an index job: what was given to the encoder and not used.
 

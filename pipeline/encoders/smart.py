@@ -193,6 +193,11 @@ class Smart(Encoder):
         return cls._inner_class(spec).preparer(spec.encoder)
 
     @classmethod
+    def has_remarks(cls, spec: Spec) -> bool:
+        """Returns that of the encoder inside."""
+        return cls._inner_class(spec).has_remarks(spec.encoder)
+
+    @classmethod
     def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
         """What the other encoder has to say."""
         return cls._inner_class(spec).remarks(spec.encoder, ids)

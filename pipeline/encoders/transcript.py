@@ -101,6 +101,11 @@ class Transcript(Encoder):
         return spec.text.name
 
     @classmethod
+    def has_remarks(cls, spec: Spec) -> bool:
+        """Returns whether files stand in for a recogniser."""
+        return any(_registry(field).load(part.name).has_ids for field, part in _parts(spec))
+
+    @classmethod
     def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
         """How many ids of files that stand in for a recogniser are those of no item."""
         said = []

@@ -211,8 +211,10 @@ def run(
         this.stream()
         this.finish()
         this.report_truncated()
-        for sentence in ray.get(_remarks.remote(spec)):
-            report(sentence)
+        if ENCODERS.load(spec.encoder.name).has_remarks(spec.encoder):
+            report("looking for ids in the recognisers' files that belong to no item")
+            for sentence in ray.get(_remarks.remote(spec)):
+                report(sentence)
         if remove_missing:
             this.remove_missing()
     return progress

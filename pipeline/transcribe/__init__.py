@@ -81,6 +81,8 @@ class Recogniser(ABC):
     """
 
     Spec: ClassVar[type[Spec]]
+    #: Whether files name items by id: only then can `unmatched` find any.
+    has_ids: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

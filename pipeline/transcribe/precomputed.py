@@ -89,6 +89,7 @@ class Precomputed(Recogniser):
     """
 
     kind: ClassVar[int]  # of the words
+    has_ids = True
 
     class Spec(config.Spec):
         """Where the files are.

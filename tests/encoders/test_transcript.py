@@ -234,3 +234,11 @@ ENCODERS.build(spec).encode_queries(["wing lift"])
 assert not {"onnxruntime", "cv2"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_remarks_are_looked_for_only_where_files_name_items(tmp_path):
+    path = tmp_path / "words.jsonl"
+    path.write_text('{"id": "a", "text": "lift"}\n')
+    given = {"ocr": {"name": "precomputed", "path": str(path)}}
+    for fields, expected in (({}, False), ({"ocr": None}, False), (given, True)):
+        assert Transcript.has_remarks(parse(Transcript.Spec, fields)) is expected

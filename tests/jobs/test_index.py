@@ -248,7 +248,7 @@ def test_options_that_are_not_legal(spec, arguments, complaint, capsys, tmp_path
         ),
         ("index", "index=/proc/index", "index: '/proc/index' cannot be written; legal: a writable"),
         ("index", "index=[", "index: '[' cannot be read; legal: a value in YAML's form ("),
-        ("recompress", "source=full", "encoder: {'name': 'sleeping'"),
+        ("recompress", "source=full", "index: '"),  # before the fields of the spec
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(

@@ -8,27 +8,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lance
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    compressor_remarks,
-    every_representation,
-    representation_fields,
-)
+from pipeline.index.columns import every_representation, representation_fields
 from pipeline.index.reader import Index
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
 from pipeline.schema import metadata_of
-from tests.compression.test_seeds import grid_extents
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -279,36 +270,3 @@ def test_a_damaged_data_file_is_one_sentence(uri):
     ):
         with pytest.raises(SpecError, match=r"index: '.*' is damaged; legal: a whole index \("):
             work()
-
-
-def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path):
-    """In one sentence for all representations that have it, judged by the stored extents."""
-    facts = EncoderFacts(
-        spec={"name": "colpali"},
-        dim=4,
-        pooled_dim=None,
-        normalised=True,
-        has_spans=False,
-        has_extents=True,
-        fingerprint="0",
-        prefix="colpali",
-        num_layers=None,
-        query_kinds=("text",),
-    )
-    wanted = [
-        Representation(compressor={"name": name, "num_vectors": budget, **seeds})
-        for name in ("samer", "spatial")
-        for budget, seeds in ((8, {}), (9, {}), (8, {"seeds": "lattice"}))
-    ]
-    fields = [field for r in wanted for field in representation_fields(r, facts, None)]
-    extents = pa.field("colpali_extents", pa.list_(pa.list_(pa.float32(), 6)))
-    rows = [None, grid_extents(14, 14).tolist()]
-    table = pa.table([pa.array(rows, extents.type)], schema=pa.schema([extents]))
-    for field in fields:
-        table = table.append_column(field, pa.nulls(2, field.type))
-    dataset = lance.write_dataset(table, str(tmp_path / "index"))
-    assert compressor_remarks(dataset, wanted) == [
-        "samer_8, spatial_8: all 8 seeds lie in 2 of the 14 columns of the 14 x 14 tokens;"
-        " set seeds to lattice or farthest, or choose another budget"
-    ]
-    assert compressor_remarks(dataset, wanted[1:3]) == []

@@ -31,6 +31,10 @@ def run(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no bars in the logs of jobs
     # Else a thread of Ray Data that outlives a stopped job would start another cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    # Ray reads the mode when it is imported: set later, this process would differ from those that
+    # it starts. A cluster that is joined has its own mode.
+    if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         main(arguments)
     except SpecError as error:
@@ -170,7 +174,6 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # whatever Ray's default is
         # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         local = {"include_dashboard": False, "object_store_memory": object_store_bytes}

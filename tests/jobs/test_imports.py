@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import get_args
@@ -106,3 +107,22 @@ def test_wrong_files_of_a_search_are_reported_as_quickly(index_uri, option):
     code, said, slow = run(command)[0]
     assert (code, slow) == (2, []), said
     assert said.startswith(f"error: {option}: '{NOWHERE}'"), said
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "1"), ({"RAY_AUTH_MODE": "disabled"}, "0")])
+def test_ray_authenticates_by_token_unless_told_otherwise(given, mode):
+    """The mode that Ray itself has read, which it does when it is imported."""
+    code = (
+        "import jobs\n"
+        "def main(arguments):\n"
+        "    from ray._raylet import get_authentication_mode\n"
+        "    print(get_authentication_mode())\n"
+        "jobs.run(main)"
+    )
+    unset = ("RAY_AUTH_MODE", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, **given}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == mode, done.stderr

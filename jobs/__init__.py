@@ -7,7 +7,9 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +38,8 @@ def run(
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
-        main(arguments)
+        with _sigterm_as_stopped():
+            main(arguments)
     except SpecError as error:
         sys.exit(_said(error, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:
@@ -49,6 +52,23 @@ def run(
         if hasattr(error, "cause"):  # of a Ray task: where it happened matters
             raise
         sys.exit(_said(error, 1))
+
+
+@contextlib.contextmanager
+def _sigterm_as_stopped() -> Iterator[None]:
+    """Raises `Stopped` on SIGTERM, also while modules load and Ray starts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Stopped("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stopped(error: Stopped | KeyboardInterrupt) -> int:
@@ -176,6 +196,8 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     if not os.environ.get("RAY_ADDRESS"):
         # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        # While Ray starts, SIGTERM is handled by Ray, which would drain the node for 30 s.
+        os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         local = {"include_dashboard": False, "object_store_memory": object_store_bytes}
     import ray
     import ray.data
@@ -184,8 +206,7 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     if ray.is_initialized():  # a test run shares its cluster
         yield
         return
-    with _without_stderr():
-        ray.init(log_to_driver=False, logging_level="ERROR", **local)
+    _start_ray(local)
     try:
         yield
     except (Stopped, KeyboardInterrupt) as stopped:
@@ -198,6 +219,35 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         ray.shutdown()
         raise
     ray.shutdown()
+
+
+def _start_ray(options: Mapping[str, Any]) -> None:
+    """Connects to Ray and keeps this process's handler of SIGTERM, which Ray replaces.
+
+    Raises:
+        SpecError: The cluster that `RAY_ADDRESS` names cannot be joined.
+        JobError: No cluster can be started on this machine.
+        Stopped: SIGTERM came while Ray was starting.
+    """
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with _without_stderr():
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except SystemExit:  # how Ray's handler of SIGTERM ends a process
+        raise Stopped("stopped by SIGTERM") from None
+    except Stopped:
+        raise
+    except Exception as error:  # TimeoutError, ConnectionError, RuntimeError and others
+        reason = config.first_line(error)
+        if address := os.environ.get("RAY_ADDRESS"):
+            legal = f"the address of a running Ray cluster ({reason})"
+            raise SpecError("RAY_ADDRESS", address, legal, "cannot be joined") from None
+        raise JobError(f"Ray cannot be started on this machine: {reason}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,16 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline.config import SpecError, Stopped, check_exists, load, override, parse, read
+from pipeline.config import (
+    SpecError,
+    Stopped,
+    check_exists,
+    first_line,
+    load,
+    override,
+    parse,
+    read,
+)
 from pipeline.index import check_index
 
 if TYPE_CHECKING:  # loaded when a server is started: --help is quick
@@ -53,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _stop)
     be_lean()
     with jobs.cluster():
-        signal.signal(signal.SIGTERM, _stop)  # again: starting a cluster, Ray puts its own there
         serve(settings, args.host, args.port)
 
 
@@ -192,7 +200,10 @@ async def _end(seconds: float) -> None:
 
     with contextlib.suppress(Exception):  # whatever is wrong with them, they are to end
         await drain(APPLICATION, seconds)
-    await ray_serve.shutdown_async()
+    try:
+        await ray_serve.shutdown_async()
+    except Exception as error:  # it may not have started yet
+        jobs.say(f"Ray Serve did not shut down: {first_line(error)}")
 
 
 def _stop(*_: object) -> None:

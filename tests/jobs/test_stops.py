@@ -1,0 +1,55 @@
+"""Jobs that are stopped, or lose what they stand on, end with one sentence."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+import yaml
+
+from tests.conftest import start_job
+from tests.serve.conftest import free_port
+
+
+def children(process: Popen, name: str) -> list[int]:
+    """The child processes of a job whose executable is called `name`."""
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in listed if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+
+def wait_for(process: Popen, condition) -> None:
+    """Waits for a condition while a job runs."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def spec(tmp_path: Path, collection) -> str:
+    """A spec whose job takes 20 s at least and commits after each item."""
+    fields = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "text", "path": str(collection(**{f"d{i}": "x" for i in range(20)}))},
+        "encoder": {"name": "sleeping", "seconds": 1, "num_tokens": 4, "dim": 8},
+        "representations": [{"compressor": "none"}],
+        "unit_items": 1,
+        "fragment_items": 1,
+        "commit_items": 1,
+    }
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(fields))
+    return str(tmp_path / "spec.yaml")
+
+
+@pytest.mark.parametrize("verb", ["index", "serve"])
+def test_sigterm_while_ray_starts(spec, index_uri, verb):
+    arguments = {"index": [spec], "serve": [index_uri, "--port", str(free_port())]}[verb]
+    process = start_job(f"jobs.{verb}", *arguments)
+    wait_for(process, lambda: children(process, "gcs_server"))
+    process.send_signal(signal.SIGTERM)
+    said, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), said

@@ -15,9 +15,9 @@ from typing import Any
 import ray
 
 from pipeline.atomic import write_atomic
-from pipeline.config import Spec, Stopped, dump_yaml
+from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS
-from pipeline.index.reader import part
+from pipeline.index.reader import open_dataset, part
 from pipeline.index.writer import IndexWriter, LeaseLost
 
 log = logging.getLogger("maxray.session")
@@ -63,18 +63,33 @@ class Session:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and self._is_deleted():
+            # Whatever failed first, in this process or in a task: this is the cause.
+            with contextlib.suppress(OSError, ValueError):
+                self._end()
+            problem = "was deleted while the job was writing to it; rerun the job to build it anew"
+            raise JobError(f"the index {self.spec.index} {problem}") from None
         self._end()
         with contextlib.suppress(OSError):
             stopped = kind in (Stopped, KeyboardInterrupt)
             state = "done" if kind is None else "stopped" if stopped else "failed"
             self.record(state, str(error) if error else "")
 
+    def _is_deleted(self) -> bool:
+        try:
+            open_dataset(self.spec.index)
+        except SpecError:
+            return True
+        return False
+
     def _end(self) -> None:
         self._ended.set()
         self._renewer.join(timeout=5)
-        self.writer.release()
-        if self._old_handler is not None:
-            signal.signal(signal.SIGTERM, self._old_handler)
+        try:
+            self.writer.release()
+        finally:
+            if self._old_handler is not None:
+                signal.signal(signal.SIGTERM, self._old_handler)
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease_seconds / 4):
@@ -83,7 +98,7 @@ class Session:
             except LeaseLost as error:  # the main thread raises it at its next check
                 self._lost = error
                 return
-            except OSError as error:  # of the storage: there are tries left before it expires
+            except (OSError, ValueError) as error:  # storage: tries are left before it expires
                 log.warning("the lease could not be renewed: %s", error)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -53,3 +54,15 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
     process.send_signal(signal.SIGTERM)
     said, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), said
+
+
+@pytest.mark.heavy
+def test_the_index_is_deleted_during_the_job(cluster, spec, tmp_path):
+    process = start_job("jobs.index", spec, address=cluster)
+    data = tmp_path / "index/items.lance/data"
+    wait_for(process, lambda: data.exists() and len(list(data.iterdir())) > 1)
+    shutil.rmtree(tmp_path / "index")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert error.startswith(f"error: the index {tmp_path}/index was deleted"), error
+    assert error.count("\n") == 1, error

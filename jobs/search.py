@@ -449,7 +449,7 @@ def write_maps(
     Raises:
         SpecError: no hit has one; as the first says.
     """
-    from pipeline.schema import Place
+    from pipeline.schema import Composed, Place
     from pipeline.search import maps
     from pipeline.search.explain import NO_SPAN, printable
 

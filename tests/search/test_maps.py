@@ -186,4 +186,5 @@ def test_a_frame_is_drawn_at_a_time_when_its_text_is_visible():
     assert moment(word("title", (1.0, 3.0))) == 2.0
     assert moment(word("", (1.0, 3.0))) == 1.0  # a patch
     assert moment(word("page", None)) is None
-    assert moment(Passage(box=(0, 0, 1, 1), times=(1.0, 3.0), contribution=0.0)) == 1.0
+    region = Passage((-1, -1), (0, 0, 1, 1), (1.0, 3.0), contribution=0.0)
+    assert moment(region) == 1.0

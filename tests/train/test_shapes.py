@@ -153,5 +153,8 @@ def test_each_series_has_scenes_of_its_own(tmp_path):
     with pytest.raises(SpecError, match="^series: -1"):  # those are trained on
         shapes.main([str(tmp_path / "2"), "--series", "-1"])
     phrases = str(tmp_path / "0" / "phrases.jsonl")
-    with pytest.raises(SpecError, match="^items: "):
-        maps.main([phrases, str(tmp_path / "a.png"), "--index", "none", "--items", "other.png"])
+    picture = str(tmp_path / "a.png")
+    with pytest.raises(SpecError, match="^index: 'none'"):
+        maps.main([phrases, picture, "--index", "none"])
+    with pytest.raises(SpecError, match="^items: "):  # before the index is opened
+        maps.main([phrases, picture, "--index", "memory://none", "--items", "other.png"])

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+#: Of what is written; older versions are read. 2: extents as `index.positions.STORED_EXTENTS`.
+FORMAT_VERSION = 2
 METADATA_KEY = b"maxray"
 
 #: Where in its parent an item lies: unit "page", "seconds", "characters" or "" (the whole).

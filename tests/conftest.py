@@ -23,6 +23,7 @@ from pipeline.index.columns import (
     encoder_fields,
     representation_fields,
 )
+from pipeline.index.positions import as_stored
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
@@ -202,7 +203,6 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
         has_vectors = pa.array(np.arange(len(table)) < len(table) - 1)
         without_last = pc.if_else(has_vectors, table["hpool_2"], None)
         table = table.set_column(position, "hpool_2", without_last)
-    table = table.cast(
-        pa.schema([column for column in columns if column.name in table.schema.names])
-    )
+    schema = pa.schema([column for column in columns if column.name in table.schema.names])
+    table = as_stored(table.select(schema.names), schema)
     lance.write_dataset(table, f"{uri}/{ITEMS}", max_rows_per_file=5)

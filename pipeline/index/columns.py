@@ -13,6 +13,7 @@ import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
+from pipeline.index.positions import EXTENTS, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, metadata_of, with_metadata
 from pipeline.taps import Tap, single_taps
@@ -242,12 +243,15 @@ def pooled_id(facts: EncoderFacts) -> str | None:
 
 
 def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
-    """The columns of token positions that the encoder's batches fill, by `TokenBatch` field."""
+    """The columns of token positions that the encoder's batches fill, by `TokenBatch` field.
+
+    Their types are those in use; `stored_type` says how they are stored.
+    """
     columns = {}
     if facts.has_spans:
         columns["spans"] = pa.list_(pa.list_(pa.int32(), 2))
     if facts.has_extents:
-        columns["extents"] = pa.list_(pa.list_(pa.float32(), 6))
+        columns["extents"] = EXTENTS
     return columns
 
 
@@ -287,7 +291,7 @@ def encoder_fields(
         )
     if keep_positions:
         for kind, type in position_columns(facts).items():
-            column = pa.field(f"{facts.prefix}_{kind}", type)
+            column = pa.field(f"{facts.prefix}_{kind}", stored_type(type))
             fields.append(with_metadata(column, {**about, "role": "positions", "positions": kind}))
     for tap in keep_taps:
         column = pa.field(tap_column(facts, tap), pa.list_(pa.float32()))

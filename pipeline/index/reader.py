@@ -25,6 +25,7 @@ from pipeline.index import ITEMS, PARTS, REJECTS, no_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.columns import by_role, codec_fitted_for
 from pipeline.index.lease import Lease
+from pipeline.index.positions import as_used
 from pipeline.registry import CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
@@ -318,7 +319,10 @@ class Index:
             yield batch.select(ids), *codec.decode(batch[representation], about["dim"])
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of the given items, in the given order; unknown ids are left out."""
+        """Returns the rows of the given items, in the given order; unknown ids are left out.
+
+        Positions have the form in which they are used, see `positions`.
+        """
         columns = list(columns) if columns else None
         if columns is not None and "item_id" not in columns:
             columns.append("item_id")
@@ -326,7 +330,7 @@ class Index:
             table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
         row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         rows = [row_of[item_id] for item_id in item_ids if item_id in row_of]
-        return table.take(pa.array(rows, pa.int64()))
+        return as_used(table.take(pa.array(rows, pa.int64())))
 
     def content_key(self, columns: Iterable[str]) -> str:
         """A hash that changes with what the columns hold; unknown ones are left out.
@@ -346,11 +350,7 @@ class Index:
     def field_ids(self, columns: Iterable[str]) -> dict[str, list[int]]:
         """The numbers by which data files know the columns; unknown columns are left out."""
         fields = {field.name(): field for field in self.dataset.lance_schema.fields()}
-        return {
-            name: [fields[name].id(), *(child.id() for child in fields[name].children())]
-            for name in columns
-            if name in fields
-        }
+        return {name: nested_ids(fields[name]) for name in columns if name in fields}
 
     def rejects(self) -> pa.Table:
         """Everything that was rejected, with reasons."""
@@ -375,6 +375,11 @@ def open_edition(uri: str, edition: Edition) -> Index:
     if index.edition != edition:
         raise SpecError("index", uri, "the index that is served", "is another one now")
     return index
+
+
+def nested_ids(field: Any) -> list[int]:
+    """The numbers of a Lance field and of all fields in it."""
+    return [field.id(), *(i for child in field.children() for i in nested_ids(child))]
 
 
 def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[str]:

@@ -41,6 +41,7 @@ from pipeline.index.columns import (
 from pipeline.index.filters import filtering
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
 from pipeline.index.listing import CONTENT, content_hashes
+from pipeline.index.positions import as_used
 from pipeline.index.reader import Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import TAP, Compress, Found, batches_of, with_taps
@@ -408,7 +409,8 @@ def read_tokens(
     table = fragment.to_table(
         columns=list(columns.values()), filter=f"`{source}` IS NOT NULL", with_row_id=True
     )
-    return table.select([*columns.values(), "_rowid"]).rename_columns([*columns, "_rowid"])
+    table = table.select([*columns.values(), "_rowid"]).rename_columns([*columns, "_rowid"])
+    return as_used(table)
 
 
 def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:

@@ -31,6 +31,7 @@ from pipeline.index.columns import (
     token_column,
 )
 from pipeline.index.fitting import Learned
+from pipeline.index.positions import as_stored
 from pipeline.index.reader import ITEMS, part
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
@@ -530,5 +531,5 @@ def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
     """Writes rows as one fragment of the dataset at `uri`; columns it lacks are null."""
     schema = lance.dataset(uri).schema
     schema = pa.schema([column for column in schema if column.name in table.column_names])
-    table = table.select(schema.names).cast(schema)
+    table = as_stored(table.select(schema.names), schema)
     return write_fragments(table, uri, schema=schema, max_rows_per_file=max(1, table.num_rows))

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, adapter_of, codec_name
+from pipeline.index.positions import bytes_of_element, stored_bytes
 from pipeline.index.reader import Index, open_folder
 
 
@@ -48,9 +48,10 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
     """What a representation takes, of all items or of those that a Lance filter lets through.
 
     Returns:
-        `vectors`: mean per item; `bytes_vectors` and `bytes_all` per item that has it: of the
-        vectors only, and with the support and the token positions it needs; `filled`: share of the
-        items that have it.
+        `vectors`: mean per item; bytes per item that has it: `bytes_vectors`, `bytes_assignment`
+        (which input token each vector stands for), `bytes_positions` (where the input tokens
+        stand, which all representations of an encoder share) and `bytes_all`, their sum; `filled`:
+        share of the items that have it.
     """
     about = index.representation(representation)
     schema = index.dataset.schema
@@ -64,10 +65,9 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         num_rows += batch.num_rows
         num_filled += int(filled.sum())
         for name in columns:
-            lengths = pc.list_value_length(batch[name]).fill_null(0).to_numpy()[filled]
-            if name == representation:
-                num_vectors += int(lengths.sum())
-            num_bytes[name] += int(lengths.sum()) * bytes_of_element(schema.field(name).type)
+            num_bytes[name] += int(stored_bytes(batch[name])[filled].sum())
+        lengths = pc.list_value_length(batch[representation]).fill_null(0)
+        num_vectors += int(lengths.to_numpy()[filled].sum())
     per_item = max(1, num_filled)
     return {
         "method": about["compressor"]["name"],
@@ -76,6 +76,8 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         "codec": codec_name(about["codec"]),
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,
+        "bytes_assignment": num_bytes[about.get("support")] / per_item,
+        "bytes_positions": sum(num_bytes[p] for p in about["positions"].values()) / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,
         "filled": num_filled / max(1, num_rows),
         "artefact": about["artefact"],
@@ -105,14 +107,6 @@ def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | No
         "bytes": per_item * bytes_of_element(element),
         "filled": num_filled / max(1, num_rows),
     }
-
-
-def bytes_of_element(type: pa.ListType) -> int:
-    """Bytes of one element of a list column: a token's vector, span or support."""
-    element = type.value_type
-    if pa.types.is_fixed_size_list(element):
-        return element.list_size * element.value_type.bit_width // 8
-    return element.bit_width // 8
 
 
 def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:

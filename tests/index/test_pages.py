@@ -10,6 +10,7 @@ import pytest
 
 from pipeline import config
 from pipeline.index import job, recompress
+from pipeline.index.positions import as_used
 from pipeline.index.reader import Index
 from tests.pdfs import Page, bomb, pdf
 
@@ -39,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
-    table = Index(str(uri)).dataset.to_table()
+    table = as_used(Index(str(uri)).dataset.to_table())
     return {row["item_id"]: row for row in table.to_pylist()}
 
 

@@ -19,14 +19,17 @@ add what is only done if asked for:
                                      metadata.KEY
     rerank=[{model: FOLDER}]         rows of an EDJE that reranks a first stage (docs/rerank.md)
 
+Fields of the benchmark's queries that hold categories have a table each. The report says what
+compressors and codecs were fitted on, and how many of these items are evaluated.
+
 Writes into the spec's `output`: report.html (everything, on one page), metrics.csv, per_query.csv,
 table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
 jobs.compare reads; where there is what they show also index_utilisation.png, quality_retention.png
 (budgets that are ratios), osr_by_layer.png (methods at several single layers),
-reranking_by_pool.png (a reranker with several pools), diagnostics_quality.png and kinds.csv. What
-was computed stays in cells/: the next run computes only what is new or changed. Bytes per item are
-of the stored numbers: of the vectors only, and of everything (with the support and the token
-positions that mark words).
+reranking_by_pool.png (a reranker with several pools), diagnostics_quality.png, kinds.csv and
+categories.csv. What was computed stays in cells/: the next run computes only what is new or
+changed. Bytes per item are of the stored numbers: of the vectors only, and of everything (with
+assignments and the token positions that mark words).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipeline.config import Spec
@@ -19,12 +19,15 @@ class JudgedQueries:
             not relevant. Documents are the items' parents, or the items: the spec says which.
         num_unjudged: queries left out because they have no judgment.
         num_orphans: queries left out because they have judgments but no text.
+        categories: by field of the queries, such as `language`, the ids of the queries of each
+            category.
     """
 
     queries: dict[str, str]
     qrels: dict[str, dict[str, int]]
     num_unjudged: int
     num_orphans: int
+    categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
 
 class Benchmark(ABC):

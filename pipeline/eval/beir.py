@@ -7,11 +7,14 @@ from typing import Literal
 
 from pipeline.config import Spec, SpecError, absolute
 from pipeline.eval import Benchmark, JudgedQueries
-from pipeline.eval.topics import lines_of, read_queries
+from pipeline.eval.topics import lines_of, read_categories, read_queries
 
 
 class Beir(Benchmark):
-    """A folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`."""
+    """A folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
+
+    Further fields of the queries are categories, see `read_categories`.
+    """
 
     class Spec(Spec):
         name: Literal["beir"] = "beir"
@@ -21,7 +24,8 @@ class Beir(Benchmark):
     def load(self) -> JudgedQueries:
         """Reads the queries of the split and their judgments."""
         folder = absolute(self.spec.path)
-        texts = read_queries(posixpath.join(folder, "queries.jsonl"), "benchmark.path")
+        path = posixpath.join(folder, "queries.jsonl")
+        texts = read_queries(path, "benchmark.path")
         qrels = read_qrels(posixpath.join(folder, "qrels", f"{self.spec.split}.tsv"))
         queries = {query_id: text for query_id, text in texts.items() if query_id in qrels}
         if not queries:
@@ -32,6 +36,7 @@ class Beir(Benchmark):
             {query_id: qrels[query_id] for query_id in queries},
             num_unjudged=len(texts) - len(queries),
             num_orphans=len(qrels) - len(queries),
+            categories=read_categories(path, queries),
         )
 
 

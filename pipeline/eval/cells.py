@@ -34,6 +34,8 @@ class Cell(Kept):
     values: dict[str, dict[str, float]]
     vectors_per_item: float
     vector_bytes: float
+    assignment_bytes: float
+    position_bytes: float
     all_bytes: float
     queries_per_second: float
     median_ms: float

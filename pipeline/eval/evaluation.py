@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -41,6 +42,7 @@ from pipeline.eval.results import (
     EDJE,
     RESULTS,
     SINGLE,
+    SIZES,
     Evaluation,
     Result,
     in_order,
@@ -50,6 +52,8 @@ from pipeline.eval.results import (
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.columns import RERANK_TOKENS, codec_fitted_for
 from pipeline.index.filters import filtering
+from pipeline.index.fitting import is_fitted, stored_sample
+from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index, both
 from pipeline.index.status import stored, stored_tokens
 from pipeline.registry import BENCHMARKS, COMPRESSORS, BenchmarkSpec
@@ -241,6 +245,7 @@ def run(
         say(notes[-1])
     grounder = Grounder(searcher, phrases)
 
+    samples = _Samples(searcher.index, spec.where)
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
     cells = Cells(spec.output)
     results, keys = [], {}
@@ -260,6 +265,8 @@ def run(
         if phrases and result.score == "late":
             numbers = _grounding(searcher.index, grounder, phrases, row.representation, cells)
             result = replace(result, grounding=numbers)
+        if row.score in ("late", "hybrid"):
+            result = replace(result, fitted=samples.fitted(row.representation))
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
@@ -281,10 +288,35 @@ def run(
         versions=versions(),
         results=results,
         kinds=by_kind,
+        categories=judged.categories,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
     _write(spec, evaluation, examples, say)
     return evaluation
+
+
+class _Samples:
+    """The samples that representations were fitted on, beside the items that are evaluated."""
+
+    def __init__(self, index: Index, where: str | None):
+        self._index, self._where = index, where
+
+    def fitted(self, representation: str) -> dict[str, Any]:
+        """Returns what a representation was fitted on, see `Result.fitted`."""
+        metadata = self._index.representation(representation)
+        if not is_fitted(metadata):
+            return {}
+        sample = stored_sample(self._index.uri, metadata)
+        if sample is None:
+            return {"num_items": None, "evaluated": None, "origin": {}}
+        number = int(np.isin(sample.items_N, self._evaluated_N).sum())
+        return {"num_items": len(sample.items_N), "evaluated": number, "origin": sample.origin}
+
+    @functools.cached_property
+    def _evaluated_N(self) -> np.ndarray:
+        """(N,) uint64 hashes of the items that are evaluated."""
+        batches = self._index.batches(CONTENT, where=self._where)
+        return np.concatenate([np.zeros(0, np.uint64), *map(content_hashes, batches)])
 
 
 def _diagnosis(ranker: _Ranker, representation: str, cells: Cells) -> Diagnosis:
@@ -397,6 +429,7 @@ def _write(
         "metrics.csv": report.metrics_csv(evaluation),
         "per_query.csv": report.per_query_csv(evaluation),
         **({"kinds.csv": report.kinds_csv(evaluation)} if evaluation.kinds else {}),
+        **({"categories.csv": report.categories_csv(evaluation)} if evaluation.categories else {}),
         "table.md": report.markdown(table),
         "quality_bytes.png": plot.quality_bytes_png(evaluation),
         **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(evaluation)},
@@ -728,11 +761,11 @@ def _reranked(result: Result, second: RerankSpec) -> Result:
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
     """Vectors and bytes per item of what the row's score reads."""
-    sizes = {"vectors_per_item": 0.0, "vector_bytes": 0.0, "all_bytes": 0.0}
+    sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("late", "hybrid"):
         there = stored(index, row.representation, where)
-        kinds = ("vectors", "bytes_vectors", "bytes_all")
-        sizes = {name: float(there[kind]) for name, kind in zip(sizes, kinds, strict=True)}
+        parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
+        sizes = {name: float(there[kind]) for name, kind in zip(SIZES, parts, strict=True)}
     if row.score in (SINGLE, "hybrid"):
         pooled = index.representation(row.representation)["pooled"]
         type = index.schema.field(pooled).type

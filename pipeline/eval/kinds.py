@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pyarrow as pa
 
 from pipeline.config import SpecError
 from pipeline.eval import JudgedQueries
+from pipeline.eval.topics import categories
 from pipeline.index.reader import Index
 from pipeline.schema import ITEM
 
 METADATA = "metadata."
-#: The kind of an item that has no value.
-NONE = "(none)"
 
 
 def queries_by_kind(
@@ -47,7 +44,7 @@ def queries_by_kind(
                 fields = json.loads(value or "{}")
                 keys |= set(fields)
                 value = fields.get(key)
-            kinds_of.setdefault(document, set()).update(_names(value))
+            kinds_of.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
         legal = ", ".join(f"{METADATA}{name}" for name in sorted(keys)) or "a column: no metadata"
         raise SpecError("kinds", kinds, legal, "is in no item's metadata")
@@ -57,13 +54,3 @@ def queries_by_kind(
         for kind in sorted({kind for document in relevant for kind in kinds_of.get(document, ())}):
             groups.setdefault(kind, []).append(query_id)
     return dict(sorted(groups.items()))
-
-
-def _names(value: Any) -> Iterator[str]:
-    """A value as the names of kinds; a list is of several.
-
-    >>> list(_names(["table", 3])), list(_names(None)), list(_names(""))
-    (['table', '3'], ['(none)'], ['(none)'])
-    """
-    for one in value if isinstance(value, list) else [value]:
-        yield NONE if one is None or one == "" else str(one)

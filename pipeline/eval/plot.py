@@ -1,10 +1,12 @@
-"""The plot of an evaluation: quality against bytes, a panel a score, a line a method."""
+"""The plot of an evaluation: quality against bytes, a panel per score and size."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -110,53 +112,97 @@ def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
     )
 
 
+class Panel(NamedTuple):
+    """One plot of quality against size: the score, and the attribute of rows with the bytes."""
+
+    score: str
+    size: str
+
+    @property
+    def title(self) -> str:
+        """
+        >>> Panel("late", "all_bytes").title
+        'late score, everything stored'
+        """
+        return f"{self.score} score, {'vectors' if self.size == SIZES[0] else 'everything stored'}"
+
+
+#: The axis of quality is extended to BM25 if that makes it at most this many times longer.
+MOST_STRETCHED = 1.25
+#: The bytes of rows that are plotted: of their vectors, and of everything stored for them.
+SIZES = ("vector_bytes", "all_bytes")
+
+
 def quality_bytes_png(evaluation: Evaluation) -> bytes:
-    """All panels side by side, as a picture."""
+    """All panels as a PNG image: a column for each score, a row for each size."""
     return to_png(_figure(evaluation, panels(evaluation)))
 
 
-def quality_bytes_svg(evaluation: Evaluation, score: str) -> str:
+def quality_bytes_svg(evaluation: Evaluation, panel: Panel) -> str:
     """One panel as an `<svg>` element."""
-    return to_svg(_figure(evaluation, [score]), score)
+    return to_svg(_figure(evaluation, [panel]), "-".join(panel))
 
 
-def panels(evaluation: Evaluation) -> list[str]:
-    """The scores that have a panel: those of multi-vector rows, else that of single vectors."""
+def panels(evaluation: Evaluation) -> list[Panel]:
+    """The scores of multi-vector rows, else that of single vectors, against each size.
+
+    Where nothing is stored beside the vectors, the sizes are one.
+    """
     there = {result.score for result in evaluation.results}
-    return [score for score in ("late", "hybrid") if score in there] or [SINGLE]
+    scores = [score for score in ("late", "hybrid") if score in there] or [SINGLE]
+    differ = any(result.vector_bytes != result.all_bytes for result in evaluation.results)
+    return [Panel(score, size) for size in SIZES[: 1 + differ] for score in scores]
 
 
-def _figure(evaluation: Evaluation, scores: list[str]) -> Figure:
-    """Panels of quality against bytes of vectors per item.
+def _figure(evaluation: Evaluation, drawn: Sequence[Panel]) -> Figure:
+    """Panels of quality against bytes per item.
 
     Full tokens, the single vector and BM25 have a line across: what a budget can win or lose lies
     between them. Rows of a scan over layers have a figure of their own. The Pareto front is that of
     all rows, whatever panel their points stand in.
     """
-    figure = Figure(figsize=(0.8 + 4.4 * len(scores), 4.8), layout="constrained")
-    axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
-    for panel, score in zip(axes, scores, strict=True):
-        _draw(panel, evaluation, score)
-    axes[0].set_ylabel(evaluation.headline)
-    axes[0].set_ylim(*_quality_range(evaluation))  # the same where panels are drawn alone
+    rows = len({panel.size for panel in drawn})
+    columns = len(drawn) // rows
+    figure = Figure(figsize=(0.8 + 4.4 * columns, 0.8 + 4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex="row", sharey=True, squeeze=False).ravel()
+    low, high = _quality_range(evaluation)
+    for axis, panel in zip(axes, drawn, strict=True):
+        axis.set_ylim(low, high)  # the same where panels are drawn alone
+        _draw(axis, evaluation, panel)
+    for axis in axes[::columns]:
+        axis.set_ylabel(evaluation.headline)
     legend_below(figure, axes)
     return figure
 
 
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
+    """The ends of the quality axis: those of the vectors' rows, and BM25 where it lies nearby.
+
+    A BM25 far below or above would press all other rows together: see `_draw_bm25`.
+    """
+    vectors = [result for result in evaluation.results if result.method != BM25]
+    low, high = _ends(evaluation, vectors or evaluation.results)
+    all_low, all_high = _ends(evaluation, evaluation.results)
+    if all_high - all_low <= MOST_STRETCHED * (high - low):
+        low, high = all_low, all_high
+    margin = max(0.08 * (high - low), 0.002)
+    return low - margin, high + 2 * margin  # room for the budgets
+
+
+def _ends(evaluation: Evaluation, results: Sequence[Result]) -> tuple[float, float]:
     ends = [
         evaluation.quality(result) + sign * (result.spread(evaluation.headline) or 0.0)
-        for result in evaluation.results
+        for result in results
         for sign in (-1, 1)
     ]
-    margin = max(0.08 * (max(ends) - min(ends)), 0.002)
-    return min(ends) - margin, max(ends) + 2 * margin  # room for the budgets
+    return min(ends), max(ends)
 
 
-def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
+def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
     measure, scanned = evaluation.headline, in_scans(evaluation)
+    size_of = operator.attrgetter(panel.size)
     num_codecs = len(codecs_of(evaluation))
-    results = [r for r in evaluation.results if r.score in (score, SINGLE, BM25)]
+    results = [r for r in evaluation.results if r.score in (panel.score, SINGLE, BM25)]
     sizes: dict[Budget, float] = {}  # of each budget, of the method that takes most
     for method, style in styles(evaluation).items():
         rows = sorted(
@@ -165,22 +211,22 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
                 for r in results
                 if r.is_compressed and line_name(evaluation, r) == method and r.name not in scanned
             ),
-            key=lambda result: result.vector_bytes,
+            key=size_of,
         )
         # A number for every item and a share of its tokens are two ways to spend bytes.
         for is_share in (False, True):
             line = [row for row in rows if (row.budget.ratio is not None) == is_share]
             if line:
-                _draw_line(panel, line, measure, method, style)
+                _draw_line(axis, line, size_of, measure, method, style)
         for row in rows:
-            sizes[row.budget] = max(row.vector_bytes, sizes.get(row.budget, 0.0))
+            sizes[row.budget] = max(size_of(row), sizes.get(row.budget, 0.0))
             if num_codecs > 1:  # a budget has as many sizes: each point says which it is
-                _label_point(panel, row, row.means[measure], style["color"])
+                _label_point(axis, row, size_of(row), row.means[measure], style["color"])
     if num_codecs <= 1:
-        _label_budgets(panel, sizes)
-    front = pareto_front(evaluation.results, measure)
-    panel.plot(
-        [result.vector_bytes for result in front],
+        _label_budgets(axis, sizes)
+    front = pareto_front(evaluation.results, measure, panel.size)
+    axis.plot(
+        [size_of(result) for result in front],
         [result.means[measure] for result in front],
         color=REFERENCE,
         alpha=0.35,
@@ -190,16 +236,13 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
         label="Pareto front of all rows",
     )
     for result in (r for r in results if r.method == BM25):
-        quality = result.means[measure]
-        panel.axhline(
-            quality, color=REFERENCE, linewidth=1, linestyle="dashdot", zorder=0, label="BM25"
-        )
+        _draw_bm25(axis, result.means[measure])
     for name, marker, dashes in ((FULL, "*", (6, 3)), (SINGLE, "o", (1, 2))):
         for result in (r for r in results if r.method == name):
             quality = result.means[measure]
-            panel.axhline(quality, color=REFERENCE, linewidth=1, dashes=dashes, zorder=0)
-            panel.plot(
-                [result.vector_bytes],
+            axis.axhline(quality, color=REFERENCE, linewidth=1, dashes=dashes, zorder=0)
+            axis.plot(
+                [size_of(result)],
                 [quality],
                 marker=marker,
                 markersize=12 if marker == "*" else 7,
@@ -207,21 +250,48 @@ def _draw(panel: Axes, evaluation: Evaluation, score: str) -> None:
                 linestyle="none",
                 label=f"{name} ({result.representation})" if name == SINGLE else "full tokens",
             )
-    panel.set_title(f"{score} score", fontsize=11, color=REFERENCE)
-    panel.set_xlabel("bytes of vectors per item")
-    panel.set_xscale("log")
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _bytes(size)))
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    plain(panel)
+    axis.set_title(panel.title, fontsize=11, color=REFERENCE)
+    what = "of vectors" if panel.size == SIZES[0] else "of everything stored"
+    axis.set_xlabel(f"bytes {what} per item")
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _bytes(size)))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    plain(axis)
+
+
+def _draw_bm25(axis: Axes, quality: float) -> None:
+    """A line across; BM25 outside of the axis is an arrow at its border, with its value."""
+    low, high = axis.get_ylim()
+    if low <= quality <= high:
+        axis.axhline(
+            quality, color=REFERENCE, linewidth=1, linestyle="dashdot", zorder=0, label="BM25"
+        )
+        return
+    is_below = quality < low
+    axis.annotate(
+        f"BM25: {quality:.3f}",
+        xy=(0.03, 0.0 if is_below else 1.0),
+        xytext=(0.03, 0.09 if is_below else 0.88),
+        xycoords="axes fraction",
+        ha="left",
+        fontsize=8,
+        color=REFERENCE,
+        arrowprops={"arrowstyle": "->", "color": REFERENCE},
+    )
 
 
 def _draw_line(
-    panel: Axes, line: Sequence[Result], measure: str, method: str, style: dict[str, str]
+    panel: Axes,
+    line: Sequence[Result],
+    size_of: Callable[[Result], float],
+    measure: str,
+    method: str,
+    style: dict[str, str],
 ) -> None:
     """A method's rows from the smallest on, with the spread of those that stand for seeds."""
     spreads = [row.spread(measure) or 0.0 for row in line]
     panel.errorbar(
-        [row.vector_bytes for row in line],
+        [size_of(row) for row in line],
         [row.means[measure] for row in line],
         spreads if any(spreads) else None,
         **style,
@@ -233,11 +303,11 @@ def _draw_line(
     )
 
 
-def _label_point(panel: Axes, row: Result, quality: float, color: str) -> None:
+def _label_point(panel: Axes, row: Result, size: float, quality: float, color: str) -> None:
     """Writes a row's budget above its point."""
     panel.annotate(
         str(row.budget),
-        (row.vector_bytes, quality),
+        (size, quality),
         xytext=(0, 6),
         textcoords="offset points",
         ha="center",

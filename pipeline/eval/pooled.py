@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.config import SpecError, digest
 from pipeline.eval.diagnostics import mean_diagnosis, score_retention
 from pipeline.eval.report import budget, decimal, p_value
-from pipeline.eval.results import OSR, Evaluation, Result, in_order, read_results
+from pipeline.eval.results import COSTS, OSR, Evaluation, Result, in_order, read_results
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.eval.views import late_rows
 
@@ -44,6 +44,7 @@ def pool(outputs: Sequence[str]) -> Evaluation:
         num_items=sum(evaluation.num_items for evaluation in evaluations),
         results=in_order([_pooled([its[name] for its in rows], measures) for name in names]),
         kinds={},
+        categories={},
     )
 
 
@@ -54,8 +55,6 @@ def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
     if all(diagnoses):
         pairs = {f"{i} {q}": own for i, d in enumerate(diagnoses) for q, own in d.pairs.items()}
         diagnosis = replace(mean_diagnosis(diagnoses), pairs=pairs)
-    costs = ("vectors_per_item", "vector_bytes", "all_bytes")
-    costs += ("queries_per_second", "median_ms", "p95_ms")
     return replace(
         rows[0],
         values={
@@ -63,7 +62,7 @@ def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
             for i, row in enumerate(rows)
             for query_id, values in row.values.items()
         },
-        **{name: float(np.mean([getattr(row, name) for row in rows])) for name in costs},
+        **{name: float(np.mean([getattr(row, name) for row in rows])) for name in COSTS},
         diagnosis=diagnosis,
         grounding={
             name: float(np.mean([row.grounding[name] for row in rows]))

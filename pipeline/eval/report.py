@@ -8,15 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.eval.grounding import Grounding
-from pipeline.eval.results import BM25, FULL, KEPT, OSR, Evaluation, Result, Standing
-from pipeline.eval.views import correlations
+from pipeline.eval.results import BM25, COSTS, FULL, KEPT, OSR, Evaluation, Result, Standing
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """The rows as cells, the header first; `pareto` is * where no row has more for fewer bytes."""
+    """Returns the rows as cells, the header first.
+
+    `pareto` is * where no row has more for fewer bytes of vectors, `pareto all` for fewer bytes of
+    everything stored.
+    """
     header = ["representation", "method", "K", "score", *evaluation.measures]
     header += ["retention", "p", "against", "p BM25", "p random"]
-    header += [OSR, "used", "Gini", "pareto"]
+    header += [OSR, "used", "Gini", "pareto", "pareto all"]
     header += ["vectors/item", "B/item", "B/item all", "queries/s", "ms", "ms p95"]
     rows = [
         [
@@ -32,6 +35,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             p_value(standing.p_random),
             *first_diagnostics(result),
             "*" if standing.pareto else "",
+            "*" if standing.pareto_all else "",
             *sizes(result),
             f"{result.queries_per_second:,.1f}",
             f"{result.median_ms:.2f}",
@@ -137,6 +141,15 @@ def sizes(result: Result) -> list[str]:
     return [f"{result.vectors_per_item:.1f}", *sizes]
 
 
+def size_parts(result: Result) -> list[str]:
+    """Returns bytes per item of vectors, assignments, positions and their sum; none for BM25."""
+    if result.method == BM25:
+        return ["-"] * 5
+    parts = [result.vector_bytes, result.assignment_bytes, result.position_bytes, result.all_bytes]
+    more = share(result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None)
+    return [*(f"{number:,.0f}" for number in parts), more]
+
+
 def share(value: float | None) -> str:
     """A share in percent.
 
@@ -167,11 +180,64 @@ def p_equals(p: float) -> str:
 
 
 def against_bm25(standing: Standing) -> str:
-    """What is to be said of a row that does not reach BM25; empty for one that does."""
+    """Says how a row that is below BM25 compares with it; empty for one that is not below."""
     if not standing.below_bm25:
         return ""
     verdict = "loses to BM25" if standing.loses_to_bm25 else "below BM25, not significantly"
     return f"{verdict} ({p_equals(standing.p_bm25)})"
+
+
+def explained(measure: str) -> str:
+    """Explains a measure by its name; empty for one that is not explained here.
+
+    >>> explained("RR@10"), explained("P@5"), explained("Bpref")
+    ('1 / rank of the first relevant document of the first 10 results; 0 without one', \
+'share of the first 5 results that are relevant', '')
+    """
+    name, _, cutoff = measure.partition("@")
+    name, _, settings = name.partition("(")
+    results = f"the first {cutoff} results" if cutoff else "the results"
+    gain = "of a grade g it is 2^g - 1" if "exp-log2" in settings else "a grade is its gain"
+    sentences = {
+        "nDCG": f"gain of the relevant documents among {results}, discounted by log2(rank + 1), as"
+        f" a share of the best possible; {gain}",
+        "R": f"share of the relevant documents that are among {results}",
+        "RR": f"1 / rank of the first relevant document of {results}; 0 without one",
+        "AP": f"mean precision at the ranks of the relevant documents of {results}",
+        "P": f"share of {results} that are relevant",
+        "Success": f"1 if a relevant document is among {results}, else 0",
+    }
+    return sentences.get(name, "")
+
+
+def fitting(result: Result) -> str:
+    """Says what a row's compressor or codec was fitted on; empty if nothing was."""
+    fitted = result.fitted
+    if not fitted:
+        return ""
+    if fitted["num_items"] is None:
+        return "items of the index; which ones was not recorded"
+    number, evaluated = fitted["num_items"], fitted["evaluated"]
+    items = f"{number:,} item{'s' * (number != 1)}"
+    those = "all" if evaluated == number else f"{evaluated:,}" if evaluated else "none"
+    origin = fitted["origin"]
+    if not origin:
+        return f"{items} of the index, {those} of them evaluated"
+    source = origin.get("source", origin)
+    place = source.get("path") or source.get("index") or "the index"
+    where = f" where {source['where']}" if source.get("where") else ""
+    return f"{items} of a separate sample ({place}{where}), {those} of them evaluated"
+
+
+def fittings(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Returns the representations that were fitted, by what they were fitted on."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        names = found.setdefault(fitting(result), [])
+        if result.representation not in names:
+            names.append(result.representation)
+    found.pop("", None)
+    return found
 
 
 def summary(evaluation: Evaluation) -> Iterator[str]:
@@ -184,36 +250,42 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     frugal = evaluation.frugal(results)
     if frugal is not None:
         kept = share(evaluation.quality(frugal) / (evaluation.quality(full) or 1))
+        parts = [
+            f"{getattr(frugal, size):,.0f} of {getattr(full, size):,.0f} bytes per item"
+            f" ({share(getattr(frugal, size) / max(1.0, getattr(full, size)))}) {of}"
+            for size, of in (("vector_bytes", "of vectors"), ("all_bytes", "of everything stored"))
+        ]
         yield (
             f"Cheapest with at least {100 * KEPT:.0f} % of the quality of the full tokens "
             f"({full.name}, {evaluation.quality(full):.4f}): {frugal.name}, "
-            f"{evaluation.quality(frugal):.4f} ({kept}) with {frugal.vector_bytes:,.0f} of "
-            f"{full.vector_bytes:,.0f} bytes per item ({share(_part(frugal, full))})."
+            f"{evaluation.quality(frugal):.4f} ({kept}) with {' and '.join(parts)}."
         )
+    yield from _bm25_sentence(evaluation)
+    for on, names in fittings([r for r in results if r.fitted.get("evaluated", 0) != 0]).items():
+        yield f"Fitted on {on}: {', '.join(names)}."
 
-    for found in correlations(evaluation):
-        if found.r is not None:
-            yield (
-                f"{found.of} and {measure} over {len(found.rows)} compressed rows: Pearson's "
-                f"r = {found.r:.3f}, {p_equals(found.p)}."
-            )
 
-    bm25 = next((result for result in results if result.method == BM25), None)
+def _bm25_sentence(evaluation: Evaluation) -> Iterator[str]:
+    """How many rows are significantly better or worse than BM25, with the names of the worse."""
+    bm25 = next((result for result in evaluation.results if result.method == BM25), None)
     if bm25 is None:
         return
-    losers = [
-        f"{result.name} ({p_equals(standing.p_bm25)})"
-        for result, standing in zip(results, evaluation.standings, strict=True)
-        if standing.loses_to_bm25
-    ]
-    verdict = "No row loses to it significantly."
-    if losers:
-        verdict = f"These lose to it significantly: {', '.join(losers)}."
-    yield f"BM25 reaches {evaluation.quality(bm25):.4f}. {verdict}"
-
-
-def _part(result: Result, whole: Result) -> float:
-    return result.vector_bytes / max(1.0, whole.vector_bytes)
+    better, worse, open_ = [], [], []
+    for result, standing in zip(evaluation.results, evaluation.standings, strict=True):
+        if result is bm25:
+            continue
+        if not standing.differs_from_bm25:
+            open_.append(result)
+        elif standing.below_bm25:
+            worse.append(f"{result.name} ({p_equals(standing.p_bm25)})")
+        else:
+            better.append(result)
+    parts = [f"{len(better)} significantly better"] * bool(better)
+    parts += [f"{len(open_)} not significantly different"] * bool(open_)
+    parts += [f"{len(worse)} significantly worse: {', '.join(worse)}"] * bool(worse)
+    number = len(evaluation.results) - 1
+    others = f" The other {number} row{'s' * (number > 1)} against it: {', '.join(parts)}."
+    yield f"BM25 reaches {evaluation.quality(bm25):.4f}." + (others if parts else "")
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
@@ -247,26 +319,27 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 def metrics_csv(evaluation: Evaluation) -> str:
     """The rows as CSV, numbers unrounded."""
     plain = ("representation", "method", "num_vectors")
-    stands = ("retention", "reference", "p_reference", "p_bm25", "p_random", "pareto")
-    costs = ("vectors_per_item", "vector_bytes", "all_bytes")
-    costs += ("queries_per_second", "median_ms", "p95_ms")
+    stands = ("retention", "reference", "p_reference", "p_bm25", "p_random")
+    stands += ("pareto", "pareto_all")
     rows = [
         [
             *(getattr(result, name) for name in plain),
             result.label,
             *result.means.values(),
             *(getattr(standing, name) for name in stands),
-            *(getattr(result, name) for name in costs),
+            *(getattr(result, name) for name in COSTS),
             result.budget.ratio,
             *diagnostics(result).values(),
+            *(result.fitted.get(name) for name in ("num_items", "evaluated")),
             len(result.seeds) or None,
             *(result.spread(name) for name in (*evaluation.measures, OSR)),
         ]
         for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
     ]
     spreads = [f"{name} sd" for name in (*evaluation.measures, OSR)]
-    more = ["ratio", *diagnostics(evaluation.results[0]), "num_seeds", *spreads]
-    return as_csv([[*plain, "score", *evaluation.measures, *stands, *costs, *more], *rows])
+    more = ["ratio", *diagnostics(evaluation.results[0]), "fitted_on", "fitted_on_evaluated"]
+    more += ["num_seeds", *spreads]
+    return as_csv([[*plain, "score", *evaluation.measures, *stands, *COSTS, *more], *rows])
 
 
 def per_query_csv(evaluation: Evaluation) -> str:
@@ -296,6 +369,22 @@ def kinds_csv(evaluation: Evaluation) -> str:
         for kind, query_ids in evaluation.kinds.items()
     ]
     return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
+
+
+def of_category(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
+    """Returns the mean of the headline measure of a row over some queries."""
+    return sum(result.values[q][evaluation.headline] for q in query_ids) / len(query_ids)
+
+
+def categories_csv(evaluation: Evaluation) -> str:
+    """Every row by category of the queries as CSV, numbers unrounded."""
+    rows = [
+        [result.name, field, name, len(ids), of_category(evaluation, result, ids)]
+        for field, groups in evaluation.categories.items()
+        for result in evaluation.results
+        for name, ids in groups.items()
+    ]
+    return as_csv([["row", "field", "category", "num_queries", evaluation.headline], *rows])
 
 
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:

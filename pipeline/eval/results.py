@@ -30,6 +30,9 @@ KEPT = 0.95
 OSR = "OSR"
 #: How vectors are stored where nothing else is said; names leave it out.
 DEFAULT_CODEC = {"name": "float16"}
+#: Attributes of a row that are costs.
+SIZES = ("vectors_per_item", "vector_bytes", "assignment_bytes", "position_bytes", "all_bytes")
+COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms")
 #: Settings of a compressor that its method's name leaves out: axes of tables and plots, each.
 AXES = ("num_vectors", "ratio", "seed")
 
@@ -63,7 +66,9 @@ class Result:
         values: each measure for each query.
         vectors_per_item: stored vectors, mean over the items; 0 for BM25, as all bytes are.
         vector_bytes: bytes of the vectors that the score reads, mean over the items.
-        all_bytes: the same with support and token positions.
+        all_bytes: the same with assignments and token positions.
+        assignment_bytes: of `all_bytes`, those of which input token each vector stands for.
+        position_bytes: of `all_bytes`, those of where each input token stands.
         queries_per_second: scoring and ranking of encoded queries with the vectors in memory; of
             the texts for BM25.
         median_ms: milliseconds that such a query takes when it comes alone, in the median.
@@ -76,6 +81,9 @@ class Result:
         first_stage: of a reranker, the row that gives it its pool; it is held against that.
         rerank: of a reranker, its model, pool, precision, and whether the first stage's score is
             added.
+        fitted: what the compressor or codec was fitted on: `num_items`, how many of these are
+            `evaluated`, and the `origin` of a separate sample; the numbers are None where an older
+            version did not record them. Empty if nothing was fitted.
         seeds: of a row that is the mean over seeds, by representation, the means of the measures
             and the score retention; empty for methods without a seed.
     """
@@ -100,6 +108,9 @@ class Result:
     weights: list[float] | None = None
     first_stage: str = ""
     rerank: dict[str, Any] = field(default_factory=dict)
+    assignment_bytes: float = 0.0
+    position_bytes: float = 0.0
+    fitted: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -215,8 +226,6 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
         }
         for query_id, of_query in first.values.items()
     }
-    costs = ("vectors_per_item", "vector_bytes", "all_bytes")
-    costs += ("queries_per_second", "median_ms", "p95_ms")
     diagnoses = [result.diagnosis for result in group if result.diagnosis]
     seeds = {
         result.representation: {
@@ -229,7 +238,7 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
     return replace(
         first,
         values=values,
-        **{name: float(np.mean([getattr(result, name) for result in group])) for name in costs},
+        **{name: float(np.mean([getattr(result, name) for result in group])) for name in COSTS},
         diagnosis=mean_diagnosis(diagnoses) if diagnoses else None,
         grounding={
             name: float(np.mean([numbers[name] for numbers in grounded]))
@@ -253,8 +262,9 @@ class Standing:
         p_random: of the difference to the mean over the seeds of random at the same budget, by the
             same codec and under the same score, corrected; None where there is none.
         below_bm25: whether its mean is lower than BM25's.
-        pareto: whether no row has better quality for at most its bytes; BM25, whose postings are
-            not counted, takes no part.
+        pareto: whether no row has better quality for at most its bytes of vectors; BM25, whose
+            postings are not counted, takes no part.
+        pareto_all: the same by all stored bytes.
     """
 
     reference: str
@@ -264,11 +274,17 @@ class Standing:
     p_random: float | None
     below_bm25: bool
     pareto: bool
+    pareto_all: bool
+
+    @property
+    def differs_from_bm25(self) -> bool:
+        """Whether the difference to BM25 is significant."""
+        return self.p_bm25 is not None and self.p_bm25 < ALPHA
 
     @property
     def loses_to_bm25(self) -> bool:
-        """Whether it is worse than BM25, and not by chance."""
-        return self.below_bm25 and self.p_bm25 < ALPHA
+        """Whether it is significantly worse than BM25."""
+        return self.below_bm25 and self.differs_from_bm25
 
 
 @dataclass(frozen=True)
@@ -285,6 +301,7 @@ class Evaluation:
         versions: of this software, what it stands on, and the platform.
         results: the rows, in the order of the table.
         kinds: the queries by kind of their relevant documents, if the spec asks for kinds.
+        categories: by field of the benchmark's queries, the queries of each category.
     """
 
     spec: dict[str, Any]
@@ -296,6 +313,7 @@ class Evaluation:
     versions: dict[str, str]
     results: list[Result]
     kinds: dict[str, list[str]] = field(default_factory=dict)
+    categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def benchmark(self) -> str:
@@ -408,6 +426,7 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
         _p_values(results, others, measure) for others in (references, bm25s, randoms)
     )
     front = pareto_front(results, measure)
+    front_all = pareto_front(results, measure, "all_bytes")
     rows = []
     for i, (result, reference, bm25) in enumerate(zip(results, references, bm25s, strict=True)):
         quality = result.means[measure]
@@ -421,16 +440,23 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
                 p_random=of_random.get(i),
                 below_bm25=bm25 is not None and quality < bm25.means[measure],
                 pareto=any(result is other for other in front),
+                pareto_all=any(result is other for other in front_all),
             )
         )
     return rows
 
 
-def pareto_front(results: Sequence[Result], measure: str) -> list[Result]:
-    """The rows that none beats in quality for at most their bytes, the cheapest first."""
+def pareto_front(
+    results: Sequence[Result], measure: str, size: str = "vector_bytes"
+) -> list[Result]:
+    """Returns the rows that none beats in quality for at most their bytes, the cheapest first.
+
+    Args:
+        size: the bytes that count, `vector_bytes` or `all_bytes`.
+    """
     front: list[Result] = []
     vectors = (result for result in results if result.method != BM25)
-    for result in sorted(vectors, key=lambda r: (r.vector_bytes, -r.means[measure])):
+    for result in sorted(vectors, key=lambda r: (getattr(r, size), -r.means[measure])):
         if not front or result.means[measure] > front[-1].means[measure]:
             front.append(result)
     return front

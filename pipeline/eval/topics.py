@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -52,6 +53,62 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     if not queries:
         raise SpecError(field, path, "a file with at least one query", "is empty")
     return queries
+
+
+#: A field of queries is one of categories if it has so many values at most.
+MAX_CATEGORIES = 20
+#: The value of a query without one.
+NONE = "(none)"
+
+
+def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """Returns the queries of each category, by the fields of JSON lines that hold categories.
+
+    These are the fields beside `_id`, `text` and `title`, and those of an object `metadata`, whose
+    values are words or lists of words: at least 2 and at most `MAX_CATEGORIES` of them, and on
+    average of two queries or more. A query with several values of a field is in each of their
+    categories.
+
+    Args:
+        path: a file that `read_queries` reads.
+        query_ids: the queries that count.
+    """
+    wanted = set(query_ids)
+    fields: dict[str, dict[str, list[str]]] = {}
+    for _, line in lines_of(path, "queries"):
+        row = json.loads(line) if line.lstrip().startswith("{") else {}
+        query_id = str(row.get("_id")).strip()
+        metadata = row.get("metadata")
+        row |= metadata if isinstance(metadata, dict) else {}
+        if query_id in wanted:
+            for field in row.keys() - {"_id", "text", "title", "metadata"}:
+                fields.setdefault(field, {})[query_id] = list(categories(row[field]))
+    found = {}
+    for field, values in sorted(fields.items()):
+        groups: dict[str, list[str]] = {}
+        for query_id in wanted & values.keys():
+            for category in values[query_id]:
+                groups.setdefault(category, []).append(query_id)
+        if without := wanted - {query_id for group in groups.values() for query_id in group}:
+            groups.setdefault(NONE, []).extend(without)
+        is_few = 2 <= len(groups) <= min(MAX_CATEGORIES, len(wanted) // 2)
+        if is_few and all(len(category) <= MAX_NAME for category in groups):
+            found[field] = {category: sorted(groups[category]) for category in sorted(groups)}
+    return found
+
+
+#: Characters of a category's name at most: longer values are texts.
+MAX_NAME = 60
+
+
+def categories(value: Any) -> Iterator[str]:
+    """Yields a value as the names of categories; a list is of several.
+
+    >>> list(categories(["table", 3])), list(categories(None)), list(categories(""))
+    (['table', '3'], ['(none)'], ['(none)'])
+    """
+    for one in value if isinstance(value, list) else [value]:
+        yield NONE if one is None or one == "" else str(one)
 
 
 def _query(line: str) -> tuple[str | None, str | None]:

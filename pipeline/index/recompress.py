@@ -38,7 +38,7 @@ from pipeline.index.columns import (
     tap_column,
     taps_of,
 )
-from pipeline.index.filters import filtering
+from pipeline.index.filters import matching_ids
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import as_used
@@ -210,15 +210,15 @@ def check_sample(
     if spec.fit_index is not None:
         with _naming("fit_index", spec.fit_index):
             index = Index(spec.fit_index)
-            there, other = stored_facts(index, spec.source)
-            if (there.fingerprint, other) != (facts.fingerprint, aspect):
+            others, other = stored_facts(index, spec.source)
+            if (others.fingerprint, other) != (facts.fingerprint, aspect):
                 legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
                 raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
-            check_taps(index, there.about(aspect), wanted)
+            check_taps(index, others.about(aspect), wanted)
     if spec.fit_where is not None:
-        with _naming("fit_where", spec.fit_where), filtering(index, spec.fit_where):
-            number = index.dataset.count_rows(filter=spec.fit_where)
-        if not number:
+        with _naming("fit_where", spec.fit_where):
+            there = matching_ids(index, spec.fit_where)
+        if not len(there):
             legal = "a filter that lets items through"
             raise SpecError("fit_where", spec.fit_where, legal, "lets none through")
 
@@ -448,10 +448,8 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
     if spec.fit_where is not None:
-        every, own = (
-            dataset.to_table(columns=["item_id"], filter=where)["item_id"]
-            for where in (None, spec.fit_where)
-        )
-        rows = np.flatnonzero(pa.compute.is_in(every, own.combine_chunks()).to_numpy())
+        every = dataset.to_table(columns=["item_id"])["item_id"]
+        there = matching_ids(index, spec.fit_where).combine_chunks()
+        rows = np.flatnonzero(pa.compute.is_in(every, there).to_numpy())
     chosen = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
     return dataset.take(np.sort(chosen).tolist(), columns=columns)

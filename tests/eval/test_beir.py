@@ -1,5 +1,6 @@
 """Benchmarks in BEIR's form: the shipped one, and everything a folder can have wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from pipeline.config import SpecError
 from pipeline.registry import BENCHMARKS
 
 CRANFIELD = Path(__file__).parents[2] / "jobs/data/cranfield"
+PAGES = CRANFIELD.parent / "pages"
 
 
 def load(path, **fields):
@@ -77,3 +79,30 @@ def test_broken_files(folder, file, text, problem):
     (folder / file).write_text(text)
     with pytest.raises(SpecError, match=problem):
         load(folder)
+
+
+def test_categories_of_queries(tmp_path):
+    """A field with few values is one of categories; a field of texts or of ids is not."""
+    (tmp_path / "qrels").mkdir()
+    rows = [
+        {"kind": "plain", "metadata": {"types": ["table", "chart"], "page": 3}, "note": "a" * 70},
+        {"kind": "plain", "metadata": {"types": ["chart"], "page": 4}, "note": "short"},
+        {"kind": "paraphrase", "metadata": {"types": []}},
+        {"kind": None, "metadata": None},
+        {"kind": "unjudged"},
+    ]
+    lines = [json.dumps({"_id": n, "text": "words", **row}) for n, row in enumerate(rows)]
+    (tmp_path / "queries.jsonl").write_text("\n".join(lines))
+    qrels = "".join(f"{n}\td\t1\n" for n in range(4))
+    (tmp_path / "qrels" / "test.tsv").write_text(qrels)
+    assert load(tmp_path).categories == {}  # three kinds of four queries are too many
+    rows[3]["kind"] = "plain"
+    lines = [json.dumps({"_id": n, "text": "words", **row}) for n, row in enumerate(rows)]
+    (tmp_path / "queries.jsonl").write_text("\n".join(lines))
+    kinds = {"paraphrase": ["2"], "plain": ["0", "1", "3"]}
+    assert load(tmp_path).categories == {"kind": kinds}
+
+
+def test_the_pages_have_two_kinds_of_questions():
+    kinds = load(PAGES).categories["kind"]
+    assert {name: len(ids) for name, ids in kinds.items()} == {"paraphrase": 28, "plain": 26}

@@ -1,6 +1,7 @@
 """The HTML report: complete in itself, and safe whatever stands in titles and queries."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -38,7 +39,9 @@ def test_a_page_needs_nothing_else(evaluation, examples):
 
 def test_everything_is_escaped(evaluation, examples):
     page = html.report([html.Section(evaluation, examples)])
-    assert "<b>bold" not in page and "<i>" not in page.replace("<i>p</i>", "")
+    assert "<b>bold" not in page and "<i>" not in re.sub(
+        "<i>(Late|single|hybrid|K|full|p, random|vectors|everything)</i>", "", page
+    )
     assert page.count("&lt;b&gt;bold&lt;/b&gt; &amp;") >= 4  # query, title, id, caption
     assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
     nasty = evaluation_of(evaluation.results, notes=[NASTY], versions={"os": NASTY})
@@ -50,10 +53,13 @@ def test_what_a_page_says(evaluation, examples):
     assert page.index("Where compression lost most") < page.index("Where every row fails")
     for word in ("grade 2", "grade 0", "not judged", "rank 3", "not found", "1,400 items"):
         assert (word in page) == (word != "not judged"), word
-    assert page.count("★") == 1 + 4  # the note, and the front
+    assert page.count('title="on the Pareto front"') == 4 + 4  # by vectors, and by everything
     assert "below BM25, not significantly" in page
     assert "path: data/some" in page  # the spec
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4  # two scores, two sizes
+    # What is in a table is explained before it.
+    for term, table in (("retention", "Methods and budgets"), ("nDCG@10", "In short")):
+        assert page.index(f"<dt>{term}</dt>") < page.index(f"<h3>{table}</h3>")
 
 
 def test_rows_that_lose_to_bm25_are_marked():
@@ -66,3 +72,15 @@ def test_rows_that_lose_to_bm25_are_marked():
 def test_several_benchmarks_stand_side_by_side(evaluation, examples):
     page = html.report([html.Section(evaluation, examples), html.Section(evaluation, [])])
     assert 'href="#benchmark-2"' in page and 'id="benchmark-2"' in page
+
+
+def test_categories_of_queries_have_a_table(evaluation):
+    categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
+    page = html.report([html.Section(replace(evaluation, categories=categories), [])])
+    table = page[page.index("By category of query: kind") :]
+    table = table[: table.index("</table>")]
+    assert "plain<small>1 query</small>" in table
+    rows = re.findall(r'<td class="name">(\S+)</td>((?:\s*<td>[\d.]+</td>)+)', table)
+    assert len(rows) == len(evaluation.results)
+    assert re.findall(r"[\d.]+", rows[3][1]) == ["0.4100", "0.4000", "0.4200"]
+    assert "By category" not in html.report([html.Section(evaluation, [])])

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from pipeline.eval import html
 from pipeline.eval.figures import drawings
-from pipeline.eval.plot import STYLES, quality_bytes_svg, styles
+from pipeline.eval.plot import STYLES, Panel, quality_bytes_svg, styles
 from pipeline.eval.results import Budget, merge_seeds, method_name
 from pipeline.eval.views import (
     common_budget,
@@ -141,7 +141,7 @@ def test_a_colour_is_a_codec_and_a_marker_a_method():
     assert colors["hpool int8"] == colors["samer int8"] == colors["full int8"] != colors["hpool"]
     assert colors["samer residual bits=2"] not in (colors["samer"], colors["samer int8"])
     assert markers["hpool int8"] == markers["hpool"] != markers["samer int8"] == markers["samer"]
-    panel = quality_bytes_svg(evaluation, "late")
+    panel = quality_bytes_svg(evaluation, Panel("late", "vector_bytes"))
     assert panel.count(">K=8<") == 6 and panel.count(">100 %<") == 2  # at each point
 
 
@@ -184,7 +184,7 @@ def test_every_figure_is_drawn(rows):
     (layers,) = drawn["osr_by_layer"].svgs()
     for text in (">sap<", ">eos<", ">random (3 seeds)<", ">layer<"):
         assert text in layers
-    assert ">sap layers" not in quality_bytes_svg(evaluation, "late")
+    assert ">sap layers" not in quality_bytes_svg(evaluation, Panel("late", "vector_bytes"))
 
     page = html.report([html.Section(evaluation, [])])
     assert "Score retention by layer" in page and "mean of 3 seeds" in page

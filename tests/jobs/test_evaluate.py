@@ -20,8 +20,12 @@ from pipeline.eval.bm25 import Bm25
 from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import means, per_query, read_run
 from pipeline.eval.results import read_results
-from pipeline.index.reader import ITEMS
+from pipeline.index.artefacts import Sample, save_artefact
+from pipeline.index.columns import fitted_for
+from pipeline.index.listing import CONTENT, content_hashes
+from pipeline.index.reader import ITEMS, Index
 from pipeline.registry import ENCODERS
+from pipeline.schema import with_metadata
 from pipeline.search.searcher import Searcher, open_index
 
 QRELS = {"1": {"wing": 1, "flow": 0}, "b": {"bread": 2, "gone": 1}}
@@ -132,6 +136,36 @@ def add_copy(uri: str, source: str, name: str) -> None:
     table = dataset.to_table(columns=[source]).rename_columns([name])
     schema = pa.schema([field.with_name(name)])
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
+
+
+def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path):
+    """The sample of an artefact is held against the items that are evaluated."""
+    lance.dataset(f"{own_index}/{ITEMS}").update({"revision": "item_id"})  # as if of the content
+    index = Index(own_index)
+    about = index.representation("hpool_4")
+    (batch,) = index.batches(
+        ["item_id", *CONTENT], where="item_id LIKE 'wing%' OR item_id = 'flow'"
+    )
+    lost = np.array([7], np.uint64)  # of an item that the index has no more
+    sample = Sample({}, np.sort(np.concatenate([content_hashes(batch), lost])))
+    artefact = save_artefact(own_index, {"k": np.zeros(1)}, fitted_for(about), sample)
+    dataset = lance.dataset(f"{own_index}/{ITEMS}")
+    field = with_metadata(dataset.schema.field("hpool_4"), {**about, "artefact": artefact})
+    table = dataset.to_table(columns=["hpool_4"]).rename_columns(["fitted"])
+    schema = pa.schema([field.with_name("fitted")])
+    dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
+    asked = [spec_file, f"index={own_index}", "representations=[fitted, full]", "scores=[late]"]
+    evaluate.main(asked)
+    said = "4 items of the index, 3 of them evaluated"
+    assert f"Fitted on {said}: fitted.\n" in capsys.readouterr().out
+    page = (tmp_path / "out/report.html").read_text()
+    assert f"<dt>fitted</dt><dd>{said}</dd>" in page
+    evaluate.main([*asked, "where=parent_id <> 'wing'"])
+    assert "Fitted on 4 items of the index, 1 of them evaluated" in capsys.readouterr().out
+    evaluate.main([*asked, "where=parent_id = 'bread'"])
+    assert "Fitted on" not in capsys.readouterr().out
+    page = (tmp_path / "out/report.html").read_text()
+    assert "4 items of the index, none of them evaluated" in page
 
 
 @pytest.mark.heavy

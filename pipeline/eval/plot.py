@@ -270,10 +270,10 @@ def _draw_bm25(axis: Axes, quality: float) -> None:
     is_below = quality < low
     axis.annotate(
         f"BM25: {quality:.3f}",
-        xy=(0.03, 0.0 if is_below else 1.0),
-        xytext=(0.03, 0.09 if is_below else 0.88),
+        xy=(0.12, 0.0 if is_below else 1.0),
+        xytext=(0.12, 0.09 if is_below else 0.88),
         xycoords="axes fraction",
-        ha="left",
+        ha="center",
         fontsize=8,
         color=REFERENCE,
         arrowprops={"arrowstyle": "->", "color": REFERENCE},

@@ -539,6 +539,8 @@ def place(place: Place) -> str:
     'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
     >>> place(Place((0, 4), None, (5.31, 7.0)))
     'heard 5.3-7.0 s'
+    >>> place(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
+    'heard 5.3-7.0 s, confidence 0.82'
     """
     parts = []
     if place.times:
@@ -546,6 +548,8 @@ def place(place: Place) -> str:
         parts.append(f"{'seen' if place.box else 'heard'} {start:.1f}-{end:.1f} s")
     if place.box:
         parts.append("box " + " ".join(f"{side:.2f}" for side in place.box))
+    if place.confidence is not None:
+        parts.append(f"confidence {place.confidence:.2f}")
     return ", ".join(parts)
 
 

@@ -48,6 +48,7 @@ ITEM = pa.schema(
 WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
 WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
 WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
+WORD_CONFIDENCES = pa.list_(pa.float32())  # probability that a recognised word is right, or NaN
 WORD_KINDS = pa.list_(pa.int8())  # codes of `tokens.KINDS`: to be seen, or to be heard
 
 #: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
@@ -204,11 +205,14 @@ class Place:
         span: its characters in the item's text.
         box: x0 y0 x1 y1 in [0, 1] of the page, picture or frame; None: it is heard, not seen.
         times: t0 t1 in seconds of the parent; None: it has no time.
+        confidence: The recogniser's probability that the words are right, their mean; None if they
+            were not recognised or the index does not hold it.
     """
 
     span: tuple[int, int]
     box: tuple[float, float, float, float] | None
     times: tuple[float, float] | None
+    confidence: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

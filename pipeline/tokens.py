@@ -25,6 +25,8 @@ class TokenBatch:
         extents: (B, N, 6) float32 x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN = none. Or None.
         spans: (B, N, 2) int32 character offsets into the item's text; -1 = none. Or None.
         kind: (B, N) int8, an index into `KINDS`. Or None.
+        confidence: (B, N) float32, the probability that the token's word was recognised right; NaN
+            of words that were not recognised. Or None.
         pooled: (B, P) float: the model's own single vector, unit length. Or None.
         normalised: whether the vectors under the mask have unit length.
         support: (B, M) int64, only on a compressor's output: for each of the M *input* positions
@@ -41,6 +43,7 @@ class TokenBatch:
     extents: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     kind: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
     support: torch.Tensor | None = None
     grid: torch.Tensor | None = None

@@ -209,6 +209,7 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         extents=take_any(batch.extents),
         spans=take_any(batch.spans),
         kind=take_any(batch.kind),
+        confidence=take_any(batch.confidence),
         objects=take_any(batch.objects),
         taps={name: take(tap) for name, tap in batch.taps.items()},
     )

@@ -65,6 +65,7 @@ class Encoder(ABC):
     normalised: bool  # whether the token vectors have unit length
     has_spans: bool  # whether tokens carry character offsets
     has_extents: bool  # whether tokens carry boxes or times
+    has_confidence: bool = False  # whether tokens carry the confidence of a recogniser
     fingerprint: str  # hash of the weights and of every setting that changes a query vector
     spec: Spec  # what it was built from
 

@@ -179,8 +179,7 @@ class ColBERT(SequenceEncoder):
         words = Words.of(items) if "word_spans" in items.column_names else None
         for rows, batch in super().encode(items, taps):
             if words is not None:
-                extents, kind = words.places_of(rows, batch.spans, batch.kind)
-                batch = dataclasses.replace(batch, extents=extents, kind=kind)
+                batch = words.place(rows, batch)
             yield rows, batch
 
     def forward(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -179,8 +179,7 @@ class MiniLM(Trainable):
         for rows in batches_by_size(np.array(sizes), self.spec.max_batch_tokens):
             batch = self._embed([items_windows[row] for row in rows], taps)
             if words is not None:
-                extents, kind = words.places_of(rows, batch.spans, batch.kind)
-                batch = replace(batch, extents=extents, kind=kind)
+                batch = words.place(rows, batch)
             yield rows, batch
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:

@@ -19,7 +19,7 @@ from pipeline.config import SpecError, within
 from pipeline.encoders import Attention, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.registry import OCR, SPEECH, OcrSpec, SpeechSpec
-from pipeline.schema import ITEM, WORD_BOXES, WORD_KINDS, WORD_SPANS, WORD_TIMES
+from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
 from pipeline.transcribe import Line
@@ -58,6 +58,7 @@ class Transcript(Encoder):
     nothing = "no text, no speech"
     has_spans = True
     has_extents = True
+    has_confidence = True
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -180,6 +181,7 @@ class _Recognition:
             "word_boxes": (WORD_BOXES, [t.boxes for t in transcripts]),
             "word_times": (WORD_TIMES, [t.times for t in transcripts]),
             "word_kinds": (WORD_KINDS, [t.kinds for t in transcripts]),
+            "word_confidences": (WORD_CONFIDENCES, [t.confidences for t in transcripts]),
         }
         items = items.drop_columns([name for name in PAYLOAD if name in items.column_names])
         for name, (type, values) in added.items():
@@ -200,7 +202,7 @@ class _Recognition:
 
 
 class _Transcript:
-    """The text of an item and its words: characters, boxes, times and kinds.
+    """The text of an item and its words: characters, boxes, times, kinds and confidences.
 
     Begins with what the item brings itself: its text, and where its words are if it tells that.
     """
@@ -214,6 +216,7 @@ class _Transcript:
         self.boxes = list(item.get("word_boxes") or nowhere) if self.spans else []
         self.times: list[Sequence[float]] = [[np.nan] * 2] * len(self.spans)
         self.kinds = [TEXT] * len(self.spans)
+        self.confidences = [np.nan] * len(self.spans)
 
     @property
     def text(self) -> str:
@@ -232,5 +235,6 @@ class _Transcript:
                 self.boxes.append(word.box)
                 self.times.append(word.times)
                 self.kinds.append(word.kind)
+                self.confidences.append(word.confidence)
                 gap = " "
             gap = "\n"

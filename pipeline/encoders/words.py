@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.tokens import TEXT, flat_from_arrow
+from pipeline.tokens import TEXT, TokenBatch, flat_from_arrow
 
 
 @dataclass(frozen=True)
@@ -20,54 +20,63 @@ class Words:
         spans: (W, 2) int32 characters in the item's text, ascending.
         extents: (W, 6) float32 x0 y0 x1 y1 t0 t1; NaN for what is not known.
         kinds: (W,) int8, what a token of text is that lies in the word.
+        confidences: (W,) float32; NaN for what is not known.
     """
 
     first: np.ndarray
     spans: np.ndarray
     extents: np.ndarray
     kinds: np.ndarray
+    confidences: np.ndarray
 
     @classmethod
     def of(cls, items: pa.Table) -> Words:
-        """The column `word_spans` of a table, and of `word_boxes`, `word_times` and `word_kinds`
-        those that it has."""
+        """Reads the column `word_spans` of a table, and of `word_boxes`, `word_times`, `word_kinds`
+        and `word_confidences` those that it has."""
         spans, lengths = flat_from_arrow(items["word_spans"])
         extents = np.full((len(spans), 6), np.nan, dtype=np.float32)
         kinds = np.full(len(spans), TEXT, dtype=np.int8)
-        names = ("word_boxes", "word_times", "word_kinds")
-        for name, target in zip(names, (extents[:, :4], extents[:, 4:], kinds), strict=True):
+        confidences = np.full(len(spans), np.nan, dtype=np.float32)
+        names = ("word_boxes", "word_times", "word_kinds", "word_confidences")
+        targets = (extents[:, :4], extents[:, 4:], kinds, confidences)
+        for name, target in zip(names, targets, strict=True):
             if name in items.column_names:
                 values, own_lengths = flat_from_arrow(items[name])
                 # A row may lack the column: the words of that row have no such place.
                 has = np.repeat(own_lengths > 0, lengths)
                 target[has] = values
-        return cls(np.concatenate([[0], np.cumsum(lengths)]), spans, extents, kinds)
+        return cls(np.concatenate([[0], np.cumsum(lengths)]), spans, extents, kinds, confidences)
 
-    def places_of(
-        self, rows: np.ndarray, spans_BN2: torch.Tensor, kind_BN: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The extents (B, N, 6) and kinds (B, N) of tokens by their characters.
+    def place(self, rows: np.ndarray, batch: TokenBatch) -> TokenBatch:
+        """Returns a batch of some items whose tokens have extents, kinds and confidences.
 
-        What lies in no word has no extent, NaN, and the kind that it had.
+        They are found by the tokens' spans. What lies in no word has no extent and no confidence,
+        NaN, and the kind that it had.
 
         >>> spans = np.array([[0, 2], [3, 5]])
         >>> extents = np.array([[0, 0, 0.5, 1, 7, 8], [0.5, 0, 1, 1, 8, 9]], np.float32)
-        >>> words = Words(np.array([0, 2]), spans, extents, np.array([1, 1]))
+        >>> words = Words(np.array([0, 2]), spans, extents, np.array([1, 1]), np.array([0.5, 1.0]))
         >>> tokens, kinds = torch.tensor([[[3, 4], [-1, -1]]]), torch.tensor([[2, 4]])
-        >>> extents, kinds = words.places_of(np.array([0]), tokens, kinds)
-        >>> extents[0, :, 3:].tolist(), kinds.tolist()
-        ([[1.0, 8.0, 9.0], [nan, nan, nan]], [[1, 4]])
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> batch = TokenBatch(torch.ones(1, 2, 3), mask, True, spans=tokens, kind=kinds)
+        >>> batch = words.place(np.array([0]), batch)
+        >>> batch.extents[0, :, 3:].tolist(), batch.kind.tolist(), batch.confidence.tolist()
+        ([[1.0, 8.0, 9.0], [nan, nan, nan]], [[1, 4]], [[1.0, nan]])
         """
-        starts_BN = spans_BN2[..., 0].cpu().numpy()
+        starts_BN = batch.spans[..., 0].cpu().numpy()
         extents = np.full((*starts_BN.shape, 6), np.nan, dtype=np.float32)
-        kinds = kind_BN.cpu().numpy().copy()
-        for extent_N6, kind_N, starts_N, row in zip(extents, kinds, starts_BN, rows, strict=True):
-            own = slice(self.first[row], self.first[row + 1])
+        confidences = np.full(starts_BN.shape, np.nan, dtype=np.float32)
+        kinds = batch.kind.cpu().numpy().copy()
+        for number, row in enumerate(rows):
+            own, starts_N = slice(self.first[row], self.first[row + 1]), starts_BN[number]
             spans_W2 = self.spans[own]
             if len(spans_W2):
                 word_N = np.searchsorted(spans_W2[:, 0], starts_N, side="right") - 1
                 is_inside = (word_N >= 0) & (starts_N < spans_W2[word_N, 1])
-                extent_N6[is_inside] = self.extents[own][word_N[is_inside]]
-                kind_N[is_inside] = self.kinds[own][word_N[is_inside]]
-        device = spans_BN2.device
-        return torch.from_numpy(extents).to(device), torch.from_numpy(kinds).to(device)
+                inside = word_N[is_inside]
+                extents[number, is_inside] = self.extents[own][inside]
+                kinds[number, is_inside] = self.kinds[own][inside]
+                confidences[number, is_inside] = self.confidences[own][inside]
+        device = batch.spans.device
+        placed = (torch.from_numpy(array).to(device) for array in (extents, kinds, confidences))
+        return replace(batch, **dict(zip(("extents", "kind", "confidence"), placed, strict=True)))

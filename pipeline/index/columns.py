@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.index.positions import EXTENTS, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
-from pipeline.schema import FORMAT_VERSION, ITEM, metadata_of, with_metadata
+from pipeline.schema import FORMAT_VERSION, ITEM, WORD_CONFIDENCES, metadata_of, with_metadata
 from pipeline.taps import Tap, single_taps
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # listing and reading go without torch: each of their process
 
 
 #: How the names of columns end that come with a representation or an encoder.
-COMPANIONS = ("_support", "_pooled", "_spans", "_extents", "_tap")
+COMPANIONS = ("_support", "_pooled", "_spans", "_extents", "_confidence", "_tap")
 #: What of an item a representation stands for: what is in it, or what somebody said of it.
 Aspect = Literal["content", "caption"]
 ASPECTS: tuple[str, ...] = get_args(Aspect)
 #: Token columns between an encoding and a compressing actor, where those are apart.
-TOKEN_COLUMNS = ("vectors", "spans", "extents", "pooled")
+TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled")
 
 
 def token_column(aspect: str, name: str) -> str:
@@ -199,11 +199,13 @@ class EncoderFacts:
     prefix: str  # how the encoder's own columns begin (pooled vector and positions)
     num_layers: int | None = None  # of a model that gives attention statistics
     query_kinds: tuple[str, ...] = ("text",)  # what it reads as a query
+    has_confidence: bool = False
 
     @classmethod
     def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
         """The facts of a loaded encoder."""
-        names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "fingerprint")
+        names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "has_confidence")
+        names += ("fingerprint",)
         known = {name: getattr(encoder, name) for name in names}
         attention = encoder.attention(spec)
         return cls(
@@ -218,7 +220,9 @@ class EncoderFacts:
         """The facts as they are of one aspect of the items: captions have columns of their own."""
         if aspect == "content":
             return self
-        return replace(self, has_extents=False, prefix=f"{self.prefix}_{aspect}")
+        return replace(
+            self, has_extents=False, has_confidence=False, prefix=f"{self.prefix}_{aspect}"
+        )
 
 
 def query_kinds(about: Mapping[str, Any]) -> tuple[str, ...]:
@@ -252,6 +256,8 @@ def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
         columns["spans"] = pa.list_(pa.list_(pa.int32(), 2))
     if facts.has_extents:
         columns["extents"] = EXTENTS
+    if facts.has_confidence:
+        columns["confidence"] = WORD_CONFIDENCES
     return columns
 
 

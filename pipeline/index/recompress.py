@@ -182,6 +182,7 @@ def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
         prefix=about.get("columns", about["encoder"]["name"]),
         num_layers=about.get("num_layers"),
         query_kinds=query_kinds(about),
+        has_confidence=positions.get("confidence") in schema.names,
     )
     return facts, about.get("of", "content")
 

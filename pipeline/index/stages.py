@@ -366,11 +366,13 @@ def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
-    """The `spans` or `extents` of the tokens, null where the items give their tokens none."""
+    """The `spans`, `extents` or `confidence` of the tokens, null where the items give none."""
     positions = getattr(batch, kind)
     if positions is None:
         return pa.nulls(len(batch), type)
-    return ragged_to_arrow(positions, batch.mask, type.value_type.value_type)
+    is_nested = pa.types.is_fixed_size_list(type.value_type)
+    value_type = type.value_type.value_type if is_nested else type.value_type
+    return ragged_to_arrow(positions, batch.mask, value_type)
 
 
 def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
@@ -441,7 +443,7 @@ def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
     vectors, mask = pad(*flat_from_arrow(items["vectors"]))
     others = {
         name: padded_positions(items[name], mask, fill)
-        for name, fill in (("spans", -1), ("extents", float("nan")))
+        for name, fill in (("spans", -1), ("extents", float("nan")), ("confidence", float("nan")))
         if name in items.column_names
     }
     pooled = None
@@ -464,7 +466,9 @@ def padded_positions(
         return None
     flat, lengths = flat_from_arrow(column)
     there = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
-    padded = torch.full((*mask.shape, flat.shape[1]), fill, dtype=torch.from_numpy(flat[:0]).dtype)
+    padded = torch.full(
+        (*mask.shape, *flat.shape[1:]), fill, dtype=torch.from_numpy(flat[:0]).dtype
+    )
     padded[there] = torch.from_numpy(flat.copy())
     return padded
 

@@ -80,17 +80,21 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def place_of(span: Sequence[int], extent: Sequence[float]) -> Place | None:
-    """A token's place from its characters and its extent x0 y0 x1 y1 t0 t1; None if it has none.
+def place_of(
+    span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
+) -> Place | None:
+    """Returns a token's place from its characters, its extent x0 y0 x1 y1 t0 t1 and the confidence
+    of its word; None if it has no extent.
 
     >>> nan = float("nan")
-    >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5))
-    Place(span=(0, 3), box=None, times=(2.0, 2.5))
+    >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
+    Place(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
     """
     box, times = (
         None if any(map(math.isnan, sides)) else tuple(sides) for sides in (extent[:4], extent[4:])
     )
-    return Place(tuple(span), box, times) if box or times else None
+    sure = None if math.isnan(confidence) else confidence
+    return Place(tuple(span), box, times, confidence=sure) if box or times else None
 
 
 def contributions(sim_MN: np.ndarray) -> np.ndarray:
@@ -118,6 +122,7 @@ def find_passages(
     spans_T2: np.ndarray | None,
     extents_T6: np.ndarray | None,
     text: str | None,
+    confidence_T: np.ndarray | None = None,
 ) -> tuple[Passage, ...]:
     """Returns the passages of an item that match a query, best first, at most `MAX_PASSAGES`.
 
@@ -139,6 +144,7 @@ def find_passages(
         output_T: The vector that stands for each of T input tokens; -1 for none.
         spans_T2: Characters of each input token in `text`; -1 for image patches.
         extents_T6: x0 y0 x1 y1 t0 t1 of each input token; NaN where it has none.
+        confidence_T: Confidence of the recogniser in each input token; NaN where it has none.
     """
     num_tokens = len(output_T)
     if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
@@ -177,7 +183,8 @@ def find_passages(
                 if contribution > 0
             ]
         place = _hull(tokens, spans_T2, extents_T6, text or "")
-        passages.append(Passage(*place, float(gain), tuple(marks)))
+        sure = None if confidence_T is None else known_mean(confidence_T[tokens])
+        passages.append(Passage(*place, float(gain), tuple(marks), confidence=sure))
         floor_M = np.maximum(floor_M, inside_M)
         taken_T[tokens] = True
     return tuple(passages)
@@ -302,6 +309,12 @@ def _hull(
     box, times = (*low[:2], *high[2:4]), (low[4], high[5])
     box, times = (None if any(map(math.isnan, sides)) else sides for sides in (box, times))
     return (start, end) if start >= 0 else NO_SPAN, box, times
+
+
+def known_mean(values: np.ndarray) -> float | None:
+    """Returns the mean of the values that are not NaN; None if all are."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def highlights(passage: Passage) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ says `normalised`) every similarity is a cosine.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -732,6 +733,7 @@ class _Positions:
 
     spans: list | None
     extents: list | None
+    confidence: list | None
 
     def characters(self, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """The character ranges of some input tokens, merged."""
@@ -754,20 +756,23 @@ class _Positions:
             return ()
         spans = None if self.spans is None else np.array(self.spans)
         extents = None if self.extents is None else np.array(self.extents, float)
-        return find_passages(query_tokens, sim_MN, output_T, spans, extents, text)
+        confidence = None if self.confidence is None else np.array(self.confidence, float)
+        return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def places(self, tokens: Sequence[int]) -> tuple[Place, ...]:
         """Where some input tokens are to be seen or heard, in the order of the text."""
         if not self.extents:
             return ()
         spans = self.spans or [NO_SPAN] * len(self.extents)
-        found = (place_of(spans[i], self.extents[i]) for i in tokens)
+        sure = self.confidence or [math.nan] * len(self.extents)
+        found = (place_of(spans[i], self.extents[i], sure[i]) for i in tokens)
         places = dict.fromkeys(place for place in found if place)
         return tuple(sorted(places, key=lambda place: place.span))
 
 
 def _positions(row: dict[str, Any], about: dict[str, Any]) -> _Positions:
-    return _Positions(*(row.get(about["positions"].get(kind)) for kind in ("spans", "extents")))
+    kinds = ("spans", "extents", "confidence")
+    return _Positions(*(row.get(about["positions"].get(kind)) for kind in kinds))
 
 
 def _matches(

@@ -211,6 +211,7 @@ class Place(Answer):
     span: tuple[int, int]
     box: tuple[float, float, float, float] | None
     times: tuple[float, float] | None
+    confidence: float | None = None  # of the recogniser in the words; None: not known
 
 
 class Match(Answer):

@@ -25,12 +25,14 @@ class Word:
         box: x0 y0 x1 y1 in [0, 1] of the upright picture from its upper left corner, or NaNs.
         times: t0 t1 in seconds of the file, or NaNs.
         kind: `tokens.TEXT` if it is to be seen, `tokens.AUDIO` if it is to be heard.
+        confidence: The recogniser's probability that the word is right, or NaN.
     """
 
     text: str
     box: tuple[float, float, float, float] = (NAN,) * 4
     times: tuple[float, float] = (NAN,) * 2
     kind: int = TEXT
+    confidence: float = NAN
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,18 @@ def spread(
     times: tuple[float, float] = (NAN,) * 2,
     box: tuple[float, float, float, float] = (NAN,) * 4,
     kind: int = TEXT,
+    confidence: float = NAN,
 ) -> Line:
     """A line of which only the whole is placed.
 
-    Each word has the line's box. Text is there all the time; of speech each word has as much of the
-    time as it has of the characters.
+    Each word has the line's box and confidence. Text is there all the time; of speech each word has
+    as much of the time as it has of the characters.
 
     >>> [word.times for word in spread("to be again", times=(0.0, 9.0), kind=AUDIO).words]
     [(0.0, 2.0), (2.0, 4.0), (4.0, 9.0)]
     """
     if kind != AUDIO:
-        return Line(tuple(Word(string, box, times, kind) for string in text.split()))
+        return Line(tuple(Word(string, box, times, kind, confidence) for string in text.split()))
     start, end = times
     strings = text.split()
     a_character = (end - start) / max(1, sum(map(len, strings)))
@@ -68,9 +71,20 @@ def spread(
     for string in strings:
         # Of the last word the very end: sums of fractions may pass it.
         stop = start + a_character * len(string) if len(words) < len(strings) - 1 else end
-        words.append(Word(string, box, (start, stop), kind))
+        words.append(Word(string, box, (start, stop), kind, confidence))
         start = stop
     return Line(tuple(words))
+
+
+def confident(lines: Iterable[Line], min_confidence: float) -> list[Line]:
+    """Returns the lines without words of less confidence; words of unknown confidence stay.
+
+    >>> words = Word("so", confidence=0.4), Word("it"), Word("goes", confidence=0.1)
+    >>> [line.text for line in confident([Line(words[:2]), Line(words[2:])], 0.3)]
+    ['so it']
+    """
+    kept = (tuple(w for w in line.words if not w.confidence < min_confidence) for line in lines)
+    return [Line(words) for words in kept if words]
 
 
 class Recogniser(ABC):

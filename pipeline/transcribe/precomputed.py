@@ -25,6 +25,7 @@ from typing import IO, Any, ClassVar, Literal
 from urllib.parse import quote
 
 import fsspec
+from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
@@ -37,14 +38,15 @@ from pipeline.decoding.untrusted import (
     open_file,
 )
 from pipeline.tokens import AUDIO, TEXT
-from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
+from pipeline.transcribe import NAN, Line, Recogniser, Word, confident, spread
 
 #: Lines of at most so many seconds are sentences, which are not divided between windows.
 LONGEST_SENTENCE = 10.0
 
 #: Counted up when the table changes or is filled in another way.
-TABLE_VERSION = 1
-COLUMNS = ("id", "text", "x0", "y0", "x1", "y1", "start", "stop", "frame", "is_multivent")
+TABLE_VERSION = 2
+PLACE = ("x0", "y0", "x1", "y1", "start", "stop")
+COLUMNS = ("id", "text", *PLACE, "confidence", "frame", "is_multivent")
 #: A line; or with a null text the mere fact that there is a file of an id or frame.
 Row = tuple[Any, ...]
 
@@ -63,7 +65,8 @@ MAX_ARCHIVE_DEPTH = 4
 
 LEGAL_LINE = (
     '{"id": "...", "text": "..."}, and where they are known "box": [x0, y0, x1, y1] with'
-    ' 0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1, and "start", "end" with 0 <= start <= end'
+    ' 0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1, "start", "end" with 0 <= start <= end,'
+    ' and "confidence" from 0 to 1'
 )
 
 
@@ -71,7 +74,8 @@ class Precomputed(Recogniser):
     """Looks up what the files at a path say of an item.
 
     JSON lines: `{"id": ..., "text": ...}`, with `"box": [x0, y0, x1, y1]` in [0, 1] of the upright
-    picture where it is known, and with `"start"` and `"end"` in seconds of the file. An id may have
+    picture where it is known, with `"start"` and `"end"` in seconds of the file, and with
+    `"confidence"`, the probability that it is right. An id may have
     many lines, as many as words where each word has its place. Of a longer line each word has the
     box, and text the time; words of speech share the time out by their characters. Other fields
     are not read.
@@ -98,11 +102,14 @@ class Precomputed(Recogniser):
             path: a file, a folder or an archive (.tar, .tar.gz, .zip, also inside each other); a
                 local path or an fsspec URI.
             form: "jsonl" or "multivent"; None: files .jsonl are one, files .csv the other.
+            min_confidence: Least confidence of a word; others are left out. Words without a
+                confidence stay.
         """
 
         name: Literal["precomputed"] = "precomputed"
         path: config.Uri
         form: Literal["jsonl", "multivent"] | None = None
+        min_confidence: float = Field(0.0, ge=0, le=1)
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -134,6 +141,9 @@ class Precomputed(Recogniser):
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
         """The item's lines, as they follow each other in the files."""
+        return confident(self._all_lines(item), self.spec.min_confidence)
+
+    def _all_lines(self, item: dict[str, Any]) -> list[Line]:
         own, parent = item["item_id"], item.get("parent_id") or item["item_id"]
         fps = _frames_per_second(item)
         if rows := self._rows(own):
@@ -150,7 +160,7 @@ class Precomputed(Recogniser):
     def _lines(self, rows: list[Row], fps: float | None) -> list[Line]:
         placed: dict[Any, tuple[Any, ...]] = {}
         frames: dict[int, list[str]] = {}
-        for number, (_, text, *place, frame, is_multivent) in enumerate(rows):
+        for number, (_, text, *place, confidence, frame, is_multivent) in enumerate(rows):
             if frame is not None:
                 frames.setdefault(frame, []).extend([text] if text else [])
             elif text:
@@ -159,8 +169,9 @@ class Precomputed(Recogniser):
                 is_once = is_multivent or any(value is not None for value in place)
                 key = (text, *place) if is_once else number
                 *box, start, end = (NAN if value is None else value for value in place)
-                placed.setdefault(key, (text, (start, end), tuple(box)))
-        lines = [spread(text, times, box, self.kind) for text, times, box in placed.values()]
+                sure = NAN if confidence is None else confidence
+                placed.setdefault(key, (text, (start, end), tuple(box), self.kind, sure))
+        lines = [spread(*line) for line in placed.values()]
         lines += [spread(text, times, kind=self.kind) for text, times in _over_time(frames, fps)]
         return [line for line in lines if line.words]
 
@@ -379,7 +390,10 @@ def _row_of(entry: Any) -> Row:
         _is_number(start) and _is_number(end) and 0 <= start <= end
     ):
         raise ValueError(f"has the start {start!r} and the end {end!r}")
-    return (_clean(id), _clean(text) or None, *box, start, end, None, 0)
+    sure = entry.get("confidence")
+    if sure is not None and not (_is_number(sure) and 0 <= sure <= 1):
+        raise ValueError(f"has the confidence {sure!r}")
+    return (_clean(id), _clean(text) or None, *box, start, end, sure, None, 0)
 
 
 def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
@@ -393,7 +407,7 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
         return
     key = next((match[1] for match in (frame_file, speech_file) if match), None)
     frame = int(frame_file[2]) if frame_file else None
-    nowhere = [None] * 6
+    nowhere = [None] * (len(PLACE) + 1)
     if key:
         yield (key, None, *nowhere, frame, 1)  # empty files are files of this video too
     csv.field_size_limit(MAX_LINE_BYTES)  # hours of speech stand in one field

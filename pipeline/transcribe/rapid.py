@@ -131,9 +131,9 @@ class Rapid(Recogniser):
             result.txts, result.scores, result.boxes, result.word_results, strict=True
         ):
             if confidence >= self.spec.min_confidence and text.strip():
-                boxes = [(string, upright(points, size)) for string, _, points in pieces]
+                boxes = [(s, upright(points, size), float(sure)) for s, sure, points in pieces]
                 box = upright(corners, size)
-                words = words_of(text, boxes, box)
+                words = words_of(text, boxes, box, float(confidence))
                 readings.append(Reading(Line(tuple(words)), box, float(confidence)))
         from_right = is_right_to_left("".join(reading.line.text for reading in readings))
         blocks = [[TextLine(_inner(r.box, size), r.line.text, r)] for r in readings]
@@ -158,25 +158,31 @@ def upright(corners: Any, size: np.ndarray) -> Box:
     return (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
 
 
-def words_of(text: str, pieces: list[tuple[str, Box]], box: Box) -> list[Word]:
+def words_of(
+    text: str, pieces: list[tuple[str, Box, float]], box: Box, confidence: float
+) -> list[Word]:
     """The words of a line that was read in pieces: words, or characters, or parts of words.
 
     Args:
-        pieces: strings without white space and their boxes, in the order of the text.
-        box: that of the line, for all words if text and pieces do not agree.
+        pieces: strings without white space, their boxes and confidences, in the order of the text.
+        box, confidence: those of the line, for all words if text and pieces do not agree.
 
-    >>> pieces = [("a", (0, 0, 0.1, 1)), ("b", (0.1, 0, 0.2, 1)), ("cd", (0.4, 0, 0.6, 1))]
-    >>> [(word.text, word.box) for word in words_of("ab cd", pieces, (0, 0, 1, 1))]
-    [('ab', (0, 0, 0.2, 1)), ('cd', (0.4, 0, 0.6, 1))]
+    >>> boxes = (0, 0, 0.1, 1), (0.1, 0, 0.2, 1), (0.4, 0, 0.6, 1)
+    >>> pieces = list(zip(("a", "b", "cd"), boxes, (0.5, 1.0, 0.8)))
+    >>> words = words_of("ab cd", pieces, (0, 0, 1, 1), 0.7)
+    >>> [(word.text, word.box, word.confidence) for word in words]
+    [('ab', (0, 0, 0.2, 1), 0.75), ('cd', (0.4, 0, 0.6, 1), 0.8)]
     """
     strings = text.split()
-    characters = [(character, own) for string, own in pieces for character in string]
-    if "".join(strings) != "".join(character for character, _ in characters):
-        return [Word(string, box) for string in strings]  # as in scripts that run from the right
+    characters = [(c, own, sure) for string, own, sure in pieces for c in string]
+    if "".join(strings) != "".join(character for character, *_ in characters):
+        # As in scripts that run from the right.
+        return [Word(string, box, confidence=confidence) for string in strings]
     words, first = [], 0
     for string in strings:
-        own = [place for _, place in characters[first : first + len(string)]]
+        _, own, sure = zip(*characters[first : first + len(string)], strict=True)
         x0, y0, x1, y1 = zip(*own, strict=True)
-        words.append(Word(string, (min(x0), min(y0), max(x1), max(y1))))
+        around = (min(x0), min(y0), max(x1), max(y1))
+        words.append(Word(string, around, confidence=float(np.mean(sure))))
         first += len(string)
     return words

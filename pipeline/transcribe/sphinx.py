@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
-from pipeline.transcribe import Line, Recogniser, Word
+from pipeline.transcribe import Line, Recogniser, Word, confident
 from pipeline.transcribe.sound import RATE, samples_of, utterances
 
 #: Frames a second of its word times.
@@ -36,11 +36,14 @@ class Sphinx(Recogniser):
         Attributes:
             longest: seconds of an utterance; a longer one is cut where it is quietest.
             pause: seconds without a word that end a line.
+            min_confidence: Least posterior probability of a word; others are left out. It is low
+                for many words that are right.
         """
 
         name: Literal["pocketsphinx"] = "pocketsphinx"
         longest: float = Field(20.0, ge=2, le=120)
         pause: float = Field(0.5, gt=0)
+        min_confidence: float = Field(0.0, ge=0, le=1)
 
     def __init__(self, spec: Spec):
         self.check(spec)
@@ -71,7 +74,7 @@ class Sphinx(Recogniser):
             for start, samples in utterances(samples_of(audio), self.spec.longest)
             for word in self._hear(samples, audio["start"] + start)
         ]
-        return lines_of(words, self.spec.pause)
+        return confident(lines_of(words, self.spec.pause), self.spec.min_confidence)
 
     def _hear(self, samples: np.ndarray, start: float) -> list[Word]:
         """The words of an utterance that starts at `start` seconds of the file."""
@@ -90,6 +93,7 @@ class Sphinx(Recogniser):
                     start + (segment.end_frame + 1) / FRAMES,
                 ),
                 kind=AUDIO,
+                confidence=min(1.0, segment.prob),
             )
             for segment in self._decoder.seg()
             if not FILLER.fullmatch(segment.word)

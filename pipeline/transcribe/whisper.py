@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from transformers import (
     AutomaticSpeechRecognitionPipeline,
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     WhisperForConditionalGeneration,
     WhisperProcessor,
 )
@@ -20,7 +23,7 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
-from pipeline.transcribe import NAN, Line, Recogniser, Word, spread
+from pipeline.transcribe import NAN, Line, Recogniser, Word, confident, spread
 from pipeline.transcribe.sound import RATE, samples_of, utterances
 from pipeline.transcribe.sphinx import lines_of
 
@@ -50,12 +53,15 @@ class Whisper(Recogniser):
             model: a hub name, or a local folder as `save_pretrained` writes it.
             revision: branch, tag or commit of a model from the hub.
             language: a code such as "en"; None: what the model takes each stretch for.
+            min_confidence: Least confidence of a word, the mean probability of its tokens; others
+                are left out.
         """
 
         name: Literal["whisper"] = "whisper"
         model: str
         revision: str | None = None
         language: str | None = None
+        min_confidence: float = Field(0.0, ge=0, le=1)
 
         @field_validator("model")
         @classmethod
@@ -77,6 +83,7 @@ class Whisper(Recogniser):
             feature_extractor=processor.feature_extractor,
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
+        self._first_time = generation.no_timestamps_token_id + 1
         self._by_word = getattr(generation, "alignment_heads", None) is not None
         self._arguments: dict[str, Any] = {"do_sample": False, "num_beams": 1}
         if getattr(generation, "is_multilingual", False):  # others refuse to be told
@@ -101,18 +108,21 @@ class Whisper(Recogniser):
         audio = item.get("audio")
         if audio is None:
             return []
-        return [
+        lines = [
             line
             for start, samples in utterances(samples_of(audio), LONGEST)
             for line in self._hear(samples, audio["start"] + start)
         ]
+        return confident(lines, self.spec.min_confidence)
 
     def _hear(self, samples: np.ndarray, start: float) -> list[Line]:
         """The lines of a stretch that starts at `start` seconds of the file."""
+        generated = _Generated()
+        processors = LogitsProcessorList([generated])
         result = self._recognise(
             {"raw": samples, "sampling_rate": RATE},
             return_timestamps="word" if self._by_word else True,
-            generate_kwargs=self._arguments,
+            generate_kwargs={**self._arguments, "logits_processor": processors},
         )
         end = start + len(samples) / RATE
         timed = []
@@ -128,8 +138,55 @@ class Whisper(Recogniser):
                 for text, times in timed
                 if text.strip()
             ]
-            return lines_of(words, PAUSE)
-        return [spread(text, times, kind=AUDIO) for text, times in timed if text.strip()]
+            lines = lines_of(words, PAUSE)
+        else:
+            lines = [spread(text, times, kind=AUDIO) for text, times in timed if text.strip()]
+        return self._with_confidence(lines, generated.tokens)
+
+    def _with_confidence(self, lines: list[Line], tokens: list[tuple[int, float]]) -> list[Line]:
+        """The lines, each word with the mean probability of the tokens of its characters."""
+        tokenizer = self._recognise.tokenizer
+        text_tokens = [token for token in tokens if token[0] < self._first_time]
+        ids = [token for token, _ in text_tokens]
+        sure: list[float] = []  # of each character
+        for number, (_, probability) in enumerate(text_tokens, start=1):
+            text = tokenizer.decode(ids[:number], skip_special_tokens=True)
+            sure += [probability] * (len("".join(text.split())) - len(sure))
+        if len(sure) != sum(len(word.text) for line in lines for word in line.words):
+            return lines
+        known, start = [], 0
+        for line in lines:
+            words = []
+            for word in line.words:
+                stop = start + len(word.text)
+                words.append(replace(word, confidence=float(np.mean(sure[start:stop]))))
+                start = stop
+            known.append(Line(tuple(words)))
+        return known
+
+
+class _Generated(LogitsProcessor):
+    """Records the tokens of the last generation and their probabilities; changes none.
+
+    Attributes:
+        tokens: (id, probability) of each token but the last, which ends the text.
+    """
+
+    def __init__(self):
+        self.tokens: list[tuple[int, float]] = []
+        self._length = 0
+        self._probabilities: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Looks at what was chosen from the scores before, and keeps these."""
+        length = input_ids.shape[1]
+        if self._probabilities is None or length != self._length + 1:
+            self.tokens = []
+        else:
+            chosen = int(input_ids[0, -1])
+            self.tokens.append((chosen, float(self._probabilities[chosen])))
+        self._length, self._probabilities = length, scores[0].float().softmax(dim=-1)
+        return scores
 
 
 def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:

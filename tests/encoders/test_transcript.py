@@ -99,8 +99,9 @@ def tokens(encoder: Transcript, items: pa.Table) -> list[dict[str, torch.Tensor]
     found = {}
     for rows, batch in encoder.encode(items):
         for i, row in enumerate(rows):
-            names = ("vectors", "spans", "extents", "kind")
-            found[row] = {name: getattr(batch, name)[i][batch.mask[i]] for name in names}
+            names = ("vectors", "spans", "extents", "kind", "confidence")
+            fields = {name: getattr(batch, name) for name in names}
+            found[row] = {k: v[i][batch.mask[i]] for k, v in fields.items() if v is not None}
     return [found[row] for row in range(items.num_rows)]
 
 
@@ -118,7 +119,7 @@ def test_words_are_columns_and_pictures_go(prepared):
     assert prepared.schema.field("word_times").type == WORD_TIMES
     assert prepared.schema.field("word_kinds").type == WORD_KINDS
     for row in prepared.to_pylist():
-        names = ("word_spans", "word_boxes", "word_times", "word_kinds")
+        names = ("word_spans", "word_boxes", "word_times", "word_kinds", "word_confidences")
         assert len({len(row[name]) for name in names}) == 1
         words = [row["text"][start:end] for start, end in row["word_spans"]]
         assert all(words) and not any(set(word) & set(" \n") for word in words)
@@ -131,6 +132,7 @@ def test_tokens_have_the_places_of_their_words(encoder, prepared):
     page, scan, clip, plain, photo, blank = tokens(encoder, prepared)
     assert page["extents"][:, :4].tolist() == [[0, 0, 0.5, 1], [0.5, 0, 1, 1]]
     assert page["extents"][:, 4:].isnan().all() and (page["kind"] == TEXT).all()
+    assert page["confidence"].isnan().all()  # nobody recognised it
     assert not scan["extents"][:, :4].isnan().any() and scan["extents"][:, 4:].isnan().all()
     assert plain["extents"].isnan().all() and len(plain["vectors"]) == 2
     assert len(photo["vectors"]) == len(blank["vectors"]) == 0
@@ -139,6 +141,7 @@ def test_tokens_have_the_places_of_their_words(encoder, prepared):
     strings = [text[start:end] for start, end in clip["spans"].tolist()]
     tunnel, country = strings.index("tunnel"), strings.index("country")
     assert clip["kind"][tunnel] == TEXT and clip["kind"][country] == AUDIO
+    assert 0 < clip["confidence"][country] < clip["confidence"][tunnel] <= 1
     assert clip["extents"][tunnel, 4:].tolist() == [4, 8]
     assert 0.1 < clip["extents"][tunnel, 0] < clip["extents"][tunnel, 2] < 0.6
     start, end = clip["extents"][country, 4:].tolist()

@@ -5,8 +5,8 @@ import pyarrow as pa
 import torch
 
 from pipeline.encoders.words import Words
-from pipeline.schema import WORD_BOXES, WORD_KINDS, WORD_SPANS, WORD_TIMES
-from pipeline.tokens import AUDIO, SPECIAL, TEXT
+from pipeline.schema import WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
+from pipeline.tokens import AUDIO, SPECIAL, TEXT, TokenBatch
 
 SPANS = pa.array([[[0, 3], [4, 8]], None, [[0, 5]]], WORD_SPANS)
 BOXES = pa.array([[[0, 0, 0.5, 1], [0.5, 0, 1, 1]], None, None], WORD_BOXES)
@@ -18,9 +18,15 @@ TOKEN_KINDS = torch.tensor([[TEXT, TEXT, TEXT, TEXT, SPECIAL]], dtype=torch.int8
 
 
 def places(items: pa.Table, row: int) -> tuple[np.ndarray, list[int]]:
-    extents, kinds = Words.of(items).places_of(np.array([row]), TOKENS, TOKEN_KINDS)
-    assert extents.dtype == torch.float32 and kinds.dtype == torch.int8
-    return extents[0].numpy(), kinds[0].tolist()
+    batch = placed(items, row)
+    assert batch.extents.dtype == torch.float32 and batch.kind.dtype == torch.int8
+    return batch.extents[0].numpy(), batch.kind[0].tolist()
+
+
+def placed(items: pa.Table, row: int) -> TokenBatch:
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    batch = TokenBatch(torch.ones(1, 5, 2), mask, True, spans=TOKENS, kind=TOKEN_KINDS)
+    return Words.of(items).place(np.array([row]), batch)
 
 
 def test_each_token_has_the_place_of_its_word():
@@ -46,3 +52,12 @@ def test_a_table_may_lack_what_its_words_do_not_have():
     assert np.isnan(extents).all() and kinds == TOKEN_KINDS[0].tolist()
     extents, _ = places(pa.table([SPANS, BOXES], ["word_spans", "word_boxes"]).slice(0, 1), 0)
     np.testing.assert_array_equal(extents[0, :4], [0, 0, 0.5, 1])
+
+
+def test_each_token_has_the_confidence_of_its_word():
+    sure = pa.array([[0.5, float("nan")], None, None], WORD_CONFIDENCES)
+    items = pa.table([SPANS, sure], ["word_spans", "word_confidences"])
+    confidence = placed(items, 0).confidence[0].tolist()
+    assert confidence[:2] == [0.5, 0.5] and np.isnan(confidence[2:]).all()
+    assert placed(items, 2).confidence.isnan().all()
+    assert placed(pa.table([SPANS], ["word_spans"]), 0).confidence.isnan().all()

@@ -102,6 +102,22 @@ def test_a_window_has_the_sentences_whose_middle_it_holds(tmp_path):
     assert pages == [4, 0]
 
 
+def test_words_have_their_confidence_and_unsure_ones_can_be_left_out(tmp_path):
+    path = write(
+        tmp_path / "asr.jsonl",
+        {"id": "a", "text": "good evening", "confidence": 0.75},
+        {"id": "a", "text": "lovely", "confidence": 0.1},
+        {"id": "a", "text": "unknown"},
+    )
+    words = [
+        w for line in PrecomputedSpeech(spec(path)).lines({"item_id": "a"}) for w in line.words
+    ]
+    assert [word.confidence for word in words[:3]] == [0.75, 0.75, 0.1]
+    assert math.isnan(words[3].confidence)
+    sure = PrecomputedSpeech(spec(path, min_confidence=0.5))
+    assert texts(sure, "a") == ["good evening", "unknown"]
+
+
 def test_words_that_are_said_twice_stay_two(tmp_path):
     word = {"id": "a", "text": "very"}
     timed = {**word, "start": 1, "end": 2}
@@ -135,6 +151,8 @@ def test_bytes_that_cannot_be_stored_are_left_out(tmp_path):
             f"has the start 0 and the end {1 << 64}",
         ),
         ('{"id": "a", "text": "x", "deep": ' + "[" * 100_000, "is no JSON in UTF-8"),
+        ({"id": "a", "text": "x", "confidence": 1.5}, "has the confidence 1.5"),
+        ({"id": "a", "text": "x", "confidence": "high"}, "has the confidence 'high'"),
     ],
 )
 def test_a_line_that_is_not_legal_is_named(tmp_path, tables, line, problem):

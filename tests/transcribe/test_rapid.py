@@ -53,6 +53,7 @@ def test_words_have_the_boxes_where_they_stand(rapid):
     font = ImageFont.load_default(24)
     for word in line.words:
         assert word.kind == TEXT and np.isnan(word.times).all()
+        assert 0.8 < word.confidence <= 1
         before = line.text[: line.text.index(word.text)]
         left = (20 + font.getlength(before)) / 640
         right = left + font.getlength(word.text) / 640

@@ -52,6 +52,22 @@ def test_words_are_heard_where_they_are_said(lines):
     assert number == 22 and errors <= 7  # 5 where this was written
 
 
+def test_words_have_a_confidence(sphinx, lines):
+    sure = {word.text: word.confidence for line in lines for word in line.words}
+    assert all(0 < confidence <= 1 for confidence in sure.values())
+    assert sure["my"] > 0.5 > sure["lovely"]  # said, and misheard
+
+
+def test_words_below_the_threshold_are_left_out(speech, lines):
+    samples, rate = speech
+    start = item(samples[: 3 * rate], rate)
+    every, sure = (
+        [word for line in Sphinx(Sphinx.Spec(**fields)).lines(start) for word in line.words]
+        for fields in ({}, {"min_confidence": 0.5})
+    )
+    assert sure == [word for word in every if word.confidence >= 0.5] and 0 < len(sure) < len(every)
+
+
 def test_pauses_end_lines_and_words_are_plain(lines):
     assert len(lines) >= 3
     assert all(word.text.isalpha() for line in lines for word in line.words)

@@ -18,6 +18,7 @@ from transformers import (
 
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
+from pipeline.transcribe import spread
 from pipeline.transcribe.sound import RATE
 from pipeline.transcribe.whisper import Whisper
 
@@ -99,6 +100,26 @@ def test_words_lie_in_the_sound(whisper):
     assert words and all(word.text and word.kind == AUDIO for word in words)
     times = np.array([word.times for word in words])
     assert (times >= 50).all() and (times <= 53 + 1e-6).all() and (times[:, 0] <= times[:, 1]).all()
+
+
+def test_words_have_the_mean_probability_of_their_tokens(whisper):
+    sound = item(2)
+    words = [word for line in whisper.lines(sound) for word in line.words]
+    assert words and all(0 < word.confidence < 1 for word in words)
+    least = sorted(word.confidence for word in words)[len(words) // 2]
+    spec = whisper.spec.model_copy(update={"min_confidence": least})
+    kept = [word for line in Whisper(spec).lines(sound) for word in line.words]
+    assert kept == [word for word in words if word.confidence >= least]
+
+
+def test_confidence_is_that_of_the_generated_tokens(tmp_path):
+    whisper = Whisper(Whisper.Spec(model=str(write_checkpoint(tmp_path / "whisper"))))
+    generated = [(104, 0.5), (105, 0.9), (5000, 0.1), (106, 0.7)]  # bytes, and a time
+    text = whisper._recognise.tokenizer.decode([104, 105, 106])
+    (line,) = whisper._with_confidence([spread(text, (0.0, 1.0), kind=AUDIO)], generated)
+    assert np.mean([w.confidence for w in line.words]) == pytest.approx(0.7)
+    (line,) = whisper._with_confidence([spread("something else", kind=AUDIO)], generated)
+    assert np.isnan([word.confidence for word in line.words]).all()
 
 
 def test_long_sound_is_heard_in_parts(whisper):

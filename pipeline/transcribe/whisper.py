@@ -117,7 +117,7 @@ class Whisper(Recogniser):
 
     def _hear(self, samples: np.ndarray, start: float) -> list[Line]:
         """The lines of a stretch that starts at `start` seconds of the file."""
-        generated = _Generated()
+        generated = _Generated(self._first_time)
         processors = LogitsProcessorList([generated])
         result = self._recognise(
             {"raw": samples, "sampling_rate": RATE},
@@ -144,12 +144,11 @@ class Whisper(Recogniser):
         return self._with_confidence(lines, generated.tokens)
 
     def _with_confidence(self, lines: list[Line], tokens: list[tuple[int, float]]) -> list[Line]:
-        """The lines, each word with the mean probability of the tokens of its characters."""
+        """Returns the lines; each word has the mean probability of its characters' tokens."""
         tokenizer = self._recognise.tokenizer
-        text_tokens = [token for token in tokens if token[0] < self._first_time]
-        ids = [token for token, _ in text_tokens]
+        ids = [token for token, _ in tokens]
         sure: list[float] = []  # of each character
-        for number, (_, probability) in enumerate(text_tokens, start=1):
+        for number, (_, probability) in enumerate(tokens, start=1):
             text = tokenizer.decode(ids[:number], skip_special_tokens=True)
             sure += [probability] * (len("".join(text.split())) - len(sure))
         if len(sure) != sum(len(word.text) for line in lines for word in line.words):
@@ -166,25 +165,41 @@ class Whisper(Recogniser):
 
 
 class _Generated(LogitsProcessor):
-    """Records the tokens of the last generation and their probabilities; changes none.
+    """Records the generated tokens and their probabilities; changes none.
 
-    Attributes:
-        tokens: (id, probability) of each token but the last, which ends the text.
+    Long-form generation runs once per window. A window's text counts up to its last pair of
+    adjacent time tokens, as the next window starts there; all of it counts where there is no pair
+    or where it ends with a single time.
     """
 
-    def __init__(self):
-        self.tokens: list[tuple[int, float]] = []
+    def __init__(self, first_time: int):
+        self._first_time = first_time
+        self._windows: list[list[tuple[int, float]]] = []
         self._length = 0
         self._probabilities: torch.Tensor | None = None
 
+    @property
+    def tokens(self) -> list[tuple[int, float]]:
+        """(id, probability) of the text tokens that the transcript consists of."""
+        tokens = []
+        for window in self._windows:
+            is_time = [token >= self._first_time for token, _ in window]
+            pairs = [i for i in range(1, len(window)) if is_time[i - 1] and is_time[i]]
+            end = pairs[-1] if pairs and is_time[-2:] != [False, True] else len(window)
+            tokens += [entry for entry in window[:end] if entry[0] < self._first_time]
+        return tokens
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Looks at what was chosen from the scores before, and keeps these."""
+        """Records the token chosen from the previous scores, and keeps these scores for the next.
+
+        The last token of a window is never recorded; it is the one that ends the text.
+        """
         length = input_ids.shape[1]
         if self._probabilities is None or length != self._length + 1:
-            self.tokens = []
+            self._windows.append([])
         else:
             chosen = int(input_ids[0, -1])
-            self.tokens.append((chosen, float(self._probabilities[chosen])))
+            self._windows[-1].append((chosen, float(self._probabilities[chosen])))
         self._length, self._probabilities = length, scores[0].float().softmax(dim=-1)
         return scores
 

@@ -20,7 +20,7 @@ from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
 from pipeline.transcribe import spread
 from pipeline.transcribe.sound import RATE
-from pipeline.transcribe.whisper import Whisper
+from pipeline.transcribe.whisper import Whisper, _Generated
 
 LANGUAGES = ("en", "de", "ko")
 
@@ -114,12 +114,29 @@ def test_words_have_the_mean_probability_of_their_tokens(whisper):
 
 def test_confidence_is_that_of_the_generated_tokens(tmp_path):
     whisper = Whisper(Whisper.Spec(model=str(write_checkpoint(tmp_path / "whisper"))))
-    generated = [(104, 0.5), (105, 0.9), (5000, 0.1), (106, 0.7)]  # bytes, and a time
+    generated = [(104, 0.5), (105, 0.9), (106, 0.7)]
     text = whisper._recognise.tokenizer.decode([104, 105, 106])
     (line,) = whisper._with_confidence([spread(text, (0.0, 1.0), kind=AUDIO)], generated)
     assert np.mean([w.confidence for w in line.words]) == pytest.approx(0.7)
     (line,) = whisper._with_confidence([spread("something else", kind=AUDIO)], generated)
     assert np.isnan([word.confidence for word in line.words]).all()
+
+
+@pytest.mark.parametrize(
+    ("generated", "counted"),
+    [
+        ([90, 1, 2, 91], [1, 2]),  # ends with a single time
+        ([90, 1, 91, 91, 2], [1]),  # the next window starts at the pair
+        ([90, 1, 91, 91, 2, 92], [1, 2]),
+        ([1, 2], [1, 2]),
+    ],
+)
+def test_text_after_the_last_pair_of_times_belongs_to_the_next_window(generated, counted):
+    recorder, scores = _Generated(first_time=90), torch.zeros(1, 100)
+    for _window in range(2):
+        for length in range(len(generated) + 1):
+            recorder(torch.tensor([[0, *generated[:length]]]), scores)
+    assert recorder.tokens == [(token, pytest.approx(0.01)) for token in counted * 2]
 
 
 def test_long_sound_is_heard_in_parts(whisper):

@@ -7,7 +7,9 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -37,6 +39,8 @@ def run(
     # it starts. A cluster that is joined has its own mode.
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # Ray's name for "the loopback interface alone"; also read when it is imported.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         with _sigterm_as_stopped():
             main(arguments)
@@ -208,7 +212,8 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         return
     _start_ray(local)
     try:
-        yield
+        with _ray_processes_watched() if local else contextlib.nullcontext():
+            yield
     except (Stopped, KeyboardInterrupt) as stopped:
         # While actors are starting, Ray's shutdown may end this process at once and with code 1.
         # What Ray started here ends by itself when this process does.
@@ -231,6 +236,8 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     """
     import ray
 
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _without_stderr():
@@ -241,13 +248,65 @@ def _start_ray(options: Mapping[str, Any]) -> None:
         raise
     except Exception as error:  # TimeoutError, ConnectionError, RuntimeError and others
         reason = config.first_line(error)
-        if address := os.environ.get("RAY_ADDRESS"):
+        if address:
             legal = f"the address of a running Ray cluster ({reason})"
             raise SpecError("RAY_ADDRESS", address, legal, "cannot be joined") from None
         raise JobError(f"Ray cannot be started on this machine: {reason}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Checks that something listens at a `host:port`, for which Ray would wait several minutes.
+
+    Raises:
+        SpecError: Nothing accepts a connection at the address within 10 seconds.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():  # "auto", for one, which Ray looks up
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        legal = f"the address of a running Ray cluster ({error})"
+        raise SpecError("RAY_ADDRESS", address, legal, "cannot be reached") from None
+
+
+@contextlib.contextmanager
+def _ray_processes_watched() -> Iterator[None]:
+    """Ends this process with one sentence when a process of the Ray that it started dies.
+
+    Without it Ray notices after a minute, prints its logs and exits from its C++ core, where no
+    exception can be caught. Only Linux has the file descriptors of processes that this needs.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    names = {}
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for child in listed.read_text().split():
+            name = Path(f"/proc/{child}/comm").read_text().strip()
+            if name in ("gcs_server", "raylet"):
+                names[os.pidfd_open(int(child))] = name
+    end, ended = os.pipe()
+
+    def watch() -> None:
+        ready, _, _ = select.select([end, *names], [], [])
+        if end not in ready:
+            problem = f"Ray's {names[ready[0]]} died, perhaps because memory ran out"
+            sys.stdout.flush()
+            os._exit(_said(f"{problem}; rerun the same command to resume", 1))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.close(ended)
+        watcher.join()
+        for descriptor in (end, *names):
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

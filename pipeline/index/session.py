@@ -17,7 +17,7 @@ import ray
 from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS
-from pipeline.index.reader import open_dataset, part
+from pipeline.index.reader import open_dataset, open_folder, part
 from pipeline.index.writer import IndexWriter, LeaseLost
 
 log = logging.getLogger("maxray.session")
@@ -76,11 +76,13 @@ class Session:
             self.record(state, str(error) if error else "")
 
     def _is_deleted(self) -> bool:
+        """Whether the index is gone or was deleted meanwhile; the job's own writes recreate it."""
         try:
             open_dataset(self.spec.index)
+            storage, path = open_folder(self.spec.index, JOBS, self.job, "spec.yaml")
+            return not storage.exists(path)
         except SpecError:
             return True
-        return False
 
     def _end(self) -> None:
         self._ended.set()

@@ -19,6 +19,7 @@ from pipeline.serve.engine import Engine, Stages
 from pipeline.serve.evaluations import Evaluator, Store, check_folder
 from pipeline.serve.gateway import Gateway, create_app
 from pipeline.serve.metrics import Metrics
+from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServeSpec
 from pipeline.serve.stages import JointRanker, Library, QueryEncoder, Ranker
 
@@ -30,6 +31,7 @@ class Ingress:
     """The gateway as a deployment of Ray."""
 
     def __init__(self, settings: ServeSpec, stages: Stages, evaluator: Any = None):
+        bind_to_loopback()
         # The evaluator is not asked for anything; being bound, it is started.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
         self._made: Gateway | None = None

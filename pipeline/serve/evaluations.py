@@ -37,6 +37,7 @@ from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
+from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Evaluations, ServeSpec
 
 log = logging.getLogger("ray.serve")
@@ -297,6 +298,7 @@ class Evaluator:
     """Runs the evaluations of a folder, one after the other, as long as it lives."""
 
     def __init__(self, settings: ServeSpec):
+        bind_to_loopback()
         self._folder = _local(settings.evaluations)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._ends = threading.Event()

@@ -46,6 +46,7 @@ from pipeline.search.searcher import (
 )
 from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
+from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServedIndex
 from pipeline.serve.turns import Caller, Turns, all_of
 
@@ -157,6 +158,7 @@ class QueryEncoder:
     """Encodes queries with the encoders of the representations, each loaded once."""
 
     def __init__(self, scale: Scale, preload: Sequence[Mapping[str, Any]] = ()):
+        bind_to_loopback()
         limit_threads(scale)
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
@@ -313,6 +315,7 @@ class Ranker:
         filter_seconds: float,
         shard: tuple[int, int] | None = None,
     ):
+        bind_to_loopback()
         limit_threads(scale)
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
@@ -498,6 +501,7 @@ class JointRanker:
     def __init__(self, served: ServedIndex, scale: Scale):
         from pipeline.search.rerank import Reranker
 
+        bind_to_loopback()
         limit_threads(scale)
         self._reranker = Reranker(served.edje, precision=served.edje_precision)
         self._versions = Versions(lambda edition: Searcher(open_edition(served.uri, edition)))
@@ -574,6 +578,7 @@ class Library:
     """What is stored of single items, and what they look and sound like."""
 
     def __init__(self, indexes: Mapping[str, ServedIndex]):
+        bind_to_loopback()
         self._versions = {
             name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
         }

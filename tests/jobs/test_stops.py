@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -66,3 +67,25 @@ def test_the_index_is_deleted_during_the_job(cluster, spec, tmp_path):
     assert process.returncode == 1
     assert error.startswith(f"error: the index {tmp_path}/index was deleted"), error
     assert error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_dies(spec, name):
+    process = start_job("jobs.index", spec)
+    wait_for(process, lambda: len(children(process, "raylet")) == 1)
+    for line in process.stdout:  # the first line of progress: Ray has started
+        if line:
+            break
+    os.kill(children(process, name)[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.startswith(f"error: Ray's {name} died") and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens(spec, scheme):
+    start = time.monotonic()
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    _, error = start_job("jobs.index", spec, address=address).communicate(timeout=60)
+    assert error.startswith(f"error: RAY_ADDRESS: '{address}' cannot be reached"), error
+    assert error.count("\n") == 1 and time.monotonic() - start < 40

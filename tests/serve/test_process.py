@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from subprocess import Popen
 
 import httpx2
+import psutil
 import pytest
 
 from tests.conftest import start_job
@@ -25,15 +26,19 @@ def server(index_uri) -> Iterator[tuple[str, Popen]]:
     process = start_job("jobs.serve", index_uri, "--port", str(port))
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 120
-        while not answers(url):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.3)
+        wait_until_it_answers(process, url)
         yield url, process
     finally:
         process.kill()
         process.wait()
+
+
+def wait_until_it_answers(process: Popen, url: str) -> None:
+    end = time.monotonic() + 120
+    while not answers(url):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.3)
 
 
 def answers(url: str) -> bool:
@@ -84,3 +89,23 @@ def test_a_second_server_on_the_port(server, index_uri):
     _, said = second.communicate(timeout=60)
     assert second.returncode == 2 and f"127.0.0.1:{port}' cannot be used" in said
     assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=30).status_code == 200
+
+
+def test_only_the_gateway_listens_on_other_interfaces(index_uri):
+    port = free_port()
+    process = start_job("jobs.serve", index_uri, "--port", str(port))
+    try:
+        wait_until_it_answers(process, f"http://127.0.0.1:{port}")
+        started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        open_ports = {
+            connection.laddr
+            for pid in (process.pid, *started)
+            for connection in psutil.Process(pid).net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    finally:
+        process.kill()
+        process.wait()
+    assert ("127.0.0.1", port) in open_ports and len(open_ports) > 10
+    others = {ip for ip, _ in open_ports} - {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert not others, open_ports

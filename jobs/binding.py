@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.report import aligned, as_csv
     from pipeline.registry import ENCODERS
-    from pipeline.train import binding_accuracy, binding_table
-    from pipeline.train.binding import SIDE, SMALLEST_SIDE
-    from pipeline.train.binding_data import evaluation_pairs
+    from pipeline.synthetic import binding_accuracy, binding_table
+    from pipeline.synthetic.binding import SIDE, SMALLEST_SIDE
+    from pipeline.synthetic.binding_data import evaluation_pairs
 
     side = args.side or SIDE
     if side < SMALLEST_SIDE:

@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.registry import TRAINING_DATA
     from pipeline.search.searcher import open_index
     from pipeline.train.loop import TrainSpec
-    from pipeline.train.mining import mine
-    from pipeline.train.row_data import RowData
+    from pipeline.training_data.mining import mine
+    from pipeline.training_data.row_data import RowData
 
     check_writable(args.output, "output", as_file=True)
     if is_spec:

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.atomic import check_writable
     from pipeline.config import SpecError
-    from pipeline.train.shapes_data import HELD_OUT
-    from pipeline.train.shapes_files import write_collection
+    from pipeline.synthetic.shapes_data import HELD_OUT
+    from pipeline.synthetic.shapes_files import write_collection
 
     if not 0 <= args.series < HELD_OUT:
         raise SpecError("series", args.series, f"an integer from 0 to {HELD_OUT - 1}")

@@ -147,13 +147,13 @@ LEARNERS = Registry(
 TRAINING_DATA = Registry(
     "training data",
     {
-        "binding": "pipeline.train.binding_data:Binding",
-        "captions": "pipeline.train.captions:Captions",
-        "colpali_train": "pipeline.train.pairs:ColPaliTrain",
-        "msrvtt": "pipeline.train.videos:Msrvtt",
-        "multivent": "pipeline.train.videos:Multivent",
-        "pairs": "pipeline.train.pairs:Pairs",
-        "shapes": "pipeline.train.shapes_data:Shapes",
+        "binding": "pipeline.synthetic.binding_data:Binding",
+        "captions": "pipeline.training_data.captions:Captions",
+        "colpali_train": "pipeline.training_data.pairs:ColPaliTrain",
+        "msrvtt": "pipeline.training_data.videos:Msrvtt",
+        "multivent": "pipeline.training_data.videos:Multivent",
+        "pairs": "pipeline.training_data.pairs:Pairs",
+        "shapes": "pipeline.synthetic.shapes_data:Shapes",
     },
 )
 

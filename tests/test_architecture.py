@@ -18,7 +18,7 @@ ORDER = [
     ("atomic", "checkpoint"),
     ("schema",),
     ("registry",),
-    ("tokens", "taps", "decoding"),
+    ("tokens", "taps", "decoding", "distributed"),
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
     ("rerank",),
@@ -27,7 +27,9 @@ ORDER = [
     ("search",),
     ("eval",),
     ("serve",),
+    ("training_data",),
     ("train",),
+    ("synthetic",),
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
@@ -67,7 +69,7 @@ for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_D
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens
 import pipeline.rerank.edje, pipeline.rerank.objectives, pipeline.rerank.pool
-import pipeline.train.loop, pipeline.train.contrastive, pipeline.train.shapes_data
+import pipeline.train.loop, pipeline.train.contrastive, pipeline.synthetic.shapes_data
 import pipeline.train.edje
 there = {"ray", "lance", "sentence_transformers"} & set(sys.modules)
 assert not there, there

@@ -23,8 +23,8 @@ import jobs
 from jobs.bench import encode
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import config
-from pipeline.train.data import Batch, TrainingData
 from pipeline.train.loop import Loop, TrainSpec
+from pipeline.training_data.base import Batch, TrainingData
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "shapes_colpali"
 #: Rows and columns of the matrices whose product is the machine's rate.

@@ -3,11 +3,11 @@
     python -m jobs.data.make_models
     python -m jobs.data.make_models --untrained       # only what they begin with
 
-A ColPali and a SigLIP, begun at random with seed 0 (`pipeline.train.tiny`) and trained on shapes by
-the specs of their names in jobs/specs/training; then the ColPali's projection, through SaMer, by
-shapes_samer.yaml; and on the ColPali an EDJE, by shapes_edje_align.yaml and shapes_edje.yaml. A
-stopped run goes on from its last checkpoint in out. Other processors round otherwise: figures may
-differ in their last digits.
+A ColPali and a SigLIP are initialised with seed 0 (`pipeline.synthetic.tiny`) and trained on shapes
+by the specs of their names in jobs/specs/training. Then the ColPali's projection is trained through
+SaMer by shapes_samer.yaml, and an EDJE on it by shapes_edje_align.yaml and shapes_edje.yaml.
+A stopped run resumes from its last checkpoint in out. Rounding differs between processors: metrics
+may differ in their last digits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--untrained", action="store_true", help="only what training begins with")
     args = parser.parse(arguments)
 
-    from pipeline.train import tiny
+    from pipeline.synthetic import tiny
 
     untrained = ROOT / "out" / "models" / "untrained"
     tiny.colpali(untrained / "shapes_colpali")

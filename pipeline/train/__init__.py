@@ -1,5 +1,4 @@
-"""Training: learners, objectives, data, and one loop for all, under Ray Train or by itself.
+"""Training: learners, objectives and one loop for all, alone or under Ray Train.
 
-Everything runs without Ray and Lance but `ray`, `states` and `mining`, which are imported where
-they are used.
+Ray and Lance are imported only by `ray` and `states`, which are loaded where they are used.
 """

@@ -15,10 +15,9 @@ from typing import Any, TextIO
 
 import torch
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.config import JobError, Spec, SpecError
 from pipeline.encoders.loading import hashed
-from pipeline.train import distributed
 from pipeline.train.sharding import load_state, whole, whole_state
 
 #: Fields of a run's spec that may differ between its start and its resumption.

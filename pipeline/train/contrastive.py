@@ -15,24 +15,24 @@ import safetensors.torch
 import torch
 from pydantic import Field, model_validator
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
+from pipeline.distributed import gathered, num_workers
 from pipeline.encoders import Trainable
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.taps import average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
-from pipeline.train import distributed, lora, sharding
-from pipeline.train.data import NOTHING, Batch, TrainingData
-from pipeline.train.distributed import gathered, num_workers
+from pipeline.train import lora, sharding
 from pipeline.train.frozen import encoded, kept, query_key
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
-from pipeline.train.quality import Quality, grounding
+from pipeline.training_data.base import NOTHING, Batch, TrainingData
+from pipeline.training_data.quality import Quality, grounding
 
 if TYPE_CHECKING:
     from pipeline.train.states import States

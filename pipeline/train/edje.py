@@ -12,9 +12,10 @@ import torch
 from pydantic import Field, model_validator
 from torch.utils.checkpoint import checkpoint
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, Uri
+from pipeline.distributed import gathered
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
@@ -23,13 +24,11 @@ from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.schema import POOL
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
-from pipeline.train import distributed
-from pipeline.train.data import NOTHING, Batch, TrainingData
-from pipeline.train.distributed import gathered
 from pipeline.train.frozen import encoded, kept, query_key
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.losses import LOWEST, info_nce_each, late_scores
-from pipeline.train.quality import Quality, ranking
+from pipeline.training_data.base import NOTHING, Batch, TrainingData
+from pipeline.training_data.quality import Quality, ranking
 
 if TYPE_CHECKING:
     from pipeline.train.states import States

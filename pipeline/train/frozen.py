@@ -10,14 +10,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.sequences import join
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
-from pipeline.train import distributed
-from pipeline.train.data import Batch, TrainingData
+from pipeline.training_data.base import Batch, TrainingData
 
 if TYPE_CHECKING:
     from pipeline.train.states import States

@@ -11,8 +11,8 @@ import torch
 
 from pipeline.config import Spec, SpecError
 from pipeline.registry import ENCODERS
-from pipeline.train.data import Batch, TrainingData
-from pipeline.train.quality import Quality
+from pipeline.training_data.base import Batch, TrainingData
+from pipeline.training_data.quality import Quality
 
 #: What a part of a batch becomes, by name; rows are queries or documents.
 Embedded = dict[str, torch.Tensor]

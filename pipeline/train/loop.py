@@ -16,16 +16,16 @@ from pydantic import Field
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.config import JobError, SpecError, Uri
 from pipeline.encoders.sequences import ahead
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
-from pipeline.train import distributed, masters, sharding
+from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
-from pipeline.train.data import Batch, TrainingData
 from pipeline.train.learner import Embedded, Learner, joined
 from pipeline.train.metrics import Metrics
-from pipeline.train.quality import means
+from pipeline.training_data.base import Batch, TrainingData
+from pipeline.training_data.quality import means
 
 #: The folder of a run that has each measure of each held-out query, a file a measured step.
 HELD_OUT = "held_out"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import SpecError
-from pipeline.train.distributed import num_workers, rank
+from pipeline.distributed import num_workers, rank
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,7 +9,7 @@ import pytest
 from jobs import mine
 from pipeline import open_index
 from pipeline.config import SpecError
-from tests.train.files import built, lines
+from tests.training_data.files import built, lines
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
+from pipeline.synthetic import tiny
 from pipeline.tokens import unit_vectors
-from pipeline.train import tiny
 from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, drawn, texts_of
 from pipeline.train.loop import Loop, TrainSpec, check
 from pipeline.train.losses import late_scores
@@ -566,7 +566,7 @@ def test_the_shipped_spec_has_the_papers_values():
 
 def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_path):
     from pipeline.rerank.joint import JointEncoder
-    from pipeline.train.shapes_data import held_out
+    from pipeline.synthetic.shapes_data import held_out
 
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         tiny.bert(tmp_path / name, seed)

@@ -18,7 +18,8 @@ import torch
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.registry import ENCODERS
-from pipeline.train import masters, sharding, tiny
+from pipeline.synthetic import tiny
+from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import replace, undo_half
 from pipeline.train.loop import Loop, Optimiser
 from tests.conftest import ROOT

@@ -17,10 +17,10 @@ from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.train.loop import TrainSpec
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
-from tests.train.files import IMAGES, NAMES, pages
-from tests.train.media import msrvtt, multivent
-from tests.train.test_boxes import SENTENCE, THINGS
-from tests.train.test_captions import karpathy
+from tests.training_data.files import IMAGES, NAMES, pages
+from tests.training_data.media import msrvtt, multivent
+from tests.training_data.test_boxes import SENTENCE, THINGS
+from tests.training_data.test_captions import karpathy
 
 SPECS = ROOT / "jobs/specs/training"
 

@@ -12,13 +12,23 @@ import torch
 from PIL import Image
 
 from pipeline.config import JobError, SpecError
-from pipeline.train import row_data
-from pipeline.train.data import NOTHING
 from pipeline.train.losses import LOWEST, info_nce
-from pipeline.train.row_data import NO_DOCUMENT
-from tests.train.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every, lines, pages, said
+from pipeline.training_data import row_data
+from pipeline.training_data.base import NOTHING
+from pipeline.training_data.row_data import NO_DOCUMENT
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 from tests.train.test_loop import run_workers
+from tests.training_data.files import (
+    CAPTIONS,
+    IMAGES,
+    NAMES,
+    PHOTOS,
+    built,
+    every,
+    lines,
+    pages,
+    said,
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import SpecError
-from tests.train.files import IMAGES, NAMES, PICTURE, built, every, lines, pages
+from tests.training_data.files import IMAGES, NAMES, PICTURE, built, every, lines, pages
 
 
 def content(data) -> dict[str, tuple[str | None, bool]]:

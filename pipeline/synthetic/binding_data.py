@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.train.binding import PANELS, SIDE, SMALLEST_SIDE, Pair, Report, pair_of
-from pipeline.train.data import Batch, TrainingData, own_share
-from pipeline.train.quality import Quality, pairwise
-from pipeline.train.shapes_data import HELD_OUT, png
+from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair, Report, pair_of
+from pipeline.synthetic.shapes_data import HELD_OUT, png
+from pipeline.training_data.base import Batch, TrainingData, own_share
+from pipeline.training_data.quality import Quality, pairwise
 
 Form = Literal["text", "rendered"]
 #: Pairs of the benchmark (SMART, section 4.1).

@@ -1,7 +1,7 @@
-"""Small models, before they are trained: the classes and files of large ones.
+"""Small untrained models with the classes and files of the large ones.
 
-They are trained on shapes (`pipeline.train.shapes`), so that everything visual can be seen to work
-where no weights can be downloaded: `make models`.
+`make models` trains them on shapes (`pipeline.synthetic.shapes`), which allows every visual method
+to be run where no weights can be downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.siglip import SiglipImageProcessorPil
 
-from pipeline.train.shapes import SIDE, words
+from pipeline.synthetic.shapes import SIDE, words
 
 PATCH = 8  # pixels: 14 x 14 patches
 WIDTH = 128

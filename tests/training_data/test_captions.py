@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from tests.train.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every
-from tests.train.test_boxes import SENTENCE, entities
+from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every
+from tests.training_data.test_boxes import SENTENCE, entities
 
 SIZES = {str(image["id"]): (image["width"], image["height"]) for image in CAPTIONS["images"]}
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from pipeline import distributed
 from pipeline.config import SpecError, Uri
 from pipeline.sources.files import existing_root, files_below
-from pipeline.train import distributed
-from pipeline.train.captions import read_file, read_json
-from pipeline.train.row_data import HeldOut, RowData, RowSpec
-from pipeline.train.rows import NO_BOXES, Document, Listing, Row, logger
-from pipeline.train.tables import LINES, files_of, read_rows
+from pipeline.training_data.captions import read_file, read_json
+from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger
+from pipeline.training_data.tables import LINES, files_of, read_rows
 
 VIDEO, SOUND = ".mp4", ".m4a"
 

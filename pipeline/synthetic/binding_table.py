@@ -13,10 +13,10 @@ from pipeline import config
 from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
-from pipeline.train.binding import PANELS, SIDE, SMALLEST_SIDE, Pair
-from pipeline.train.binding_accuracy import SCORES, check_form, pair_scores
-from pipeline.train.binding_data import Form
-from pipeline.train.quality import pairwise
+from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair
+from pipeline.synthetic.binding_accuracy import SCORES, check_form, pair_scores
+from pipeline.synthetic.binding_data import Form
+from pipeline.training_data.quality import pairwise
 
 
 class TableSpec(config.Spec):

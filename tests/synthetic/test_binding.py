@@ -18,8 +18,7 @@ from pipeline.config import SpecError, parse
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.registry import ENCODERS, TRAINING_DATA
-from pipeline.tokens import TokenBatch, normalise, pad
-from pipeline.train.binding import (
+from pipeline.synthetic.binding import (
     GRID,
     MARKER_COLOURS,
     PANELS,
@@ -30,17 +29,18 @@ from pipeline.train.binding import (
     derangement,
     pair_of,
 )
-from pipeline.train.binding_accuracy import (
+from pipeline.synthetic.binding_accuracy import (
     accuracy_of,
     check_form,
     measure,
     pair_scores,
     scores_of,
 )
-from pipeline.train.binding_data import Binding, batch_of, evaluation_pairs
-from pipeline.train.binding_table import TableSpec
-from pipeline.train.shapes import COLOURS
-from pipeline.train.shapes_data import HELD_OUT
+from pipeline.synthetic.binding_data import Binding, batch_of, evaluation_pairs
+from pipeline.synthetic.binding_table import TableSpec
+from pipeline.synthetic.shapes import COLOURS
+from pipeline.synthetic.shapes_data import HELD_OUT
+from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 

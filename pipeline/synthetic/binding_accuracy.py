@@ -18,11 +18,11 @@ from pipeline.eval.plot import COLORS, REFERENCE, plain, to_png
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, payload_of
+from pipeline.synthetic.binding import PANELS, SIDE, Pair
+from pipeline.synthetic.binding_data import Form, payload
 from pipeline.tokens import TokenBatch, unit_vectors
-from pipeline.train.binding import PANELS, SIDE, Pair
-from pipeline.train.binding_data import Form, payload
 from pipeline.train.losses import late_scores
-from pipeline.train.quality import pairwise
+from pipeline.training_data.quality import pairwise
 
 SCORES = ("single", "late", "hybrid")
 #: By form, the kinds of `schema.PAYLOAD` that it can be read as.

@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.train.rows import NO_BOXES
+from pipeline.training_data.rows import NO_BOXES
 
 #: Smaller ones, as shares of the picture, are left out (SaMer's public code).
 LEAST_AREA = 0.005

@@ -11,10 +11,10 @@ import numpy as np
 
 from pipeline import config
 from pipeline.config import SpecError, Uri
-from pipeline.train.boxes import checked
-from pipeline.train.row_data import HeldOut, RowData, RowSpec
-from pipeline.train.rows import NO_BOXES, Document, Listing, Row, hash_of, logger
-from pipeline.train.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
+from pipeline.training_data.boxes import checked
+from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, hash_of, logger
+from pipeline.training_data.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
 
 #: A score that float32 has.
 LARGEST = 3e38

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.media import every, tones, write_sound, write_video
-from tests.train.files import lines
+from tests.training_data.files import lines
 
 
 def clip(path: Path, seconds: int = 2, has_sound: bool = True) -> Path:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeline.atomic import writing_atomic
 from pipeline.config import SpecError
 from pipeline.search.searcher import Score, Searcher
-from pipeline.train.rows import Listing
+from pipeline.training_data.rows import Listing
 
 #: Queries that are encoded and searched for together.
 QUERIES_AT_ONCE = 256

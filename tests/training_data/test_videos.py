@@ -16,14 +16,14 @@ from pydantic import ValidationError
 from pipeline.config import JobError, SpecError
 from pipeline.registry import SOURCES
 from pipeline.schema import ITEM
-from pipeline.train.media import Decoding, decoded
-from pipeline.train.row_data import NO_DOCUMENT
-from pipeline.train.videos import read_csv
+from pipeline.training_data.media import Decoding, decoded
+from pipeline.training_data.row_data import NO_DOCUMENT
+from pipeline.training_data.videos import read_csv
 from tests.conftest import ROOT
 from tests.media import heard, spoil, tone_of
-from tests.train.files import IMAGES, NAMES, built, every, lines
-from tests.train.media import QUERY, clip, msrvtt, multivent, sound
 from tests.train.runs import spec_of, trained
+from tests.training_data.files import IMAGES, NAMES, built, every, lines
+from tests.training_data.media import QUERY, clip, msrvtt, multivent, sound
 
 #: Twenty seconds of slides, with speech.
 TALK = ROOT / "jobs/data/clips/talk.mp4"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Spec
-from pipeline.train.quality import Quality, ranking
+from pipeline.training_data.quality import Quality, ranking
 
 #: Facts of nothing: documents and queries that only fill up a batch.
 NOTHING = -1

@@ -17,9 +17,9 @@ from pipeline.decoding import Unreadable
 from pipeline.sources.files import existing_root
 from pipeline.sources.manifests import rows_of_value
 from pipeline.sources.text import parse_line
-from pipeline.train.boxes import Entities, Phrase, of_coco
-from pipeline.train.row_data import HeldOut, RowData, RowSpec
-from pipeline.train.rows import NO_BOXES, Document, Listing, Row
+from pipeline.training_data.boxes import Entities, Phrase, of_coco
+from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipeline import config
 from pipeline.config import SpecError, digest
-from pipeline.train.data import Batch, Phrases, TrainingData, own_share
-from pipeline.train.shapes import (
+from pipeline.synthetic.shapes import (
     DEFAULT_LAYOUT,
     Captions,
     Layout,
@@ -24,6 +23,7 @@ from pipeline.train.shapes import (
     phrase,
     scenes_of,
 )
+from pipeline.training_data.base import Batch, Phrases, TrainingData, own_share
 
 #: Series of scenes from here on are never trained on; those of runs are below. Both are one word of
 #: a generator's seed: of longer numbers the words could be those of a series and a scene's number.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.train.shapes import COLOURS, SHAPES, stamp
+from pipeline.synthetic.shapes import COLOURS, SHAPES, stamp
 
 GRID = 5
 PANELS = GRID * GRID

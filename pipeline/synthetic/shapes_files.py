@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.atomic import write_atomic
-from pipeline.train.shapes_data import held_out, phrases_of, png
+from pipeline.synthetic.shapes_data import held_out, phrases_of, png
 
 
 def write_collection(folder: Path, count: int, series: int = 0) -> None:

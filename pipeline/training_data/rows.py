@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipeline import distributed
 from pipeline.config import SpecError
 from pipeline.sources.files import open_root
-from pipeline.train import distributed
-from pipeline.train.data import NOTHING
-from pipeline.train.tables import LINES, Cell, files_of, read_rows
+from pipeline.training_data.base import NOTHING
+from pipeline.training_data.tables import LINES, Cell, files_of, read_rows
 
 logger = logging.getLogger(__name__)
 

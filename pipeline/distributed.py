@@ -1,4 +1,4 @@
-"""What workers tell each other in training: everything works for one as for many."""
+"""Collectives of training workers; without a process group they act as for one worker."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch.distributed as dist
 
 
 def num_workers() -> int:
-    """How many there are."""
+    """Returns the number of workers."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """Returns the rank of this worker, from 0."""
     return dist.get_rank() if num_workers() > 1 else 0
 
 
 def wait_for_all() -> None:
-    """Returns when all workers have called it."""
+    """Blocks until all workers have called it."""
     if num_workers() > 1:
         dist.barrier()
 
 
 def mean(value: torch.Tensor) -> torch.Tensor:
-    """The mean over workers of a tensor that needs no gradient."""
+    """Returns the mean of a tensor over all workers, without gradient."""
     value = value.detach().clone()
     if num_workers() > 1:
         dist.all_reduce(value)
@@ -32,23 +32,23 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def largest(number: int, device: torch.device) -> int:
-    """The largest of the workers' numbers."""
+    """Returns the maximum of a number over all workers."""
     if num_workers() == 1:
         return number
-    held = torch.tensor(number, device=device)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return int(held)
+    maximum = torch.tensor(number, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 def gathered(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """The rows of all workers, in their order, with gradients for each worker's own.
+    """Returns the rows of all workers, in rank order, differentiable for this worker's rows.
 
-    Workers have the same number of rows; where their other axes differ in length, those are padded.
-    Whoever computes a loss on the result has the gradient of the *sum* of the workers' losses with
-    respect to its own rows, so that the mean over workers that follows is that of the mean loss.
+    Workers must have the same number of rows. Other axes are padded to the longest. The gradient
+    of a loss on the result is that of the *sum* of the workers' losses with respect to this
+    worker's rows, so that averaging gradients over workers yields that of the mean loss.
 
     Args:
-        fill: of the padding.
+        fill: Value of the padding.
     """
     if num_workers() == 1:
         return tensor

@@ -7,13 +7,13 @@ import pytest
 
 from jobs import maps, shapes
 from pipeline.config import SpecError, parse
-from pipeline.train.shapes import COLOURS, RELATIONS, SIDE, captions_of, scenes_of
-from pipeline.train.shapes_data import Shapes, held_out, phrases_of
+from pipeline.synthetic.shapes import COLOURS, RELATIONS, SIDE, captions_of, scenes_of
+from pipeline.synthetic.shapes_data import Shapes, held_out, phrases_of
 
 
 def by_hand(text: str, scene, row: int) -> bool:
     """Whether a caption is true, from its words and the numbers of the scene."""
-    from pipeline.train.shapes import SHAPES, SIZES
+    from pipeline.synthetic.shapes import SHAPES, SIZES
 
     relation = next((name for name in RELATIONS if f" {name} " in text), None)
     said = text.split(f" {relation} ") if relation else [text]

@@ -21,9 +21,9 @@ from pipeline.config import JobError, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
 from pipeline.encoders.sequences import ahead
-from pipeline.train.data import NOTHING, Batch, Phrases, TrainingData, own_share
-from pipeline.train.media import Decoding, decoded, settings_of
-from pipeline.train.rows import (
+from pipeline.training_data.base import NOTHING, Batch, Phrases, TrainingData, own_share
+from pipeline.training_data.media import Decoding, decoded, settings_of
+from pipeline.training_data.rows import (
     NO_BOXES,
     Document,
     Listing,
@@ -35,7 +35,7 @@ from pipeline.train.rows import (
     with_some_negatives,
     without_positives,
 )
-from pipeline.train.tables import Cell, Cells
+from pipeline.training_data.tables import Cell, Cells
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import about_of, load_adapter, load_joint
 from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.search.searcher import open_index
-from pipeline.train import tiny
+from pipeline.synthetic import tiny
+from pipeline.synthetic.shapes_data import Shapes, held_out, png
+from pipeline.synthetic.shapes_files import write_collection
 from pipeline.train.losses import late_scores
-from pipeline.train.quality import ranking
-from pipeline.train.shapes_data import Shapes, held_out, png
-from pipeline.train.shapes_files import write_collection
+from pipeline.training_data.quality import ranking
 from tests.conftest import ROOT
 
 SHIPPED = ROOT / "jobs" / "data" / "models"

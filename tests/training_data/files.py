@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from pipeline import config
 from pipeline.registry import TRAINING_DATA
-from pipeline.train.data import Batch, TrainingData
+from pipeline.training_data.base import Batch, TrainingData
 from tests.conftest import ROOT
 
 PHOTOS = ROOT / "jobs/data/photos"

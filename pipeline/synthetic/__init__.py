@@ -1,0 +1,1 @@
+"""Synthetic benchmarks: scenes of shapes and SMART's binding reports, with small models."""

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config.read(path, f"--{option}")
 
     from pipeline.atomic import check_writable, write_atomic
-    from pipeline.eval.report import aligned, as_csv
     from pipeline.registry import ENCODERS
+    from pipeline.report.text import aligned, as_csv
     from pipeline.synthetic import binding_accuracy, binding_table
     from pipeline.synthetic.binding import SIDE, SMALLEST_SIDE
     from pipeline.synthetic.binding_data import evaluation_pairs

@@ -10,7 +10,6 @@ with --output it writes compare.html and compare.csv, with every measure.
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Sequence
 
 import jobs
@@ -26,10 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jobs.check_outputs([args.out_a], "OUT_A")
     jobs.check_outputs([args.out_b], "OUT_B")
 
-    from pipeline.atomic import check_writable, write_atomic
-    from pipeline.eval import html
-    from pipeline.eval.compare import compare, csv_rows, table
-    from pipeline.eval.report import aligned, as_csv
+    from pipeline.atomic import check_writable
+    from pipeline.eval.compare import compare
+    from pipeline.report.compare import table
+    from pipeline.report.files import write_comparison
+    from pipeline.report.text import aligned
 
     if args.output:
         check_writable(args.output, "--output")
@@ -39,14 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if names:
             print(f"only in {output}: {', '.join(names)}")
     if args.output:
-        files = {
-            "compare.html": html.comparison(compared),
-            "compare.csv": as_csv(csv_rows(compared)),
-        }
-        for name, data in files.items():
-            path = posixpath.join(args.output, name)
-            write_atomic(path, data)
-            print(path)
+        print(*write_comparison(compared, args.output), sep="\n")
 
 
 if __name__ == "__main__":

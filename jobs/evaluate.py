@@ -34,6 +34,7 @@ assignments and the token positions that mark words).
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 
 import jobs
@@ -44,11 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
     args = jobs.spec_parser(__doc__, profiles=False, has_index=True).parse(arguments)
 
-    from pipeline.eval import evaluation
+    from pipeline.eval.evaluation import EvaluateSpec, run
+    from pipeline.report.files import write
+    from pipeline.report.summary import summary
+    from pipeline.report.tables import table
+    from pipeline.report.text import aligned
     from pipeline.search.maps import hit_maps
 
-    spec = config.load(evaluation.EvaluateSpec, args.spec, args.overrides)
-    evaluation.run(spec, lambda line: print(line, flush=True), hit_maps)
+    spec = config.load(EvaluateSpec, args.spec, args.overrides)
+    evaluation = run(spec, lambda line: print(line, flush=True), hit_maps)
+    written = [posixpath.join(spec.output, "runs"), *write(evaluation, spec.output)]
+    print("", aligned(table(evaluation)), "", *summary(evaluation), "", *written, sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ jobs.evaluate writes, such as osr_by_layer.png.
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Sequence
 
 import jobs
@@ -31,24 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("at least two OUT are needed")
     jobs.check_outputs(args.outputs, "OUT")
 
-    from pipeline.atomic import check_writable, write_atomic
-    from pipeline.eval import figures
-    from pipeline.eval.pooled import pool, table
-    from pipeline.eval.report import aligned, as_csv, markdown
+    from pipeline.atomic import check_writable
+    from pipeline.eval.pooled import pool
+    from pipeline.report.files import write_pooled
+    from pipeline.report.pooled import table
+    from pipeline.report.text import aligned
 
     check_writable(args.output, "output")
     pooled = pool(args.outputs)
     cells = table(pooled, args.against)
     print(aligned(cells))
-    files = {
-        "table.md": markdown(cells),
-        "pooled.csv": as_csv(cells),
-        **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(pooled)},
-    }
-    for name, data in files.items():
-        path = posixpath.join(args.output, name)
-        write_atomic(path, data)
-        print(path)
+    print(*write_pooled(pooled, cells, args.output), sep="\n")
 
 
 if __name__ == "__main__":

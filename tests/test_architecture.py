@@ -26,6 +26,7 @@ ORDER = [
     ("index",),
     ("search",),
     ("eval",),
+    ("report",),
     ("serve",),
     ("training_data",),
     ("train",),

@@ -14,7 +14,7 @@ from jobs.bench.harness import Bench, table
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.rerank.edje import ABOUT, about_of, load_joint
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.eval.report import p_value
 from pipeline.eval.results import Evaluation, differences, read_results
 from pipeline.eval.significance import holm, randomisation_p
 
@@ -85,27 +84,3 @@ def compare(output_a: str, output_b: str) -> Comparison:
         ]
     only = [name for name in rows_a if name not in both], [n for n in rows_b if n not in both]
     return Comparison((output_a, output_b), (a, b), by_measure, only)
-
-
-def table(compared: Comparison) -> list[list[str]]:
-    """The headline measure of every row as cells, the header first."""
-    rows = [
-        [row.name, f"{row.a:.4f}", f"{row.b:.4f}", f"{row.change:+.4f}", p_value(row.p)]
-        for row in compared.differences[compared.headline]
-    ]
-    return [["row", f"{compared.headline} A", "B", "B - A", "p"], *rows]
-
-
-def csv_rows(compared: Comparison) -> list[list[object]]:
-    """Every measure of every row, the header first; a row that one has alone lacks a mean."""
-    rows: list[list[object]] = [["row", "measure", "a", "b", "difference", "p"]]
-    for differences_of_measure in compared.differences.values():
-        rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences_of_measure]
-    for side, (evaluation, names) in enumerate(
-        zip(compared.evaluations, compared.only, strict=True)
-    ):
-        for name in names:
-            for measure in compared.differences:
-                mean = evaluation.of(name).means[measure]
-                rows.append([name, measure, *([mean, ""] if side == 0 else ["", mean]), "", ""])
-    return rows

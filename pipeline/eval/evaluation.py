@@ -1,4 +1,4 @@
-"""An evaluation: the representations of an index under each score, on one benchmark."""
+"""Evaluates the representations of an index under each score on one benchmark."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ import torch
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 import pipeline
-from pipeline.atomic import check_writable, write_atomic
-from pipeline.config import Spec, SpecError, Uri, digest, dump, dump_yaml
+from pipeline.atomic import check_writable
+from pipeline.config import Spec, SpecError, Uri, digest, dump
 from pipeline.encoders import EncodedQueries
-from pipeline.eval import JudgedQueries, bm25, figures, html, plot, report
+from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cells import Cell, Cells, Diagnosed, Grounded
 from pipeline.eval.diagnose import Diagnoser, full_tokens_of
 from pipeline.eval.diagnostics import Diagnosis
-from pipeline.eval.examples import NUM_HITS, Examples, Pictures, choose, compared, describe
+from pipeline.eval.example_selection import NUM_HITS, Pictures, choose, compared, describe
+from pipeline.eval.examples import Examples
 from pipeline.eval.grounding import (
     Generated,
     Grounder,
@@ -40,7 +41,6 @@ from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure, per_query, wr
 from pipeline.eval.results import (
     BM25,
     EDJE,
-    RESULTS,
     SINGLE,
     SIZES,
     Evaluation,
@@ -209,13 +209,13 @@ class Row(NamedTuple):
 def run(
     spec: EvaluateSpec, say: Callable[[str], None], pictures: Pictures | None = None
 ) -> Evaluation:
-    """Evaluates what has not been evaluated before, and writes every result file.
+    """Evaluates rows that are not cached in the output folder, and writes their runs there.
 
     Args:
-        pictures: draws what a hit of the report's examples shows, see `Pictures`.
+        pictures: Draws the images of a hit in the examples, see `Pictures`.
 
     Raises:
-        SpecError: the benchmark, the index or a representation is not there or not legal.
+        SpecError: The benchmark, the index or a representation is missing or invalid.
     """
     check_writable(spec.output, "output")
     judged = BENCHMARKS.build(spec.benchmark).load()
@@ -291,8 +291,7 @@ def run(
         categories=judged.categories,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
-    _write(spec, evaluation, examples, say)
-    return evaluation
+    return replace(evaluation, examples=examples.examples)
 
 
 class _Samples:
@@ -401,7 +400,7 @@ def _examples(
     keys: dict[str, str],
     pictures: Pictures | None,
 ) -> Examples:
-    """The examples of the report, as they were kept if all that decides them is as before."""
+    """Returns the example queries, from the cache if everything they depend on is unchanged."""
     shown = compared(evaluation)
     key = Cells.key(
         rows=keys,
@@ -417,30 +416,6 @@ def _examples(
         examples = describe(evaluation, judged, searcher, chosen, hits, rankings, pictures)
         cells.write(key, examples)
     return examples
-
-
-def _write(
-    spec: EvaluateSpec, evaluation: Evaluation, examples: Examples, say: Callable[[str], None]
-) -> None:
-    """Writes the result files, and says what they say."""
-    table = report.table(evaluation)
-    files = {
-        "report.html": html.report([html.Section(evaluation, examples.examples)]),
-        "metrics.csv": report.metrics_csv(evaluation),
-        "per_query.csv": report.per_query_csv(evaluation),
-        **({"kinds.csv": report.kinds_csv(evaluation)} if evaluation.kinds else {}),
-        **({"categories.csv": report.categories_csv(evaluation)} if evaluation.categories else {}),
-        "table.md": report.markdown(table),
-        "quality_bytes.png": plot.quality_bytes_png(evaluation),
-        **{f"{drawn.name}.png": drawn.png() for drawn in figures.drawings(evaluation)},
-        RESULTS: evaluation.to_json(),
-        "spec.yaml": dump_yaml(spec),
-    }
-    for name, data in files.items():
-        write_atomic(posixpath.join(spec.output, name), data)
-    written = [posixpath.join(spec.output, name) for name in ("runs", *files)]
-    for line in ("", report.aligned(table), "", *report.summary(evaluation), "", *written):
-        say(line)
 
 
 def versions() -> dict[str, str]:

@@ -9,10 +9,8 @@ import numpy as np
 
 from pipeline.config import SpecError, digest
 from pipeline.eval.diagnostics import mean_diagnosis, score_retention
-from pipeline.eval.report import budget, decimal, p_value
 from pipeline.eval.results import COSTS, OSR, Evaluation, Result, in_order, read_results
 from pipeline.eval.significance import holm, randomisation_p
-from pipeline.eval.views import late_rows
 
 
 def pool(outputs: Sequence[str]) -> Evaluation:
@@ -86,48 +84,31 @@ def retained(row: Result) -> dict[str, float]:
     return {query_id: retention.mean for query_id, retention in found.items() if retention}
 
 
-def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
-    """OSR and quality of the compressed late rows as cells, with their spread, the header first.
+def retention_p_values(rows: Sequence[Result], methods: Sequence[str]) -> list[dict[str, float]]:
+    """Returns p values of the OSR by row, for each of some methods to compare with.
 
-    p is that of a paired randomisation test of the OSR over the queries, against each of the
-    methods `against` at the row's budget, corrected by Holm over the rows.
+    They are those of a paired randomisation test over the queries, between a row and the method's
+    row at the same budget, corrected by Holm over the rows. Rows of the method itself have none.
 
     Raises:
-        SpecError: there is no such method.
+        SpecError: No row is of one of the methods.
     """
-    rows = late_rows(evaluation)
-    for name in against:
+    for name in methods:
         if all(row.method != name for row in rows):
             legal = f"of {', '.join(dict.fromkeys(row.method for row in rows))}"
             raise SpecError("against", name, legal)
-    kept = {row.name: retained(row) for row in rows}
-    columns = [_p_values(rows, kept, method) for method in against]
-    header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]
-    header += [evaluation.headline, f"{evaluation.headline} ±"]
-    cells = [
-        [
-            row.method,
-            budget(row),
-            decimal(row.retention and row.retention.mean),
-            decimal(row.spread(OSR)),
-            *(p_value(p_values.get(row.name)) for p_values in columns),
-            f"{evaluation.quality(row):.4f}",
-            decimal(row.spread(evaluation.headline)),
-        ]
-        for row in rows
-    ]
-    return [header, *cells]
+    retentions = {row.name: retained(row) for row in rows}
+    return [_p_values(rows, retentions, method) for method in methods]
 
 
 def _p_values(
-    rows: Sequence[Result], kept: dict[str, dict[str, float]], method: str
+    rows: Sequence[Result], retentions: dict[str, dict[str, float]], method: str
 ) -> dict[str, float]:
-    """Corrected p values by row, of those that are not of the method themselves."""
     others = {(row.budget, row.encoder): row.name for row in rows if row.method == method}
     p_values = {}
     for row in rows:
-        other = kept.get(others.get((row.budget, row.encoder), ""), {})
-        own = kept[row.name]
+        other = retentions.get(others.get((row.budget, row.encoder), ""), {})
+        own = retentions[row.name]
         gains = [own[query_id] - other[query_id] for query_id in own if query_id in other]
         if gains and row.method != method:
             p_values[row.name] = float(randomisation_p(np.array([gains]))[0])

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.config import SpecError, absolute, digest
 from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
+from pipeline.eval.examples import Example
 from pipeline.eval.metrics import means
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.index.columns import codec_name
@@ -289,7 +290,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that the reports of an evaluation are made of.
+    """The result of an evaluation: everything that its report shows.
 
     Attributes:
         spec: the resolved `EvaluateSpec`.
@@ -302,6 +303,7 @@ class Evaluation:
         results: the rows, in the order of the table.
         kinds: the queries by kind of their relevant documents, if the spec asks for kinds.
         categories: by field of the benchmark's queries, the queries of each category.
+        examples: Queries with the hits of two rows. They are not part of `to_json`.
     """
 
     spec: dict[str, Any]
@@ -314,6 +316,7 @@ class Evaluation:
     results: list[Result]
     kinds: dict[str, list[str]] = field(default_factory=dict)
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    examples: list[Example] = field(default_factory=list)
 
     @property
     def benchmark(self) -> str:
@@ -371,8 +374,10 @@ class Evaluation:
         return min(kept, key=lambda result: result.vector_bytes, default=None)
 
     def to_json(self) -> str:
-        """The evaluation as `read_results` takes it back."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        """Returns the JSON that `read_results` reads."""
+        data = asdict(replace(self, examples=[]))
+        del data["examples"]
+        return json.dumps(data, ensure_ascii=False)
 
 
 def read_results(output: str, field: str) -> Evaluation:

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.sequences import join
-from pipeline.eval.plot import COLORS, REFERENCE, plain, to_png
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
+from pipeline.report.plot import COLORS, REFERENCE, plain, to_png
 from pipeline.schema import ITEM, Item, payload_of
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
 from pipeline.synthetic.binding_data import Form, payload

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from pipeline import config
-from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
+from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair
 from pipeline.synthetic.binding_accuracy import SCORES, check_form, pair_scores
 from pipeline.synthetic.binding_data import Form

@@ -15,9 +15,9 @@ from pydantic import Field
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.eval.plot import COLORS, REFERENCE, legend_below, plain, to_png
-from pipeline.eval.report import aligned, as_csv, p_value
 from pipeline.eval.significance import holm, randomisation_p
+from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.report.text import aligned, as_csv, p_value
 from pipeline.train.loop import HELD_OUT, TrainSpec
 
 #: Measures that have a panel of the plot, those of them that there are.

@@ -21,6 +21,7 @@ from pipeline.eval.grounding import (
     relevance_map,
 )
 from pipeline.index import job
+from pipeline.report import html
 from tests.pdfs import Page, pdf
 
 NAN = np.nan
@@ -215,5 +216,5 @@ def test_grounding_in_an_evaluation(uri, tmp_path):
     assert 0 < evaluation.of("hpool_4.late").grounding["box_mass"] < 1
     assert "grounding: 11 phrases found in the items' texts" in lines
     assert "no grounding for samer_4: they store no support, or no places" in lines
-    page = (tmp_path / "out/report.html").read_text()
+    page = html.report([evaluation])
     assert "CoverageIoU" in page and "Grounding is of 11 phrases" in page

@@ -7,8 +7,9 @@ import pytest
 
 from jobs import pool as job
 from pipeline.config import SpecError
-from pipeline.eval.pooled import pool, retained, table
-from tests.eval.conftest import DIAGNOSIS, evaluation_of, result
+from pipeline.eval.pooled import pool, retained
+from pipeline.report.pooled import table
+from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 #: OSR by method in three collections: sap keeps more than random in each of 12 pairs.
 KEPT = {"sap": (0.8, 0.7, 0.9), "random": (0.5, 0.6, 0.4), "eos": (0.5, 0.6, 0.4)}

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.report import budget
 from pipeline.eval.results import (
     in_order,
     merge_seeds,
@@ -14,7 +13,7 @@ from pipeline.eval.results import (
     read_results,
     standings,
 )
-from tests.eval.conftest import DIAGNOSIS, evaluation_of, result
+from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
 def named(results, measure="nDCG@10"):
@@ -90,18 +89,6 @@ def test_settings_that_are_not_defaults_name_another_method():
     assert method_name(plain, {"name": "int8"}, "caption") == "random int8 of caption"
     assert method_name({"name": "none"}, {"name": "int8"}) == "full int8"
     assert method_name({"name": "hpool", "num_vectors": 4, "layers": [3]}) == "hpool layers=[3]"
-
-
-def test_budgets():
-    none = {"name": "none"}
-    shown = [
-        result(),
-        result(num_vectors=None, compressor={"name": "hpool", "ratio": 0.125}),
-        result("full8", "full int8", None, compressor=none),
-        result("full", "full", None, compressor=none),
-        result("any", "adaptive_eos", None, compressor={"name": "adaptive_eos", "ratio": None}),
-    ]
-    assert [budget(r) for r in shown] == ["32", "12.5 %", "100 %", "all", "adaptive"]
 
 
 def seeds(*qualities, **fields):

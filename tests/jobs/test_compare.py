@@ -6,7 +6,7 @@ import pytest
 
 from jobs import compare
 from pipeline.config import SpecError
-from tests.eval.conftest import evaluation_of, result
+from tests.eval.evaluations import evaluation_of, result
 
 
 def write(folder, evaluation) -> str:

@@ -25,6 +25,7 @@ from pipeline.index.columns import fitted_for
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import ITEMS, Index
 from pipeline.registry import ENCODERS
+from pipeline.report.files import write
 from pipeline.schema import with_metadata
 from pipeline.search.searcher import Searcher, open_index
 
@@ -234,7 +235,8 @@ def test_pictures_of_examples(spec_file, tmp_path):
 
     spec = config.load(EvaluateSpec, spec_file)
     for _ in range(2):
-        run(spec, lambda line: None, pictures=draw)
+        evaluation = run(spec, lambda line: None, pictures=draw)
+    write(evaluation, spec.output)
     assert drawn and {rank for _, rank, _ in drawn} == {1}
     assert len(drawn) == len(set(drawn))  # kept with the examples
     page = (tmp_path / "out/report.html").read_text()
@@ -416,6 +418,7 @@ def test_a_table_by_kind_of_document(spec_file, own_index, tmp_path):
     lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
     spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[late]"])
     evaluation = run(spec.model_copy(update={"kinds": "metadata.topic"}), lambda line: None)
+    write(evaluation, spec.output)
     assert evaluation.kinds == {"bread": ["b"], "wing": ["1"]}
     with (tmp_path / "out/kinds.csv").open() as file:
         rows = {(row["row"], row["kind"]): row for row in csv.DictReader(file)}

@@ -22,6 +22,7 @@ from pipeline.eval.evaluation import EvaluateSpec, run
 from pipeline.eval.metrics import read_run
 from pipeline.eval.views import pool_scans
 from pipeline.index.reader import Index
+from pipeline.report.files import write
 from pipeline.schema import Composed
 from pipeline.search.maps import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
@@ -344,6 +345,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     assert names[-5:] == ["after_late", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
     (scan,) = pool_scans(evaluation)  # of one reranker behind one first stage
     assert {pool: row.name for pool, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
+    write(evaluation, spec.output)
     assert Image.open(tmp_path / "out/reranking_by_pool.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (

@@ -1,115 +1,19 @@
-"""The plot of an evaluation: quality against bytes, a panel per score and size."""
+"""The plot of quality against bytes per item, with one panel per score and size."""
 
 from __future__ import annotations
 
-import io
 import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import (
-    BM25,
-    FULL,
-    SINGLE,
-    Budget,
-    Evaluation,
-    Result,
-    method_name,
-    pareto_front,
-)
-from pipeline.eval.views import codecs_of, in_scans, layer_scans, line_name
-from pipeline.index.columns import codec_name
-
-#: Colours that stay apart for readers who see colours differently, and in print with the markers;
-#: the second eight are dashed too.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5D4A9C", "#7F5B3A")
-STYLES = tuple(
-    {"color": color, "marker": marker, "linestyle": dashes}
-    for dashes, markers in (("solid", "os^DvPX*"), ("dashed", "<>phd8H."))
-    for color, marker in zip(COLORS, markers, strict=True)
-)
-REFERENCE = "#555555"
-
-
-def to_png(figure: Figure) -> bytes:
-    """A figure as a picture."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150, bbox_inches="tight")
-    return png.getvalue()
-
-
-def to_svg(figure: Figure, name: str) -> str:
-    """A figure as an `<svg>` element, its grey in the colour of the text that stands around it.
-
-    Args:
-        name: tells its inner names from those of other figures on the page.
-    """
-    svg = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", transparent=True, metadata=nothing, bbox_inches="tight")
-    text = svg.getvalue()
-    return text[text.index("<svg") :].replace(REFERENCE, "currentColor")
-
-
-def styles(evaluation: Evaluation) -> dict[str, dict[str, str]]:
-    """How each line is drawn, the same in all figures: methods, then scans of no such method.
-
-    Where there are several codecs, a colour is a codec and a marker is a method.
-    """
-    scanned = in_scans(evaluation)
-    rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]
-    lines = {line_name(evaluation, row): row for row in rows}
-    scans = [scan.name for scan in layer_scans(evaluation)]
-    names = dict.fromkeys([*sorted(lines), *scans])
-    drawn = {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
-    codecs = codecs_of(evaluation)
-    if len(codecs) > 1:
-        methods = sorted({method_name(row.compressor) for row in rows})
-        for name, row in lines.items():
-            style = STYLES[methods.index(method_name(row.compressor)) % len(STYLES)]
-            color = COLORS[codecs.index(codec_name(row.codec)) % len(COLORS)]
-            drawn[name] = {**style, "color": color}
-    return drawn
-
-
-def plain(panel: Axes) -> None:
-    """Gives axes the looks that all figures share."""
-    panel.grid(color=REFERENCE, alpha=0.15, linewidth=0.8)
-    panel.tick_params(which="both", color=REFERENCE, labelcolor=REFERENCE)
-    for label in (panel.xaxis.label, panel.yaxis.label, panel.title):
-        label.set_color(REFERENCE)
-    panel.spines[:].set_color(REFERENCE)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
-    """A legend of all panels under them, each name once; the figure grows for it."""
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    if not handles:
-        return
-    columns = min(len(handles), 2 * len(panels))
-    rows = -(-len(handles) // columns)
-    figure.set_figheight(figure.get_figheight() + 0.21 * max(0, rows - 3))
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        labelcolor=REFERENCE,
-    )
+from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
+from pipeline.eval.views import codecs_of, in_scans, line_name
+from pipeline.report.plot import REFERENCE, legend_below, plain, styles, to_png, to_svg
 
 
 class Panel(NamedTuple):
@@ -134,19 +38,19 @@ SIZES = ("vector_bytes", "all_bytes")
 
 
 def quality_bytes_png(evaluation: Evaluation) -> bytes:
-    """All panels as a PNG image: a column for each score, a row for each size."""
+    """Returns all panels as PNG, with one column per score and one row per size."""
     return to_png(_figure(evaluation, panels(evaluation)))
 
 
 def quality_bytes_svg(evaluation: Evaluation, panel: Panel) -> str:
-    """One panel as an `<svg>` element."""
+    """Returns one panel as an `<svg>` element."""
     return to_svg(_figure(evaluation, [panel]), "-".join(panel))
 
 
 def panels(evaluation: Evaluation) -> list[Panel]:
-    """The scores of multi-vector rows, else that of single vectors, against each size.
+    """Returns the panels: each multi-vector score (or the single-vector score) and size.
 
-    Where nothing is stored beside the vectors, the sizes are one.
+    Without assignments and positions both sizes are equal, and only one is shown.
     """
     there = {result.score for result in evaluation.results}
     scores = [score for score in ("late", "hybrid") if score in there] or [SINGLE]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.eval import html
 from pipeline.eval.examples import Document, Example, Picture
-from tests.eval.conftest import evaluation_of, result
+from pipeline.report import html
+from tests.eval.evaluations import evaluation_of, result
 
 NASTY = '<b>bold</b> & "quoted" <script>alert(1)</script>'
 
@@ -28,8 +28,13 @@ def examples():
     return [lost, lost.model_copy(update={"why": "failed", "query": "plain"})]
 
 
-def test_a_page_needs_nothing_else(evaluation, examples):
-    page = html.report([html.Section(evaluation, examples)])
+@pytest.fixture
+def with_examples(evaluation, examples):
+    return replace(evaluation, examples=examples)
+
+
+def test_a_page_needs_nothing_else(with_examples):
+    page = html.report([with_examples])
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
     assert not re.search(r"@import|url\(\s*[\"']?http", page)
     assert "<script" not in page and "<link" not in page
@@ -37,19 +42,19 @@ def test_a_page_needs_nothing_else(evaluation, examples):
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
 
 
-def test_everything_is_escaped(evaluation, examples):
-    page = html.report([html.Section(evaluation, examples)])
+def test_everything_is_escaped(with_examples):
+    page = html.report([with_examples])
     assert "<b>bold" not in page and "<i>" not in re.sub(
         "<i>(Late|single|hybrid|K|full|p, random|vectors|everything)</i>", "", page
     )
     assert page.count("&lt;b&gt;bold&lt;/b&gt; &amp;") >= 4  # query, title, id, caption
     assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
-    nasty = evaluation_of(evaluation.results, notes=[NASTY], versions={"os": NASTY})
-    assert "<b>bold" not in html.report([html.Section(nasty, [])])
+    nasty = evaluation_of(with_examples.results, notes=[NASTY], versions={"os": NASTY})
+    assert "<b>bold" not in html.report([nasty])
 
 
-def test_what_a_page_says(evaluation, examples):
-    page = html.report([html.Section(evaluation, examples)])
+def test_what_a_page_says(with_examples):
+    page = html.report([with_examples])
     assert page.index("Where compression lost most") < page.index("Where every row fails")
     for word in ("grade 2", "grade 0", "not judged", "rank 3", "not found", "1,400 items"):
         assert (word in page) == (word != "not judged"), word
@@ -64,23 +69,23 @@ def test_what_a_page_says(evaluation, examples):
 
 def test_rows_that_lose_to_bm25_are_marked():
     bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
-    page = html.report([html.Section(evaluation_of([bm25, result(quality=[0.5] * 12)]), [])])
+    page = html.report([evaluation_of([bm25, result(quality=[0.5] * 12)])])
     assert re.search(r'<tr class="loses', page)
     assert re.search(r"<small>loses to BM25 \(p (=|&lt;) 0\.00\d\)</small>", page)
 
 
-def test_several_benchmarks_stand_side_by_side(evaluation, examples):
-    page = html.report([html.Section(evaluation, examples), html.Section(evaluation, [])])
+def test_several_benchmarks_stand_side_by_side(evaluation, with_examples):
+    page = html.report([with_examples, evaluation])
     assert 'href="#benchmark-2"' in page and 'id="benchmark-2"' in page
 
 
 def test_categories_of_queries_have_a_table(evaluation):
     categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
-    page = html.report([html.Section(replace(evaluation, categories=categories), [])])
+    page = html.report([replace(evaluation, categories=categories)])
     table = page[page.index("By category of query: kind") :]
     table = table[: table.index("</table>")]
     assert "plain<small>1 query</small>" in table
     rows = re.findall(r'<td class="name">(\S+)</td>((?:\s*<td>[\d.]+</td>)+)', table)
     assert len(rows) == len(evaluation.results)
     assert re.findall(r"[\d.]+", rows[3][1]) == ["0.4100", "0.4000", "0.4200"]
-    assert "By category" not in html.report([html.Section(evaluation, [])])
+    assert "By category" not in html.report([evaluation])

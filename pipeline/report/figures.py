@@ -1,4 +1,4 @@
-"""The figures of the diagnostics, drawn as in the papers, each where there is what it shows."""
+"""Figures of the diagnostics, as in the papers; a figure without data is left out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.eval.plot import REFERENCE, STYLES, legend_below, plain, styles, to_png, to_svg
-from pipeline.eval.report import method, p_equals
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     Correlation,
@@ -29,6 +27,9 @@ from pipeline.eval.views import (
     retention_measure,
     side_by_side,
 )
+from pipeline.report.plot import REFERENCE, STYLES, legend_below, plain, styles, to_png, to_svg
+from pipeline.report.tables import method
+from pipeline.report.text import p_equals
 from pipeline.taps import MIDDLE, Tap
 
 #: Indexes side by side in the picture of their use.
@@ -39,11 +40,11 @@ class Drawing(NamedTuple):
     """A figure of the report.
 
     Attributes:
-        name: of its file, without the ending.
-        title: its heading.
-        caption: what it shows.
-        panels: draw its parts, each small enough for a phone.
-        whole: draws it as one picture.
+        name: The file name without its extension.
+        title: The heading.
+        caption: The description.
+        panels: Functions that draw its parts, each small enough for a phone.
+        whole: Draws it as one image.
     """
 
     name: str
@@ -53,16 +54,16 @@ class Drawing(NamedTuple):
     whole: Callable[[], Figure]
 
     def svgs(self) -> list[str]:
-        """The parts as `<svg>` elements."""
+        """Returns the parts as `<svg>` elements."""
         return [to_svg(draw(), f"{self.name}-{i}") for i, draw in enumerate(self.panels)]
 
     def png(self) -> bytes:
-        """The whole as a picture."""
+        """Returns the whole figure as PNG."""
         return to_png(self.whole())
 
 
 def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
-    """Every figure for which the evaluation has numbers."""
+    """Yields every figure for which the evaluation has data."""
     if rows := side_by_side(evaluation):
         budget = common_budget(evaluation)
         yield Drawing(

@@ -1,7 +1,7 @@
 """Which queries are worth reading, and which two rows they show."""
 
-from pipeline.eval.examples import choose, compared
-from tests.eval.conftest import evaluation_of, result
+from pipeline.eval.example_selection import choose, compared
+from tests.eval.evaluations import evaluation_of, result
 
 FULL = [0.9, 0.9, 0.5, 0.5, 0.1, 0.0, 0.6]
 MERGED = [0.1, 0.8, 0.9, 0.5, 0.1, 0.0, 0.9]

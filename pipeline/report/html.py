@@ -1,9 +1,8 @@
-"""The report of evaluations as one HTML page, which needs neither a network nor scripts."""
+"""HTML pages of evaluations and comparisons, self-contained and without scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +10,34 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pipeline.eval import figures, plot
 from pipeline.eval.compare import Comparison
-from pipeline.eval.examples import MARKS, Example
-from pipeline.eval.report import (
-    against_bm25,
+from pipeline.eval.examples import MARKS
+from pipeline.eval.results import ALPHA, OSR, Evaluation
+from pipeline.eval.views import correlations, in_scans
+from pipeline.report import figures, quality_bytes
+from pipeline.report.summary import against_bm25, explained, fittings, summary
+from pipeline.report.tables import (
     budget,
-    decimal,
-    explained,
     first_diagnostics,
-    fittings,
     method,
     of_category,
     of_kind,
-    p_equals,
-    p_value,
     second_columns,
     second_diagnostics,
-    share,
     size_parts,
     sizes,
     spread,
-    summary,
 )
-from pipeline.eval.results import ALPHA, OSR, Evaluation
-from pipeline.eval.views import correlations, in_scans
+from pipeline.report.text import decimal, p_equals, p_value, share
 
 
-@dataclass(frozen=True)
-class Section:
-    """One benchmark of a report."""
-
-    evaluation: Evaluation
-    examples: Sequence[Example]
-
-
-def report(sections: Sequence[Section]) -> str:
-    """The page of one or several evaluations, one section each."""
-    return _render("report.html.j2", sections=sections, alpha=ALPHA, osr=OSR)
+def report(evaluations: Sequence[Evaluation]) -> str:
+    """Returns the page of one or several evaluations, with one section per evaluation."""
+    return _render("report.html.j2", evaluations=evaluations, alpha=ALPHA, osr=OSR)
 
 
 def comparison(compared: Comparison) -> str:
-    """The page that compares two evaluations."""
+    """Returns the page that compares two evaluations."""
     return _render("compare.html.j2", compared=compared, alpha=ALPHA)
 
 
@@ -77,8 +62,10 @@ def _render(template: str, **values: Any) -> str:
         "marked": marked,
         "p_equals": p_equals,
         "p_value": p_value,
-        "panels": plot.panels,
-        "plot": lambda evaluation, panel: Markup(plot.quality_bytes_svg(evaluation, panel)),
+        "panels": quality_bytes.panels,
+        "plot": lambda evaluation, panel: Markup(
+            quality_bytes.quality_bytes_svg(evaluation, panel)
+        ),
         "explained": explained,
         "fittings": fittings,
         "of_category": of_category,
@@ -96,7 +83,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def marked(snippet: str) -> Markup:
-    """A snippet with its marked words as HTML marks, and all else escaped.
+    """Returns a snippet as HTML, with its matched words in `<mark>` and everything else escaped.
 
     >>> marked("<b> \\x02wing\\x03")
     Markup('&lt;b&gt; <mark>wing</mark>')

@@ -1,0 +1,1 @@
+"""Reports of evaluations: tables, figures and HTML pages. `files.write` writes them all."""

@@ -1,0 +1,33 @@
+"""Tables of a comparison of two evaluations."""
+
+from __future__ import annotations
+
+from pipeline.eval.compare import Comparison
+from pipeline.report.text import p_value
+
+
+def table(compared: Comparison) -> list[list[str]]:
+    """Returns the headline measure of every common row as cells, the header first."""
+    rows = [
+        [row.name, f"{row.a:.4f}", f"{row.b:.4f}", f"{row.change:+.4f}", p_value(row.p)]
+        for row in compared.differences[compared.headline]
+    ]
+    return [["row", f"{compared.headline} A", "B", "B - A", "p"], *rows]
+
+
+def csv_rows(compared: Comparison) -> list[list[object]]:
+    """Returns every measure of every row, the header first.
+
+    A row of only one evaluation has an empty mean for the other.
+    """
+    rows: list[list[object]] = [["row", "measure", "a", "b", "difference", "p"]]
+    for differences_of_measure in compared.differences.values():
+        rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences_of_measure]
+    for side, (evaluation, names) in enumerate(
+        zip(compared.evaluations, compared.only, strict=True)
+    ):
+        for name in names:
+            for measure in compared.differences:
+                mean = evaluation.of(name).means[measure]
+                rows.append([name, measure, *([mean, ""] if side == 0 else ["", mean]), "", ""])
+    return rows

@@ -1,0 +1,65 @@
+"""Writes reports: the files of an evaluation, of a comparison and of pooled evaluations."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from pipeline.atomic import write_atomic
+from pipeline.eval.compare import Comparison
+from pipeline.eval.results import RESULTS, Evaluation
+from pipeline.report import html
+from pipeline.report.compare import csv_rows
+from pipeline.report.figures import drawings
+from pipeline.report.quality_bytes import quality_bytes_png
+from pipeline.report.tables import categories_csv, kinds_csv, metrics_csv, per_query_csv, table
+from pipeline.report.text import as_csv, markdown
+
+
+def write(evaluation: Evaluation, folder: str) -> list[str]:
+    """Writes the report of an evaluation, its results and its spec, and returns their paths."""
+    files = {
+        "report.html": html.report([evaluation]),
+        "metrics.csv": metrics_csv(evaluation),
+        "per_query.csv": per_query_csv(evaluation),
+        **({"kinds.csv": kinds_csv(evaluation)} if evaluation.kinds else {}),
+        **({"categories.csv": categories_csv(evaluation)} if evaluation.categories else {}),
+        "table.md": markdown(table(evaluation)),
+        "quality_bytes.png": quality_bytes_png(evaluation),
+        **_figures(evaluation),
+        RESULTS: evaluation.to_json(),
+        "spec.yaml": yaml.safe_dump(evaluation.spec, sort_keys=False, allow_unicode=True),
+    }
+    return _write(files, folder)
+
+
+def write_comparison(compared: Comparison, folder: str) -> list[str]:
+    """Writes the page and the table of a comparison, and returns their paths."""
+    files = {
+        "compare.html": html.comparison(compared),
+        "compare.csv": as_csv(csv_rows(compared)),
+    }
+    return _write(files, folder)
+
+
+def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str) -> list[str]:
+    """Writes the table and the figures of pooled evaluations, and returns their paths.
+
+    Args:
+        cells: The table, the header first.
+    """
+    files = {"table.md": markdown(cells), "pooled.csv": as_csv(cells), **_figures(pooled)}
+    return _write(files, folder)
+
+
+def _figures(evaluation: Evaluation) -> dict[str, bytes]:
+    return {f"{drawing.name}.png": drawing.png() for drawing in drawings(evaluation)}
+
+
+def _write(files: Mapping[str, str | bytes], folder: str) -> list[str]:
+    paths = [posixpath.join(folder, name) for name in files]
+    for path, data in zip(paths, files.values(), strict=True):
+        write_atomic(path, data)
+    return paths

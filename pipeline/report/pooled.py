@@ -1,0 +1,39 @@
+"""The table of several evaluations that were pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.eval.pooled import retention_p_values
+from pipeline.eval.results import OSR, Evaluation
+from pipeline.eval.views import late_rows
+from pipeline.report.tables import budget
+from pipeline.report.text import decimal, p_value
+
+
+def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
+    """Returns OSR and quality of the compressed late rows as cells, the header first.
+
+    Args:
+        against: Methods that the OSR is compared with, see `retention_p_values`.
+
+    Raises:
+        SpecError: No row is of one of the methods.
+    """
+    rows = late_rows(evaluation)
+    columns = retention_p_values(rows, against)
+    header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]
+    header += [evaluation.headline, f"{evaluation.headline} ±"]
+    cells = [
+        [
+            row.method,
+            budget(row),
+            decimal(row.retention and row.retention.mean),
+            decimal(row.spread(OSR)),
+            *(p_value(p_values.get(row.name)) for p_values in columns),
+            f"{evaluation.quality(row):.4f}",
+            decimal(row.spread(evaluation.headline)),
+        ]
+        for row in rows
+    ]
+    return [header, *cells]

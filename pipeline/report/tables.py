@@ -1,0 +1,210 @@
+"""Tables of an evaluation as cells and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.eval.grounding import Grounding
+from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
+from pipeline.report.text import as_csv, decimal, p_value, share
+
+
+def table(evaluation: Evaluation) -> list[list[str]]:
+    """Returns the rows as cells, the header first.
+
+    `pareto` is * where no row has better quality for at most as many bytes of vectors, and
+    `pareto all` the same for all stored bytes.
+    """
+    header = ["representation", "method", "K", "score", *evaluation.measures]
+    header += ["retention", "p", "against", "p BM25", "p random"]
+    header += [OSR, "used", "Gini", "pareto", "pareto all"]
+    header += ["vectors/item", "B/item", "B/item all", "queries/s", "ms", "ms p95"]
+    rows = [
+        [
+            result.representation,
+            method(result),
+            budget(result),
+            result.label,
+            *(f"{value:.4f}" for value in result.means.values()),
+            share(standing.retention),
+            p_value(standing.p_reference),
+            "-" if standing.p_reference is None else standing.reference,
+            p_value(standing.p_bm25),
+            p_value(standing.p_random),
+            *first_diagnostics(result),
+            "*" if standing.pareto else "",
+            "*" if standing.pareto_all else "",
+            *sizes(result),
+            f"{result.queries_per_second:,.1f}",
+            f"{result.median_ms:.2f}",
+            f"{result.p95_ms:.2f}",
+        ]
+        for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
+    ]
+    return [header, *rows]
+
+
+def method(result: Result) -> str:
+    """Returns the method, with its number of seeds if there are several."""
+    return (
+        f"{result.method} ({len(result.seeds)} seeds)" if len(result.seeds) > 1 else result.method
+    )
+
+
+def budget(result: Result) -> str:
+    """Returns the number of vectors per item of a row, or their share."""
+    if result.num_vectors is not None:
+        return str(result.num_vectors)
+    if result.is_compressed:
+        return str(result.budget)
+    return "all" if result.method == FULL else "-"
+
+
+def spread(result: Result, name: str) -> str:
+    """Returns the standard deviation over seeds of a measure or OSR; empty without seeds."""
+    deviation = result.spread(name)
+    return "" if deviation is None else f"±{deviation:.3f}"
+
+
+def first_diagnostics(result: Result) -> list[str]:
+    """Returns the diagnostics of the first table: OSR, share of matched vectors, Gini."""
+    numbers = diagnostics(result)
+    return [decimal(numbers[OSR]), share(numbers["used"]), decimal(numbers["gini"])]
+
+
+def diagnostics(result: Result) -> dict[str, float | None]:
+    """Returns every diagnostic of a row by its name in `metrics.csv`; None if missing."""
+    retention, diagnosis = result.retention, result.diagnosis
+    names = ("used", "used_relevant", "gini", "cv", "similarity_mean")
+    return {
+        OSR: retention and retention.mean,
+        f"{OSR} ratio of means": retention and retention.ratio_of_means,
+        f"{OSR} pairs": retention and retention.num_pairs,
+        f"{OSR} left out": retention and retention.num_left_out,
+        **{name: diagnosis and getattr(diagnosis, name) for name in names},
+        **{name: result.grounding.get(name) for name in (*Grounding._fields, "phrases")},
+    }
+
+
+#: Columns of the report's second table, and their names in `metrics.csv`.
+SECOND = {
+    "OSR, mean of ratios": OSR,
+    "OSR, ratio of means": f"{OSR} ratio of means",
+    "pairs": f"{OSR} pairs",
+    "left out": f"{OSR} left out",
+    "used": "used",
+    "used, relevant": "used_relevant",
+    "Gini": "gini",
+    "CV": "cv",
+    "similarity": "similarity_mean",
+}
+#: Additional columns where phrases were grounded.
+GROUNDED = {"BoxMass": "box_mass", "RegionHit": "region_hit", "CoverageIoU": "coverage_iou"}
+
+
+def second_columns(evaluation: Evaluation) -> dict[str, str]:
+    """Returns the columns of the second table, and their names in `metrics.csv`."""
+    return SECOND | (GROUNDED if any(r.grounding for r in evaluation.results) else {})
+
+
+def second_diagnostics(result: Result, columns: dict[str, str]) -> list[str]:
+    """Returns the cells of a row in the second table."""
+    numbers = diagnostics(result)
+    cells = []
+    for name in columns.values():
+        value = numbers[name]
+        if name.startswith("used") or name in GROUNDED.values():
+            cells.append(share(value))
+        elif name == "cv":
+            cells.append("-" if value is None else f"{value:.1f}")
+        else:
+            cells.append(str(value) if isinstance(value, int) else decimal(value))
+    return cells
+
+
+def sizes(result: Result) -> list[str]:
+    """Returns vectors, bytes of vectors and all stored bytes per item; none for BM25."""
+    if result.method == BM25:
+        return ["-"] * 3
+    sizes = f"{result.vector_bytes:,.0f}", f"{result.all_bytes:,.0f}"
+    return [f"{result.vectors_per_item:.1f}", *sizes]
+
+
+def size_parts(result: Result) -> list[str]:
+    """Returns bytes per item of vectors, assignments, positions and their sum; none for BM25."""
+    if result.method == BM25:
+        return ["-"] * 5
+    parts = [result.vector_bytes, result.assignment_bytes, result.position_bytes, result.all_bytes]
+    more = share(result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None)
+    return [*(f"{number:,.0f}" for number in parts), more]
+
+
+def metrics_csv(evaluation: Evaluation) -> str:
+    """Returns all rows as CSV, with unrounded numbers."""
+    plain = ("representation", "method", "num_vectors")
+    stands = ("retention", "reference", "p_reference", "p_bm25", "p_random")
+    stands += ("pareto", "pareto_all")
+    rows = [
+        [
+            *(getattr(result, name) for name in plain),
+            result.label,
+            *result.means.values(),
+            *(getattr(standing, name) for name in stands),
+            *(getattr(result, name) for name in COSTS),
+            result.budget.ratio,
+            *diagnostics(result).values(),
+            *(result.fitted.get(name) for name in ("num_items", "evaluated")),
+            len(result.seeds) or None,
+            *(result.spread(name) for name in (*evaluation.measures, OSR)),
+        ]
+        for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
+    ]
+    spreads = [f"{name} sd" for name in (*evaluation.measures, OSR)]
+    more = ["ratio", *diagnostics(evaluation.results[0]), "fitted_on", "fitted_on_evaluated"]
+    more += ["num_seeds", *spreads]
+    return as_csv([[*plain, "score", *evaluation.measures, *stands, *COSTS, *more], *rows])
+
+
+def per_query_csv(evaluation: Evaluation) -> str:
+    """Returns every measure as CSV, with one row per run and query."""
+    rows = [
+        [result.name, query_id, *values.values()]
+        for result in evaluation.results
+        for query_id, values in result.values.items()
+    ]
+    return as_csv([["run", "query_id", *evaluation.measures], *rows])
+
+
+def of_kind(evaluation: Evaluation, result: Result, kind: str) -> tuple[float, float | None]:
+    """Returns the headline measure and OSR of a row on the queries of one category."""
+    query_ids = evaluation.kinds[kind]
+    quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
+    retention = result.diagnosis and result.diagnosis.retention(query_ids)
+    return quality, retention and retention.mean
+
+
+def kinds_csv(evaluation: Evaluation) -> str:
+    """Returns late rows by category of the relevant documents as CSV."""
+    rows = [
+        [result.name, kind, len(query_ids), *of_kind(evaluation, result, kind)]
+        for result in evaluation.results
+        if result.score == "late"
+        for kind, query_ids in evaluation.kinds.items()
+    ]
+    return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
+
+
+def of_category(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
+    """Returns the mean of the headline measure of a row over some queries."""
+    return sum(result.values[q][evaluation.headline] for q in query_ids) / len(query_ids)
+
+
+def categories_csv(evaluation: Evaluation) -> str:
+    """Returns every row by category of the queries as CSV."""
+    rows = [
+        [result.name, field, name, len(ids), of_category(evaluation, result, ids)]
+        for field, groups in evaluation.categories.items()
+        for result in evaluation.results
+        for name, ids in groups.items()
+    ]
+    return as_csv([["row", "field", "category", "num_queries", evaluation.headline], *rows])

@@ -1,0 +1,81 @@
+"""Numbers and tables as text: plain, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Returns cells as plain text, with columns of numbers aligned to the right.
+
+    >>> print(aligned([["method", "K"], ["hpool", "8"], ["samer", "16"]]))
+    method   K
+    hpool    8
+    samer   16
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """Returns cells as a Markdown table."""
+    header, *rows = cells
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def as_csv(rows: Sequence[Sequence[Any]]) -> str:
+    """Returns rows, the header first, as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def decimal(value: float | None) -> str:
+    """Formats a number with three decimals.
+
+    >>> decimal(0.9756), decimal(None)
+    ('0.976', '-')
+    """
+    return "-" if value is None else f"{value:.3f}"
+
+
+def share(value: float | None) -> str:
+    """Formats a share in percent.
+
+    >>> share(0.9756), share(None)
+    ('97.6 %', '-')
+    """
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def p_value(p: float | None) -> str:
+    """Formats a p value with three decimals.
+
+    >>> p_value(0.0302), p_value(0.0001), p_value(None)
+    ('0.030', '<0.001', '-')
+    """
+    if p is None:
+        return "-"
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def p_equals(p: float) -> str:
+    """Formats a p value for a sentence.
+
+    >>> p_equals(0.0302), p_equals(0.0001)
+    ('p = 0.030', 'p < 0.001')
+    """
+    return f"p = {p_value(p)}".replace("= <", "< ")

@@ -16,7 +16,6 @@ that were trained, quality, bytes and latency by their tokens (the paper's Figur
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 import jobs
 from jobs.bench import maxsim, maxsim_gpu
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
+from jobs.bench.rerank_run import median_p95, milliseconds, random_pool
 from pipeline.config import SpecError, parse
 from pipeline.rerank.joint import JointEncoder, Texts, _Layers, _quiet
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             FIGURES[name](bench, args)
 
 
-# -- the model and what it reads ----------------------------------------------------------------
+# -- the model ----------------------------------------------------------------
 
 
 def write(folder: Path, num_layers: int) -> None:
@@ -114,22 +114,6 @@ def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
     match = torch.nn.Linear(joint.match.in_features, 1)
     joint.match.load_state_dict(match.state_dict())
     return joint.requires_grad_(False)
-
-
-def to_read(
-    joint: JointEncoder, num_tokens: int, num_text: int, num_queries: int, pool: int
-) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Texts, cached tokens (B, V, dim) in float16 with their mask, and each query's own pool."""
-    torch.manual_seed(2)
-    words = joint.language.config.vocab_size
-    rare = min(1000, words // 4)  # at the ends of the vocabulary
-    ids = torch.randint(rare, words - rare, (num_queries, num_text - 2))
-    texts = [" ".join(joint.tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist()]
-    num_items = num_queries * pool
-    tokens = torch.randn(num_items, num_tokens, joint.dim) * joint._words.weight.float().std().cpu()
-    mask = torch.ones(num_items, num_tokens, dtype=torch.bool)
-    rows = torch.arange(num_items)
-    return texts, tokens.half(), mask, torch.stack([rows // pool, rows], dim=1)
 
 
 def plain(joint: JointEncoder, dtype: torch.dtype, device: str) -> Callable[..., torch.Tensor]:
@@ -191,7 +175,9 @@ def paths(bench: Bench, args: Any) -> None:
     joints = {name: joint_encoder(args, **PATHS[name]) for name in _there()}
     first = joints["float32"]
     size = num_tokens + args.text_tokens
-    texts, tokens, mask, pairs = to_read(first, num_tokens, args.text_tokens, args.queries, pool)
+    texts, tokens, mask, pairs = random_pool(
+        first, num_tokens, args.text_tokens, args.queries, pool
+    )
     read = first.read(texts)
     wide = tokens.float()
     loops = {name: plain(first, TYPES[name], "cpu") for name in TYPES if name in joints}
@@ -252,7 +238,7 @@ def passes(bench: Bench, args: Any) -> None:
         size = num_tokens + args.text_tokens
         pool = max(args.pool)
         num_queries = max(args.batch_tokens // size // pool, 1)
-        texts, *given = to_read(joint, num_tokens, args.text_tokens, num_queries, pool)
+        texts, *given = random_pool(joint, num_tokens, args.text_tokens, num_queries, pool)
         tokens, mask, pairs = (one.to(device) for one in given)
         read = joint.read(texts).to(joint.device)
         loop = plain(joint, torch.bfloat16, device)
@@ -299,7 +285,7 @@ def latency(bench: Bench, args: Any) -> None:
     loop = plain(first, torch.float32, device)
     rows, figures = [], {}
     for pool in args.pool:
-        texts, tokens, mask, pairs = to_read(first, num_tokens, args.text_tokens, 1, pool)
+        texts, tokens, mask, pairs = random_pool(first, num_tokens, args.text_tokens, 1, pool)
 
         def by_loop(texts=texts, tokens=tokens, pairs=pairs) -> torch.Tensor:
             read = first.read(texts).to(first.device)
@@ -318,22 +304,6 @@ def latency(bench: Bench, args: Any) -> None:
             rows.append([str(pool), name, median, p95])
     title = f"One query's pool, {num_tokens} + {args.text_tokens} tokens, {args.calls} calls each"
     bench.add("latency", title, figures, table(["pool", "path", "median, ms", "p95, ms"], rows))
-
-
-def milliseconds(sides: dict[str, Callable[[], Any]], calls: int) -> dict[str, list[float]]:
-    """Of so many calls of each side, in turn, after two that do not count."""
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(calls + 2):
-        for name, side in sides.items():
-            seconds = maxsim.seconds_of(side)
-            if number >= 2:
-                taken[name].append(1e3 * seconds)
-    return taken
-
-
-def median_p95(times: Sequence[float]) -> tuple[float, float]:
-    """The middle of some times, and what 95 in a hundred do not exceed."""
-    return statistics.median(times), sorted(times)[max(-(-95 * len(times) // 100) - 1, 0)]
 
 
 def _there() -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from jobs.bench import rerank
 from jobs.bench.harness import Bench, table
+from jobs.bench.rerank_run import median_p95, milliseconds, random_pool
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
@@ -41,10 +41,10 @@ def study(bench: Bench, args: Any) -> None:
     for pool in args.pool:
         sides = {}
         for name, joint in joints.items():
-            given = rerank.to_read(joint, tokens[name], args.text_tokens, 1, pool)
+            given = random_pool(joint, tokens[name], args.text_tokens, 1, pool)
             sides[name] = lambda joint=joint, given=given: joint.scores(*given).cpu()
         with torch.inference_mode():
-            for name, times in rerank.milliseconds(sides, args.calls).items():
+            for name, times in milliseconds(sides, args.calls).items():
                 taken[name][pool] = times
     cells, figures = [], {}
     for name, row in rows.items():
@@ -58,7 +58,7 @@ def study(bench: Bench, args: Any) -> None:
             "milliseconds": {str(pool): times for pool, times in taken[name].items()},
         }
         found = [with_spread(row.after[measure]) for measure in MEASURES]
-        waits = [rerank.median_p95(times) for times in taken[name].values()]
+        waits = [median_p95(times) for times in taken[name].values()]
         shown = [f"{median:.3g} ({p95:.3g})" for median, p95 in waits]
         cells.append(
             [name, str(figures[name]["seeds"]), str(tokens[name]), f"{of_item:,}", *found, *shown]
@@ -93,7 +93,7 @@ def drawn(
         before = rows[names[0]].after[FIRST + measure].mean()
         quality.axhline(before, color=color, dashes=(4, 3), linewidth=1, label="its first stage")
     for pool in next(iter(taken.values())):
-        medians = [rerank.median_p95(taken[name][pool])[0] for name in names]
+        medians = [median_p95(taken[name][pool])[0] for name in names]
         latency.plot(places, medians, "s-", color=next(colors), label=f"pool of {pool}, ms")
     quality.set_ylabel("recall")
     latency.set_ylabel("ms a query")

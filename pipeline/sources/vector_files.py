@@ -1,4 +1,4 @@
-"""The files that `pipeline.sources.vectors` reads: .npy arrays, and Parquet and Arrow columns."""
+"""Reads files of vectors: .npy arrays, and columns of Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +18,12 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import types
+from pydantic import Field
 
-from pipeline.config import SpecError
+from pipeline.config import Spec, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular, open_file
 from pipeline.sources.files import walk
-
-if TYPE_CHECKING:
-    from pipeline.sources.vectors import Vectors
 
 ROWS_PER_SHARD = 1000
 ROWS_PER_BLOCK = 256  # what is in memory at a time
@@ -44,6 +42,25 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_ITEM_NUMBERS = 1 << 28
 #: Numbers that are in memory at a time, where items are not larger.
 NUMBERS_PER_BLOCK = 1 << 26
+
+
+class VectorsSpec(Spec):
+    """Options of the vectors source.
+
+    Attributes:
+        path: A local path or an fsspec URI.
+        collection: The name of the collection; default: the last part of the path.
+        dim: D, the length of a vector.
+        id_column: The column of the ids (Parquet and Arrow).
+        vectors_column: The column of the vectors (Parquet and Arrow).
+    """
+
+    name: Literal["vectors"] = "vectors"
+    path: Uri
+    collection: str = ""
+    dim: int = Field(gt=0)
+    id_column: str = "id"
+    vectors_column: str = "vectors"
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,7 @@ class NpyFiles:
 
     VECTORS, IDS, LENGTHS = "vectors.npy", "ids.txt", "lengths.npy"
 
-    def __init__(self, fs: AbstractFileSystem, root: str, spec: Vectors.Spec):
+    def __init__(self, fs: AbstractFileSystem, root: str, spec: VectorsSpec):
         self._fs, self._root, self._spec = fs, root, spec
 
     def check(self) -> None:
@@ -285,7 +302,7 @@ class ColumnFiles:
 
     STRINGS = ("title", "text", "parent_id")
 
-    def __init__(self, fs: AbstractFileSystem, root: str, spec: Vectors.Spec):
+    def __init__(self, fs: AbstractFileSystem, root: str, spec: VectorsSpec):
         self._fs, self._spec = fs, spec
         self._single = None if fs.isdir(root) else root.rpartition("/")[2]
         self._folder = root.rpartition("/")[0] if self._single else root

@@ -7,17 +7,22 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
-from pipeline import config
 from pipeline.schema import Item, Reject, item_id_problem, vectors_type
 from pipeline.sources import Source
 from pipeline.sources.files import escaped, existing_root, open_root
-from pipeline.sources.vector_files import UNREADABLE, Block, ColumnFiles, NpyFiles, starts
+from pipeline.sources.vector_files import (
+    UNREADABLE,
+    Block,
+    ColumnFiles,
+    NpyFiles,
+    VectorsSpec,
+    starts,
+)
 
 
 class Vectors(Source):
@@ -42,28 +47,11 @@ class Vectors(Source):
     batch, which are decoded as a whole: row groups of some thousand rows spread best.
     """
 
-    class Spec(config.Spec):
-        """Options of the vectors source.
-
-        Attributes:
-            path: a local path or an fsspec URI.
-            collection: the name of what is read here; default: the last part of the path.
-            dim: D, how many numbers a vector has.
-            id_column: the column of the ids (Parquet and Arrow).
-            vectors_column: the column of the vectors (Parquet and Arrow).
-        """
-
-        name: Literal["vectors"] = "vectors"
-        path: config.Uri
-        collection: str = ""
-        dim: int = Field(gt=0)
-        id_column: str = "id"
-        vectors_column: str = "vectors"
-
-    spec: Spec
+    Spec = VectorsSpec
+    spec: VectorsSpec
     gives = ("item_id", "vectors")
 
-    def __init__(self, spec: Spec, needs: tuple[str, ...] = ("vectors",)):
+    def __init__(self, spec: VectorsSpec, needs: tuple[str, ...] = ("vectors",)):
         super().__init__(spec, needs)
         self.payload = pa.schema([pa.field("vectors", vectors_type(spec.dim, pa.float32()))])
 

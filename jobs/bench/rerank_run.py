@@ -1,0 +1,44 @@
+"""Inputs and timing shared by the benchmarks of reranking."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from jobs.bench import maxsim
+from pipeline.rerank.joint import JointEncoder
+
+
+def random_pool(
+    joint: JointEncoder, num_tokens: int, num_text: int, num_queries: int, pool: int
+) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns texts, cached tokens (B, V, dim) in float16, their mask, and all pairs."""
+    torch.manual_seed(2)
+    words = joint.language.config.vocab_size
+    rare = min(1000, words // 4)  # at the ends of the vocabulary
+    ids = torch.randint(rare, words - rare, (num_queries, num_text - 2))
+    texts = [" ".join(joint.tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist()]
+    num_items = num_queries * pool
+    tokens = torch.randn(num_items, num_tokens, joint.dim) * joint._words.weight.float().std().cpu()
+    mask = torch.ones(num_items, num_tokens, dtype=torch.bool)
+    rows = torch.arange(num_items)
+    return texts, tokens.half(), mask, torch.stack([rows // pool, rows], dim=1)
+
+
+def milliseconds(sides: dict[str, Callable[[], Any]], calls: int) -> dict[str, list[float]]:
+    """Returns the milliseconds of calls of each side, in turn, after two warm-up calls."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(calls + 2):
+        for name, side in sides.items():
+            seconds = maxsim.seconds_of(side)
+            if number >= 2:
+                taken[name].append(1e3 * seconds)
+    return taken
+
+
+def median_p95(times: Sequence[float]) -> tuple[float, float]:
+    """Returns the median and the 95th percentile of times."""
+    return statistics.median(times), sorted(times)[max(-(-95 * len(times) // 100) - 1, 0)]

@@ -20,12 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
     args = jobs.spec_parser(__doc__, has_index=True).parse(arguments)
 
-    from pipeline.index import backfill, job
+    from pipeline.index import backfill
+    from pipeline.index.spec import IndexResources, IndexSpec
 
-    spec = config.load(job.IndexSpec, args.spec, args.overrides)
-    resources = job.IndexResources()
+    spec = config.load(IndexSpec, args.spec, args.overrides)
+    resources = IndexResources()
     if args.resources:
-        resources = config.load(job.IndexResources, args.resources, what="resources")
+        resources = config.load(IndexResources, args.resources, what="resources")
     with jobs.cluster(resources.object_store_bytes):
         backfill.run(spec, resources, job_id=jobs.job_id(), report=jobs.say)
 

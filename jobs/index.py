@@ -39,15 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--remove-missing needs the whole listing: leave --limit out")
 
     from pipeline.index import job
+    from pipeline.index.checks import check
+    from pipeline.index.dry_run import dry_run
+    from pipeline.index.spec import IndexResources, IndexSpec
 
-    spec = config.load(job.IndexSpec, args.spec, args.overrides)
-    resources = job.IndexResources()
+    spec = config.load(IndexSpec, args.spec, args.overrides)
+    resources = IndexResources()
     if args.resources:
-        resources = config.load(job.IndexResources, args.resources, what="resources")
-    job.check(spec)
+        resources = config.load(IndexResources, args.resources, what="resources")
+    check(spec)
     with jobs.cluster(resources.object_store_bytes):
         if args.dry_run:
-            job.dry_run(spec, resources, args.limit, print)
+            dry_run(spec, resources, args.limit, print)
             return
         job.run(
             spec,

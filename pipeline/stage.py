@@ -14,7 +14,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -112,72 +112,98 @@ def packed_table(units: Sequence[Unit]) -> pa.Table:
     return pa.concat_tables([unit.pack() for unit in units])
 
 
-class Stage(ABC):
-    """One step of the pipeline on the items of a unit.
+class Processed(NamedTuple):
+    """Result of a stage for the items of a unit.
 
-    Subclasses are small and picklable; `setup` runs once an actor and loads what is heavy. A stage
-    must be retry-safe: running it twice on one unit gives the same columns and no other effect.
+    Attributes:
+        items: The items that remain, with the stage's columns.
+        rejects: One entry for each item that was left out.
+        seconds: Time by step, for stages of several steps; None: all of it is the stage's.
+    """
+
+    items: pa.Table
+    rejects: list[Reject]
+    seconds: dict[str, float] | None = None
+
+
+class LoadedStage(ABC):
+    """A stage inside its actor, with whatever is slow to load.
+
+    It must be retry-safe: processing a unit twice gives the same columns and has no other effect.
     """
 
     name: ClassVar[str]
-    needs: tuple[str, ...] = ()
-    adds: tuple[str, ...] = ()
-
-    def setup(self) -> None:  # noqa: B027 - most stages have nothing to load
-        """Loads what is heavy, once in each actor."""
 
     @abstractmethod
-    def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
-        """Adds this stage's columns; leaves out the rows it rejects.
+    def process(self, items: pa.Table) -> Processed:
+        """Adds this stage's columns and leaves out the rows it rejects.
 
         Args:
-            items: at least one row, with the columns in `needs`.
+            items: At least one row, with the columns in the stage's `needs`.
         """
 
-    def seconds(self, elapsed: float) -> dict[str, float]:
-        """The time of the last `process` by name; a stage that does two things tells them apart."""
-        return {self.name: elapsed}
+
+class Stage(ABC):
+    """Description of one step of the pipeline: small, picklable and immutable."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[str, ...]:
+        """Columns that the items must have."""
+
+    @property
+    @abstractmethod
+    def adds(self) -> tuple[str, ...]:
+        """Columns that the items have afterwards."""
+
+    @abstractmethod
+    def load(self) -> LoadedStage:
+        """Loads the stage, once in each actor."""
 
 
-def run_stage(stage: Stage, unit: Unit) -> Unit:
+def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     """Runs a stage on a unit; an exception costs the items that cause it, not the job.
 
-    After an exception the items are tried one by one. If then every one of several items fails, the
-    fault is the stage's and not an item's, unless it says that they are not readable: the exception
-    is raised.
+    After an exception the items are tried one by one. If every one of several items fails then, the
+    stage is at fault rather than an item, unless it reports them as unreadable: the exception is
+    raised.
     """
     if unit.items.num_rows == 0:
         return unit
     start = time.perf_counter()
     try:
-        items, rejects = stage.process(unit.items)
-        seconds = stage.seconds(time.perf_counter() - start)
+        items, rejects, seconds = stage.process(unit.items)
     except Exception as error:
+        seconds = None
         if unit.items.num_rows > 1:
             items, rejects = _one_by_one(stage, unit.items, error)
         else:
-            items, rejects = unit.items.slice(0, 0), [_failed(stage, unit.items, error)]
-        seconds = {stage.name: time.perf_counter() - start}
+            items, rejects = unit.items.slice(0, 0), [_failure(stage, unit.items, error)]
+    seconds = seconds or {stage.name: time.perf_counter() - start}
     unit = replace(unit, items=items, seconds={**unit.seconds, **seconds})
     return unit.reject(rejects) if rejects else unit
 
 
-def _one_by_one(stage: Stage, items: pa.Table, first_error: Exception):
+def _one_by_one(
+    stage: LoadedStage, items: pa.Table, first_error: Exception
+) -> tuple[pa.Table, list[Reject]]:
     done, rejects, num_failed = [], [], 0
     for i in range(items.num_rows):
         try:
-            table, rejected = stage.process(items.slice(i, 1))
+            table, rejected, _ = stage.process(items.slice(i, 1))
             done.append(table)
             rejects += rejected
         except Exception as error:
-            rejects.append(_failed(stage, items.slice(i, 1), error))
+            rejects.append(_failure(stage, items.slice(i, 1), error))
             num_failed += not isinstance(error, Unreadable)
     if num_failed == items.num_rows:
         raise first_error
     return pa.concat_tables(done), rejects
 
 
-def _failed(stage: Stage, item: pa.Table, error: Exception) -> Reject:
+def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:
     if isinstance(error, Unreadable):
         reason, detail = error.reason, error.detail
     else:
@@ -204,9 +230,7 @@ class StageActor:
         import torch
 
         torch.set_num_threads(num_threads)
-        self.stages = stages
-        for stage in stages:
-            stage.setup()
+        self.stages = [stage.load() for stage in stages]
 
     def __call__(self, block: pa.Table) -> pa.Table:
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]

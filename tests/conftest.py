@@ -183,13 +183,13 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     facts = EncoderFacts.of(ENCODERS.build(spec), spec)
     parsed = [parse(Representation, fields) for fields in representations]
     own = encoder_fields(facts, keep_positions)
-    stage = Represent(Encode(spec, facts), Compress(facts, parsed, {}, [f.name for f in own]))
-    stage.setup()
+    compress = Compress(facts, parsed, {}, [f.name for f in own])
+    stage = Represent(Encode(spec, facts), compress).load()
     items = [
         Item(name, name.split("/")[0], "test", "text", "r1", title=f"On {name}", text=text)
         for name, text in TEXTS.items()
     ]
-    table, rejects = stage.process(pa.Table.from_pylist([i.row() for i in items], schema=ITEM))
+    table, rejects, _ = stage.process(pa.Table.from_pylist([i.row() for i in items], schema=ITEM))
     assert not rejects
 
     columns = [*ITEM, *own]

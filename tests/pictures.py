@@ -13,6 +13,7 @@ from PIL import Image
 
 from pipeline import config
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -50,8 +51,8 @@ def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> di
             {"compressor": {"name": "hpool", "num_vectors": 8}},
         ],
     }
-    spec = config.parse(job.IndexSpec, given)
-    job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    spec = config.parse(IndexSpec, given)
+    job.run(spec, IndexResources(), job="1", report=lambda line: None)
     return photos
 
 
@@ -74,7 +75,7 @@ def index_captioned(
         "unit_items": 4,
         **fields,
     }
-    spec = config.parse(job.IndexSpec, given)
-    progress = job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    spec = config.parse(IndexSpec, given)
+    progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.new == len(photos)
     return given["index"]

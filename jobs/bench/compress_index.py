@@ -13,7 +13,8 @@ import pyarrow as pa
 from pipeline.config import parse
 from pipeline.index.columns import EncoderFacts, Representation, encoder_fields, taps_of
 from pipeline.index.fitting import fit, needs_fit
-from pipeline.index.stages import Compress, Encode, Represent, with_taps
+from pipeline.index.stages import Compress, Encode, Representer
+from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.schema import Item
 from pipeline.sources import items_table
@@ -36,11 +37,9 @@ def encode_and_compress(
     representations = [
         parse(Representation, {"compressor": fields_of(name), "id": name}) for name in names
     ]
-    plain = Encode(encoder, facts)
-    encode = Encode(encoder, facts, taps=taps_of(representations, facts.num_layers))
-    for stage in (plain, encode):
-        stage.setup()
-    sample = [batch for *_, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
+    plain = Encode(encoder, facts).load()
+    encode = Encode(encoder, facts, taps=taps_of(representations, facts.num_layers)).load()
+    sample = [batch for _, _, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
     learned = {}
     for representation in representations:
         if needs_fit(representation):
@@ -48,8 +47,7 @@ def encode_and_compress(
             batches = [with_taps(batch, taps, facts) for batch in sample]
             learned[representation.id] = fit(representation, lambda batches=batches: batches, 0)
     own = [field.name for field in encoder_fields(facts, keep_positions=True)]
-    stage = Represent(encode, Compress(facts, representations, learned, own))
-    stage.setup()
+    stage = Representer(encode, Compress(facts, representations, learned, own).load())
 
     def run_plain() -> dict[str, float]:
         start = time.perf_counter()
@@ -61,11 +59,10 @@ def encode_and_compress(
     def run_all() -> dict[str, float]:
         taken = {"encode with attention": 0.0, "compress": 0.0}
         for unit in units:
-            _, rejects = stage.process(unit)
-            assert not rejects
-            spent = stage.seconds(0)
-            taken["encode with attention"] += spent["encode"]
-            taken["compress"] += spent["compress"]
+            _, rejects, seconds = stage.process(unit)
+            assert not rejects and seconds is not None
+            taken["encode with attention"] += seconds["encode"]
+            taken["compress"] += seconds["compress"]
         return taken
 
     seconds: dict[str, list[float]] = {}

@@ -299,6 +299,7 @@ def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, arg
 def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
     """The index job over the pages with one encoder actor and with two, and one that prepares."""
     from pipeline.index import job
+    from pipeline.index.spec import IndexResources, IndexSpec
 
     rows, figures = [], {}
     with jobs.cluster():
@@ -307,7 +308,7 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
             for repeat in range(args.repeats):
                 with tempfile.TemporaryDirectory() as index:
                     spec = parse(
-                        job.IndexSpec,
+                        IndexSpec,
                         {
                             "index": f"{index}/index",
                             "source": {"name": "images", "path": str(folder / "pages")},
@@ -319,9 +320,7 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
                     share = 1.0 / number if args.device == "cuda" else 0
                     pool = {"num_cpus": 0.5, "num_gpus": share, "num_threads": 1}
                     pool |= {"min_actors": number, "max_actors": number}
-                    profile = parse(
-                        job.IndexResources, {"encode": pool, "prepare": {"num_cpus": 0.5}}
-                    )
+                    profile = parse(IndexResources, {"encode": pool, "prepare": {"num_cpus": 0.5}})
                     progress = job.run(spec, profile, job=str(repeat), report=lambda line: None)
                     rates.append(progress.new / progress.phases["stream"])
             figures[name] = Repeats(tuple(rates))

@@ -28,9 +28,12 @@ from pipeline.index.columns import (
     every_representation,
     representation_fields,
 )
+from pipeline.index.fragments import write_table
 from pipeline.index.listing import ListingJob
+from pipeline.index.progress import Progress
 from pipeline.index.reader import part
-from pipeline.index.stages import Compress, Encode, Represent, write_table
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.stage import run_stage
@@ -40,8 +43,8 @@ def main() -> None:
     """Runs one side and prints what it came to."""
     imported = time.time()
     side, spec_path, resources_path = sys.argv[1:]
-    spec = config.load(job.IndexSpec, spec_path)
-    resources = config.load(job.IndexResources, resources_path)
+    spec = config.load(IndexSpec, spec_path)
+    resources = config.load(IndexResources, resources_path)
     times = {"imported": imported}
     if side == "bare":
         progress = bare_loop(spec, resources.encode.num_threads)
@@ -53,12 +56,12 @@ def main() -> None:
     print(json.dumps({"summary": progress.summary(), "times": times, "peak_bytes": peak_bytes()}))
 
 
-def bare_loop(spec: job.IndexSpec, num_threads: int) -> job.Progress:
+def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
     """Indexes a new source into a new index; no rejects, no resume, nothing beside the loop."""
     import torch
 
     torch.set_num_threads(num_threads)
-    progress = job.Progress()
+    progress = Progress()
     writer = IndexWriter(spec.index, "bare")
     listing_job = ListingJob(
         part(spec.index), part(spec.index, JOBS, "bare"), spec.source, digest({})
@@ -74,8 +77,7 @@ def bare_loop(spec: job.IndexSpec, num_threads: int) -> job.Progress:
         [*own, *(f for r in representations for f in representation_fields(r, facts, None))]
     )
     compress = Compress(facts, representations, {}, [f.name for f in own])
-    stage = Represent(Encode(spec.encoder, facts), compress)
-    stage.setup()
+    stage = Represent(Encode(spec.encoder, facts), compress).load()
 
     tables: list[pa.Table] = []  # of the next fragment
     fragments, uncommitted = [], 0

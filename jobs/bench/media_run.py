@@ -59,8 +59,9 @@ def spec_of(kind: str, path: str) -> Spec:
 
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     """The source stage of the index job as it streams; its start is no part of the time."""
-    from pipeline.index import job, listing
+    from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.index.stream import read_units
     from pipeline.stage import Resources
 
     spec = spec_of(kind, path)
@@ -72,7 +73,7 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
         # What comes next in the index job is an actor that is handed the blocks.
-        counted = job.read_stage(listed, shards, 64, pool).map_batches(
+        counted = read_units(listed, shards, 64, pool).map_batches(
             Count,
             fn_constructor_kwargs={"kind": kind},
             batch_size=1,

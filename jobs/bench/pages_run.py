@@ -36,8 +36,9 @@ def main() -> None:
 
 def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
     """The source stage of the index job as it streams; its start is no part of the time."""
-    from pipeline.index import job, listing
+    from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.index.stream import read_units
     from pipeline.stage import Resources, from_ipc
 
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
@@ -48,7 +49,7 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
         first, pages = None, 0
-        for row in rows_of(job.read_stage(listed, shards, UNIT_PAGES, pool)):
+        for row in rows_of(read_units(listed, shards, UNIT_PAGES, pool)):
             if row is None:
                 continue
             num_pages = from_ipc(row["items"]).num_rows

@@ -11,23 +11,27 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 import ray
 
 from pipeline.config import SpecError
-from pipeline.index import job, listing
+from pipeline.index import listing, tasks
+from pipeline.index.checks import check, refuse_other_encoders
 from pipeline.index.columns import RERANK_TOKENS, every_representation
-from pipeline.index.job import IndexResources, IndexSpec
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, part
 from pipeline.index.recompress import Filled, Progress, commit_filled, filling
-from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field, tokens_column
+from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
 from pipeline.index.session import Session
-from pipeline.index.stages import Encode, Found
-from pipeline.schema import ITEM, Reject
-from pipeline.stage import Stage, run_stage
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stages import Encode, Found, TokenEncoder
+from pipeline.index.stream import encode_stage
+from pipeline.schema import ITEM
+from pipeline.stage import LoadedStage, Processed, Stage, run_stage
 
 log = logging.getLogger("maxray.backfill")
 
@@ -54,7 +58,7 @@ def run(
         LeaseHeld: another job writes to the index.
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
-    job.check(spec)
+    check(spec)
     if spec.rerank is None:
         raise SpecError("rerank", None, "the folder of an EDJE, as `rerank=FOLDER`", "is missing")
     if not len(Index(spec.index)):
@@ -63,15 +67,16 @@ def run(
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
-        facts = ray.get(job.facts_of.options(**resources.encode.of_a_task).remote(spec.encoder))
+        load = tasks.encoder_facts.options(**resources.encode.of_a_task)
+        facts = ray.get(load.remote(spec.encoder))
         column = rerank_field(spec.rerank, facts)
-        job.refuse_other_encoders(writer.dataset.schema, facts)
+        refuse_other_encoders(writer.dataset.schema, facts)
         if RERANK_TOKENS in writer.dataset.schema.names:
             refuse_other_adapter(spec.rerank, writer.dataset.schema.field(RERANK_TOKENS))
         else:
             writer.add_columns([column])
         writer.index_ids()
-        listed = job.listing_job(spec, session.folder)
+        listed = spec.listing_job(session.folder)
         shards_of = _fragments(session, listed, resources)
         dataset = writer.dataset
         lacking = [f for f in shards_of if dataset.get_fragment(f).count_rows(WITHOUT_TOKENS)]
@@ -79,8 +84,7 @@ def run(
         progress.done_before = progress.fragments - len(lacking)
         report(f"{len(lacking)} of {progress.fragments} fragments have items without tokens")
         content = [r for r in every_representation(spec) if r.of == "content"]
-        encode = job.encode_stage(spec, facts, content, spec.rerank)
-        encode.placement = resources.placement
+        encode = encode_stage(spec, facts, content, rerank=True, placement=resources.placement)
         given = {
             "index": part(spec.index),
             "version": writer.dataset.version,
@@ -105,11 +109,12 @@ def _fragments(
     session: Session, listed: ListingJob, resources: IndexResources
 ) -> dict[int, list[int]]:
     """The shards of the source by the fragment in which rows of them lie, unchanged ones."""
-    light = {"num_cpus": resources.read.num_cpus}
-    num_shards = ray.get(job.plan.options(**light).remote(listed, None))
+    read = resources.read
+    num_shards = ray.get(tasks.plan.options(**read.of_a_task).remote(listed, None))
+    task = _placed.options(**read.of_a_task)
+    found = tasks.map_shards(task, listed, range(num_shards), read.max_actors, session.check)
     shards_of: dict[int, list[int]] = {}
-    asked = (_placed.options(**light), listed, range(num_shards), resources.read.max_actors)
-    for shard, fragments in job.by_shard(*asked, session.check):
+    for shard, fragments in found:
         for fragment in fragments:
             shards_of.setdefault(fragment, []).append(shard)
     return {fragment: sorted(shards_of[fragment]) for fragment in sorted(shards_of)}
@@ -121,25 +126,42 @@ def _placed(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
     return shard, listing.fragments_of(listed, shard)
 
 
+@dataclass(frozen=True)
 class CacheTokens(Stage):
-    """The adapter's tokens of items, and nothing else of them."""
+    """The adapter's tokens of items, without any other column."""
 
-    name = "rerank"
+    encode: Encode
 
-    def __init__(self, encode: Encode):
-        self.encode = encode
-        self.needs, self.adds = encode.needs, encode.cached
+    name: ClassVar[str] = "rerank"
 
-    def setup(self) -> None:
-        self.encode.setup()
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.encode.needs
 
-    def process(self, items: pa.Table) -> tuple[pa.Table, list[Reject]]:
-        items = self.encode.prepare(items)
+    @property
+    def adds(self) -> tuple[str, ...]:
+        return self.encode.adds_for_rerank
+
+    def load(self) -> TokenCacher:
+        return TokenCacher(self.encode.load())
+
+
+class TokenCacher(LoadedStage):
+    """A loaded `CacheTokens`."""
+
+    name = CacheTokens.name
+
+    def __init__(self, encoder: TokenEncoder):
+        self._encoder = encoder
+
+    def process(self, items: pa.Table) -> Processed:
+        items, _ = self._encoder.prepare(items)
         found = Found()
-        for aspect, rows, batch, problems in self.encode.batches(items):
-            tokens = tokens_column(self.encode.adapter, batch)
-            found.add(aspect, rows, pa.table({RERANK_TOKENS: tokens}), problems)
-        return found.join(items.select(ITEM.names), self.encode.aspects, self.encode.nothing)
+        for encoded in self._encoder.batches(items):
+            table = pa.table({RERANK_TOKENS: self._encoder.rerank_tokens(encoded.batch)})
+            found.add(encoded.aspect, encoded.rows, table, encoded.problems)
+        aspects, nothing = self._encoder.stage.aspects, self._encoder.nothing
+        return Processed(*found.join(items.select(ITEM.names), aspects, nothing))
 
 
 class CacheFragment:
@@ -158,8 +180,7 @@ class CacheFragment:
 
         torch.set_num_threads(num_threads)
         self.index, self.listed = Index(index, version), listed
-        self.stage, self.unit_items = stage, unit_items
-        stage.setup()
+        self.stage, self.unit_items = stage.load(), unit_items
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
         asked = zip(batch["fragment"], batch["shards"], strict=True)

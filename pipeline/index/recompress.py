@@ -44,7 +44,8 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import as_used
 from pipeline.index.reader import Index, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
-from pipeline.index.stages import TAP, Compress, Found, batches_of, with_taps
+from pipeline.index.stages import Compress, Found
+from pipeline.index.token_columns import TAP, batches_of, with_taps
 from pipeline.registry import COMPRESSORS
 from pipeline.schema import metadata_of
 from pipeline.stage import Resources
@@ -355,9 +356,8 @@ class FillFragment:
 
         torch.set_num_threads(num_threads)
         self.index = Index(index, version)
-        self.source, self.stage = source, stage
+        self.source, self.stage, self.compressor = source, stage, stage.load()
         (self.aspect,) = stage.aspects
-        stage.setup()
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
         return {"filled": [json.dumps(self.fill(int(number))) for number in batch["fragment"]]}
@@ -374,7 +374,7 @@ class FillFragment:
         read = time.perf_counter()
         found = Found()
         for rows, tokens in batches_of(table, self.stage.facts):
-            found.add(self.aspect, rows, self.stage.columns(tokens, self.aspect))
+            found.add(self.aspect, rows, self.compressor.columns(tokens, self.aspect))
         if table.num_rows:
             filled, _ = found.join(table.select(["_rowid"]), (self.aspect,))
         else:  # a null in one row: the columns have data then, and the fragment is done

@@ -11,6 +11,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.smart import FILE, Adapter
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS
 from pipeline.search.searcher import open_index
 from pipeline.tokens import normalise
@@ -157,7 +158,7 @@ def test_an_index_through_an_adapter_is_searched_through_it(cluster, tmp_path):
         "encoder": config.dump(of(tmp_path)),
         "representations": [{"compressor": "none"}],
     }
-    job.run(config.parse(job.IndexSpec, given), job.IndexResources(), job="1", report=lambda _: 0)
+    job.run(config.parse(IndexSpec, given), IndexResources(), job="1", report=lambda _: 0)
     searcher = open_index(str(tmp_path / "index"))
     assert searcher.index.representation("full")["dim"] == 32
     assert searcher.search("lift of a wing", k=1)[0].item_id == "wing.txt"

@@ -6,7 +6,8 @@ import pytest
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.index import job
+from pipeline.index.dry_run import dry_run
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS
 from tests.conftest import ROOT
 
@@ -22,9 +23,9 @@ def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
     given = [f"encoder.model={tiny}", "encoder.dtype=float32"]
     if path.stem in ("qwen3_vl", "qwen2_5_omni"):  # whose windows are short
         given.append("encoder.max_pixels=4096")
-    spec = config.load(job.IndexSpec, str(path), given)
+    spec = config.load(IndexSpec, str(path), given)
     said: list[str] = []
-    job.dry_run(spec, job.IndexResources(), 8, said.append)
+    dry_run(spec, IndexResources(), 8, said.append)
     assert any(line.startswith("tried 8 items") for line in said)
     assert not any("rejected" in line for line in said)
 
@@ -33,7 +34,7 @@ def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
 def test_a_hub_that_cannot_be_reached(path, monkeypatch):
     """One sentence, which says what to do offline."""
     monkeypatch.chdir(ROOT)
-    spec = config.load(job.IndexSpec, str(path), [])
+    spec = config.load(IndexSpec, str(path), [])
     with pytest.raises(SpecError, match="offline") as caught:
         ENCODERS.load(spec.encoder.name).check(spec.encoder)
     assert caught.value.field == "model" and "\n" not in str(caught.value)

@@ -21,6 +21,7 @@ from pipeline.eval.grounding import (
     relevance_map,
 )
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report import html
 from tests.pdfs import Page, pdf
 
@@ -129,8 +130,8 @@ def uri(cluster, tmp_path_factory) -> str:
                 {"compressor": {"name": "samer", "num_vectors": 4}, "keep_support": False},
             ],
         }
-        spec = config.parse(job.IndexSpec, given)
-        job.run(spec, job.IndexResources(), job=name, report=lambda line: None)
+        spec = config.parse(IndexSpec, given)
+        job.run(spec, IndexResources(), job=name, report=lambda line: None)
     return str(folder / "index")
 
 

@@ -15,10 +15,12 @@ from pipeline.config import SpecError
 from pipeline.index import job, recompress
 from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, every_representation
+from pipeline.index.dry_run import dry_run
 from pipeline.index.export import export
 from pipeline.index.fitting import is_fitted, stored_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.registry import CODECS
 
@@ -29,7 +31,7 @@ DOCUMENTS = {f"d{i}": f"{i}" for i in range(9)}
 DIM, NUM_TOKENS = 24, 6
 
 
-def index_spec(uri: Path, collection: Path, *representations: dict, **fields: Any) -> job.IndexSpec:
+def index_spec(uri: Path, collection: Path, *representations: dict, **fields: Any) -> IndexSpec:
     given = {
         "index": str(uri),
         "source": {"name": "text", "path": str(collection)},
@@ -40,11 +42,11 @@ def index_spec(uri: Path, collection: Path, *representations: dict, **fields: An
         "fit": {"num_items": 5, "seed": 3},
         **fields,
     }
-    return config.parse(job.IndexSpec, given)
+    return config.parse(IndexSpec, given)
 
 
-def make_index(spec: job.IndexSpec, **options: Any) -> None:
-    job.run(spec, job.IndexResources(), job="1", report=lambda line: None, **options)
+def make_index(spec: IndexSpec, **options: Any) -> None:
+    job.run(spec, IndexResources(), job="1", report=lambda line: None, **options)
 
 
 def run_recompress(uri: Path, *representations: dict, **fields: Any) -> recompress.Progress:
@@ -291,7 +293,7 @@ def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection)
 def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, collection):
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), FULL, RESIDUAL)
     lines: list[str] = []
-    job.dry_run(spec, job.IndexResources(), None, lines.append)
+    dry_run(spec, IndexResources(), None, lines.append)
     (said,) = (line for line in lines if line.startswith("  residual "))
     assert said.split()[1:5] == [f"{NUM_TOKENS * (4 + DIM // 2)}", "bytes", "an", "item"]
     assert not (tmp_path / "index").exists()

@@ -13,7 +13,9 @@ import pytest
 
 from pipeline import config, open_index
 from pipeline.index import job
+from pipeline.index.dry_run import dry_run
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.maps import Previews, light, similarity_map
 from tests.conftest import ROOT
 from tests.pictures import noise, png
@@ -94,8 +96,8 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
     }
     pools = {"prepare": {"num_cpus": 0.5}, "encode": {"num_cpus": 0.5, "max_actors": 2}}
     progress = job.run(
-        config.parse(job.IndexSpec, given),
-        config.parse(job.IndexResources, pools),
+        config.parse(IndexSpec, given),
+        config.parse(IndexResources, pools),
         job="1",
         report=lambda line: None,
     )
@@ -183,8 +185,8 @@ def test_weights_that_cannot_be_loaded_are_the_encoders_model(
         "encoder": {"name": "colpali", "model": str(tmp_path / "model")},
         "representations": [{"compressor": "none"}],
     }
-    spec, resources = config.parse(job.IndexSpec, given), job.IndexResources()
+    spec, resources = config.parse(IndexSpec, given), IndexResources()
     with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
         job.run(spec, resources, job="1", report=lambda line: None)
     with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
-        job.dry_run(spec, resources, None, lambda line: None)
+        dry_run(spec, resources, None, lambda line: None)

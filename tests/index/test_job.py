@@ -16,7 +16,10 @@ import pytest
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.index import job
+from pipeline.index.dry_run import dry_run
+from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
 
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 SLEEPING = {"name": "sleeping", "seconds": 0.0, "num_tokens": 12, "dim": 16}
 
 
-def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> job.IndexSpec:
+def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> IndexSpec:
     """A spec with a quick encoder and two representations."""
     source = source if isinstance(source, dict) else {"name": "text", "path": str(source)}
     given = {
@@ -39,15 +42,15 @@ def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> job.IndexSpec:
         "unit_items": 2,
         **fields,
     }
-    return config.parse(job.IndexSpec, given)
+    return config.parse(IndexSpec, given)
 
 
-def run(a_spec: job.IndexSpec, **options: Any) -> job.Progress:
+def run(a_spec: IndexSpec, **options: Any) -> Progress:
     """Runs the job, quietly."""
-    return job.run(a_spec, job.IndexResources(), job="test", report=lambda line: None, **options)
+    return job.run(a_spec, IndexResources(), job="test", report=lambda line: None, **options)
 
 
-def rows(a_spec: job.IndexSpec) -> dict[str, dict[str, Any]]:
+def rows(a_spec: IndexSpec) -> dict[str, dict[str, Any]]:
     """Every row of the index by item id; none may be there twice."""
     table = Index(a_spec.index).dataset.to_table()
     there = {row["item_id"]: row for row in table.to_pylist()}
@@ -55,7 +58,7 @@ def rows(a_spec: job.IndexSpec) -> dict[str, dict[str, Any]]:
     return there
 
 
-def rejects(a_spec: job.IndexSpec) -> dict[str, str]:
+def rejects(a_spec: IndexSpec) -> dict[str, str]:
     """Reasons by item id."""
     return {r["item_id"]: r["reason"] for r in Index(a_spec.index).rejects().to_pylist()}
 
@@ -230,7 +233,7 @@ def test_separate_compression_actors_give_the_same_rows(tmp_path, collection):
     together = spec(tmp_path, collection(**documents))
     run(together)
     apart = spec(tmp_path, collection(**documents), index=str(tmp_path / "apart"))
-    profile = config.parse(job.IndexResources, {"compress": {"num_cpus": 0.5}})
+    profile = config.parse(IndexResources, {"compress": {"num_cpus": 0.5}})
     job.run(apart, profile, job="test", report=lambda line: None)
     assert rows(apart) == rows(together)
 
@@ -238,7 +241,7 @@ def test_separate_compression_actors_give_the_same_rows(tmp_path, collection):
 def test_a_dry_run_writes_nothing(tmp_path, collection):
     a_spec = spec(tmp_path, collection(a="one", b=" "))
     lines: list[str] = []
-    job.dry_run(a_spec, job.IndexResources(), None, lines.append)
+    dry_run(a_spec, IndexResources(), None, lines.append)
     said = "\n".join(lines)
     assert "listed 2 items, of which 1 cannot be read" in said
     assert "12 tokens an item" in said

@@ -68,10 +68,11 @@ def start(folder: Path, name: str, cluster: str, lease_seconds: float = 60.0) ->
 import jobs, ray
 from pipeline import config
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 def main(_):
-    spec = config.load(job.IndexSpec, {str(path)!r})
+    spec = config.load(IndexSpec, {str(path)!r})
     with jobs.cluster():
-        job.run(spec, job.IndexResources(), job=jobs.job_id(), lease_seconds={lease_seconds})
+        job.run(spec, IndexResources(), job=jobs.job_id(), lease_seconds={lease_seconds})
 jobs.run(main)
 """
     return subprocess.Popen(

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.config import parse
 from pipeline.index import listing
+from pipeline.index.fragments import write_table
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import part
-from pipeline.index.stages import write_table
 from pipeline.index.writer import IndexWriter, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
 from pipeline.sources import text

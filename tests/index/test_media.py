@@ -19,6 +19,7 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import Hit
 from pipeline.search.maps import Previews, light, similarity_map
 from tests.conftest import ROOT
@@ -32,8 +33,8 @@ NOTHING = "nothing to index: no text, no speech"
 def run(uri: Path, source: Any, encoder: Any, *representations: dict, **resources: Any):
     """The job's progress and what it said."""
     given = {"index": str(uri), "source": source, "encoder": encoder, "commit_items": 8}
-    spec = config.parse(job.IndexSpec, {**given, "representations": list(representations)})
-    profile = config.parse(job.IndexResources, resources)
+    spec = config.parse(IndexSpec, {**given, "representations": list(representations)})
+    profile = config.parse(IndexResources, resources)
     said: list[str] = []
     return job.run(spec, profile, job="1", report=said.append), said
 

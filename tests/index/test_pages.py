@@ -11,7 +11,9 @@ import pytest
 from pipeline import config
 from pipeline.index import job, recompress
 from pipeline.index.positions import as_used
+from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from tests.pdfs import Page, bomb, pdf
 
 SAMER = {"compressor": {"name": "samer", "num_vectors": 3}}
@@ -19,14 +21,14 @@ FULL = {"compressor": "none"}
 WORDS = [(10, 80, "wings and tails"), (10, 60, "bread"), (100, 20, "yeast and flour")]
 
 
-def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> job.Progress:
+def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> Progress:
     given = {
         "index": str(uri),
         "source": {"name": "pages", "path": str(folder), "limits": {"seconds": 3}},
         "representations": list(representations),
     }
-    spec = config.parse(job.IndexSpec, given)
-    profile = config.parse(job.IndexResources, resources)
+    spec = config.parse(IndexSpec, given)
+    profile = config.parse(IndexResources, resources)
     return job.run(spec, profile, job="1", report=lambda line: None)
 
 
@@ -110,8 +112,8 @@ def test_pages_beside_texts_in_one_index(cluster, tmp_path, folder, collection):
         "source": {"name": "text", "path": str(collection(letter="Dear Ada"))},
         "representations": [FULL, SAMER],
     }
-    spec = config.parse(job.IndexSpec, given)
-    job.run(spec, job.IndexResources(), job="0", report=lambda line: None)
+    spec = config.parse(IndexSpec, given)
+    job.run(spec, IndexResources(), job="0", report=lambda line: None)
     index(folder, tmp_path / "index", FULL, SAMER)
     there = rows(tmp_path / "index")
     assert there["letter"]["minilm_extents"] is None

@@ -4,6 +4,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
+from pipeline.index.fragments import write_table
 from pipeline.index.positions import (
     EXTENTS,
     STORED_EXTENTS,
@@ -12,7 +13,6 @@ from pipeline.index.positions import (
     stored_bytes,
 )
 from pipeline.index.reader import ITEMS, Index
-from pipeline.index.stages import write_table
 from pipeline.index.writer import STORAGE_VERSION
 
 NAN = float("nan")

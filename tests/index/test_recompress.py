@@ -16,6 +16,7 @@ from pipeline.config import SpecError
 from pipeline.index import job, recompress
 from pipeline.index.columns import every_representation, representation_fields
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
@@ -47,8 +48,8 @@ def make_index(uri: Path, collection: Path, *representations: dict, **fields: An
         "fragment_items": 2,
         **fields,
     }
-    spec = config.parse(job.IndexSpec, given)
-    job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    spec = config.parse(IndexSpec, given)
+    job.run(spec, IndexResources(), job="1", report=lambda line: None)
 
 
 def spec(uri: Path, *representations: dict, **fields: Any) -> recompress.RecompressSpec:

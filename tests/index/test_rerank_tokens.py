@@ -17,8 +17,10 @@ from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import backfill, job
+from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.rerank_tokens import tokens_column
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter
@@ -65,7 +67,7 @@ def photos(tmp_path_factory) -> Path:
     return folder
 
 
-def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> job.IndexSpec:
+def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> IndexSpec:
     given = {
         "index": str(uri),
         "source": {"name": "images", "path": str(photos)},
@@ -75,16 +77,16 @@ def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> job.In
         "fragment_items": 2 * UNIT,
         **fields,
     }
-    return config.parse(job.IndexSpec, given)
+    return config.parse(IndexSpec, given)
 
 
-def index(a_spec: job.IndexSpec, **resources: Any) -> job.Progress:
-    profile = config.parse(job.IndexResources, resources)
+def index(a_spec: IndexSpec, **resources: Any) -> Progress:
+    profile = config.parse(IndexResources, resources)
     return job.run(a_spec, profile, job="1", report=lambda line: None)
 
 
-def fill(a_spec: job.IndexSpec, job_id: str = "2") -> backfill.Progress:
-    return backfill.run(a_spec, job.IndexResources(), job_id=job_id, report=lambda line: None)
+def fill(a_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
+    return backfill.run(a_spec, IndexResources(), job_id=job_id, report=lambda line: None)
 
 
 def tokens(uri: Path) -> dict[str, np.ndarray | None]:

@@ -13,8 +13,8 @@ from moto.server import ThreadedMotoServer
 
 from pipeline import open_index
 from pipeline.config import SpecError
+from pipeline.index.fragments import write_table
 from pipeline.index.reader import Index
-from pipeline.index.stages import write_table
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter
 from pipeline.schema import ITEM

@@ -15,6 +15,7 @@ from pipeline.config import SpecError
 from pipeline.eval.diagnose import full_tokens_of
 from pipeline.index import job, recompress
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import metadata_of
 from tests.conftest import CRANFIELD, TEXTS
 
@@ -64,8 +65,8 @@ def index(uri: Path, collection: Path, *representations, resources=None, **field
         "fragment_items": 6,
         **fields,
     }
-    spec = config.parse(job.IndexSpec, given)
-    resources = config.parse(job.IndexResources, resources or {})
+    spec = config.parse(IndexSpec, given)
+    resources = config.parse(IndexResources, resources or {})
     job.run(spec, resources, job="1", report=lambda line: None)
 
 

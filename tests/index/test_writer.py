@@ -20,8 +20,8 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata
 
 from pipeline.config import SpecError
+from pipeline.index.fragments import write_table
 from pipeline.index.reader import Index, part
-from pipeline.index.stages import write_table
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld, LeaseLost, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject

@@ -13,6 +13,7 @@ from jobs.bench.index_run import bare_loop
 from pipeline import config
 from pipeline.index import job
 from pipeline.index.reader import ITEMS, part
+from pipeline.index.spec import IndexResources, IndexSpec
 from tests.conftest import ROOT, start_job
 
 
@@ -28,7 +29,7 @@ def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collect
     rows = {}
     for side in ("bare", "ray"):
         spec = config.parse(
-            job.IndexSpec,
+            IndexSpec,
             {
                 "index": str(tmp_path / side),
                 "source": source,
@@ -45,7 +46,7 @@ def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collect
         if side == "bare":
             progress = bare_loop(spec, num_threads=1)
         else:
-            progress = job.run(spec, job.IndexResources(), job="test", report=lambda line: None)
+            progress = job.run(spec, IndexResources(), job="test", report=lambda line: None)
         assert (progress.new, progress.commits) == (9, 3)
         dataset = lance.dataset(part(spec.index, ITEMS))
         # A fragment is committed when it is written, whichever comes first.

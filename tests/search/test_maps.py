@@ -14,6 +14,7 @@ from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import Passage
 from pipeline.search.maps import Previews, Word, draw, light, moment, similarity_map, titled
 from tests.pdfs import Page, pdf
@@ -38,8 +39,8 @@ def uri(cluster, tmp_path_factory) -> str:
             "source": {"name": name, "path": str(folder / path)},
             "representations": [{"compressor": "none"}, *REPRESENTATIONS],
         }
-        spec = config.parse(job.IndexSpec, given)
-        job.run(spec, job.IndexResources(), job=name, report=lambda line: None)
+        spec = config.parse(IndexSpec, given)
+        job.run(spec, IndexResources(), job=name, report=lambda line: None)
     return str(folder / "index")
 
 

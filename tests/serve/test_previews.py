@@ -17,6 +17,7 @@ from PIL import Image
 
 from pipeline import config
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.serve import wire
 from tests import media
 from tests.pdfs import Page, pdf
@@ -64,8 +65,8 @@ def http(serving, folder) -> httpx2.Client:
         "encoder": {"name": "transcript", "ocr": said, "speech": said},
         "representations": [{"compressor": "none"}, {"compressor": "none", "of": "caption"}],
     }
-    spec = config.parse(job.IndexSpec, given)
-    progress = job.run(spec, job.IndexResources(), job="1", report=lambda line: None)
+    spec = config.parse(IndexSpec, given)
+    progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.indexed == 5
     url = serving({"indexes": {"shown": {"uri": str(folder / "index")}}}, "previews")
     with httpx2.Client(base_url=url, timeout=60) as http:

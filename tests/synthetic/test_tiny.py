@@ -14,6 +14,7 @@ import torch
 from pipeline import config
 from pipeline.encoders.sequences import join
 from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import about_of, load_adapter, load_joint
 from pipeline.rerank.pool import pairs_of, reranked
@@ -144,7 +145,7 @@ def test_scenes_are_indexed_searched_by_text_and_picture_and_shown_in_maps(clust
         "encoder": COLPALI,
         "representations": [{"compressor": "none"}, HPOOL],
     }
-    job.run(config.parse(job.IndexSpec, given), job.IndexResources(), job="1", report=lambda _: 0)
+    job.run(config.parse(IndexSpec, given), IndexResources(), job="1", report=lambda _: 0)
     queries = [json.loads(line) for line in (tmp_path / "shapes" / "queries.jsonl").open()]
     judged = [line.split("\t") for line in (tmp_path / "shapes/qrels/test.tsv").open()][1:]
     searcher = open_index(str(tmp_path / "index"))

@@ -1,0 +1,113 @@
+"""Checks of an index job before it does any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from pipeline.config import SpecError, within
+from pipeline.encoders import Attention
+from pipeline.index.columns import (
+    EncoderFacts,
+    aspects_of,
+    by_role,
+    every_representation,
+    needed_taps,
+)
+from pipeline.index.reader import Index, check_location
+from pipeline.index.rerank_tokens import edje_of
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.registry import ENCODERS, SOURCES
+from pipeline.taps import Tap
+
+
+def check(spec: IndexSpec) -> None:
+    """Raises `SpecError` for whatever can be known to fail before any work."""
+    aspects = aspects_of(every_representation(spec))
+    check_location(spec.index)
+    with within("source"):
+        spec.build_source().check()
+    if (calibration := spec.calibration()) is not None:
+        with within("fit.source"):
+            calibration.build_source().check()
+    encoder = ENCODERS.load(spec.encoder.name)
+    with within("encoder"):
+        encoder.check(spec.encoder)
+    if spec.rerank is not None:
+        if "content" not in aspects:
+            legal = "null, or a representation `of: content`, which it reads"
+            raise SpecError("rerank", spec.rerank, legal)
+        edje_of(spec.rerank)
+    encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
+    if "vectors" in encoder.needs and source_dim and encoder_dim != source_dim:
+        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as source.dim")
+    _check_taps(spec, encoder.attention(spec.encoder))
+    for source in filter(None, (spec.source, spec.fit.source)):
+        for each in SOURCES.load(source.name).parts(source):
+            _check_source(spec, each.name)
+
+
+def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
+    """Raises `SpecError` if the profile spreads an encoder over GPUs that cannot be spread."""
+    if resources.device_map and not ENCODERS.load(spec.encoder.name).can_be_spread:
+        legal = f"none (the encoder {spec.encoder.name} is not spread over GPUs)"
+        raise SpecError("device_map", resources.device_map, legal)
+
+
+def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
+    """Raises `SpecError` for a reason for which the index has no rejects."""
+    if reasons:
+        known = set(Index(spec.index).rejects()["reason"].to_pylist())
+        for reason in reasons:
+            if reason not in known:
+                legal = ", ".join(sorted(known)) or "none: nothing is rejected"
+                raise SpecError("--retry-rejects", reason, legal, "is no reason in the index")
+
+
+def refuse_other_encoders(schema: pa.Schema, facts: EncoderFacts) -> None:
+    """Raises `SpecError` if another encoder filled columns of this encoder's vector space."""
+    for name, about in by_role(schema, "search", "single").items():
+        prefix = about.get("columns", about["encoder"]["name"])
+        if prefix == facts.prefix and about["fingerprint"] != facts.fingerprint:
+            raise SpecError(
+                "encoder",
+                facts.spec["name"],
+                f"the encoder with which {name!r} was made (fingerprint"
+                f" {about['fingerprint']}; this one has {facts.fingerprint})",
+                "differs from the index's",
+            )
+
+
+def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
+    """Raises `SpecError` if the encoder cannot give a wanted attention statistic."""
+    wanted = {"keep_taps": tuple(Tap.parse(name) for name in spec.keep_taps)}
+    needed = needed_taps(every_representation(spec))
+    wanted |= {f"representations.{name}": taps for name, taps in needed.items()}
+    for field, taps in wanted.items():
+        for tap in taps:
+            if attention is None or tap.statistic not in attention.statistics:
+                given = ", ".join(attention.statistics) if attention else "no attention"
+                legal = f"methods that need no more than what the encoder gives: {given}"
+                problem = f"is not given by the encoder {spec.encoder.name}"
+                raise SpecError(field, tap.name, legal, problem)
+            with within(field):
+                tap.numbers(attention.num_layers)
+
+
+def _check_source(spec: IndexSpec, source: str) -> None:
+    """Raises `SpecError` if a source gives nothing of what is to be encoded."""
+    gives = SOURCES.load(source).gives
+    aspects = aspects_of(every_representation(spec))
+    encoder = ENCODERS.load(spec.encoder.name)
+    reads = encoder.wants(spec.encoder)
+    if "caption" in gives and "caption" in aspects:
+        return
+    if "content" not in aspects:
+        legal = "content, for sources without captions"
+        raise SpecError("representations.of", "caption", legal, f"is nothing that {source} gives")
+    missing = set(encoder.needs_of(spec.encoder)) - set(gives)
+    if missing or not set(reads) & set(gives):
+        legal = f"an encoder of {' or '.join(gives)}, which the source {source} gives"
+        problem = f"reads {', '.join(sorted(missing or reads))}"
+        raise SpecError("encoder", spec.encoder.name, legal, problem)

@@ -1,0 +1,125 @@
+"""Dry run of the index job: lists the source, tries a few items and estimates the rest."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pyarrow as pa
+import ray
+
+from pipeline.config import dump_yaml, within
+from pipeline.index import listing
+from pipeline.index.checks import check
+from pipeline.index.columns import EncoderFacts, every_representation
+from pipeline.index.fitting import needs_fit
+from pipeline.index.rerank_tokens import rerank_field
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stages import Compress, Represent, Representer, TokenCompressor
+from pipeline.index.stream import encode_stage, encoder_columns
+from pipeline.registry import CODECS, ENCODERS
+from pipeline.schema import Reject
+from pipeline.stage import Unit, run_stage
+from pipeline.tokens import TokenBatch, flat_from_arrow
+
+#: Maximum number of items that are tried.
+NUM_TRIED = 32
+
+
+class Trial(NamedTuple):
+    """Result of encoding and compressing a few items.
+
+    Attributes:
+        tokens: Tokens per item.
+        rate: Items per second.
+        bytes: Bytes per item, by column.
+        rejects: Reasons of the items that were rejected.
+    """
+
+    tokens: float
+    rate: float
+    bytes: dict[str, float]
+    rejects: list[str]
+
+
+class CountingCompressor(TokenCompressor):
+    """A compressor that counts the tokens it is given."""
+
+    num_tokens = 0
+
+    def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
+        self.num_tokens += int(batch.mask.sum())
+        return super().columns(batch, aspect)
+
+
+def dry_run(
+    spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
+) -> None:
+    """Resolves the spec, lists the source, encodes a few items and estimates; writes nothing."""
+    check(spec)
+    report(dump_yaml(spec).rstrip())
+    sample, num_items, rejects = ray.get(_preview.remote(spec, limit))
+    report(f"\nlisted {num_items + len(rejects):,} items, of which {len(rejects):,} cannot be read")
+    for reject in rejects[:5]:
+        report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
+    if not sample.num_rows:
+        return
+    task = _try.options(**resources.encode.of_a_task)
+    trial = ray.get(task.remote(spec, sample))
+    num_actors = resources.encode.max_actors
+    report(
+        f"tried {sample.num_rows} items: {trial.tokens:.0f} tokens an item,"
+        f" {trial.rate:,.1f} items/s an actor;"
+        f" about {num_items / trial.rate / num_actors:,.0f} s in all with {num_actors} actors"
+    )
+    for reason, number in Counter(trial.rejects).items():
+        report(f"  rejected {number} of them: {reason}")
+    for name, num_bytes in trial.bytes.items():
+        report(
+            f"  {name:24} {num_bytes:10,.0f} bytes an item {num_bytes * num_items / 1e6:12,.1f} MB"
+        )
+
+
+@ray.remote
+def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
+    return listing.preview(spec.build_source(), limit, NUM_TRIED)
+
+
+@ray.remote
+def _try(spec: IndexSpec, items: pa.Table) -> Trial:
+    """Encodes and compresses a few items.
+
+    Nothing is fitted: compressors that need it are left out, and codecs that need it state how many
+    bytes they take.
+    """
+    with within("encoder"):
+        facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+    if spec.rerank is not None:
+        rerank_field(spec.rerank, facts)  # raises if the EDJE is of another encoder
+    plain = CODECS.resolve("float16")
+    wanted = every_representation(spec)
+    codecs = {r.id: codec for r in wanted if (codec := CODECS.build(r.codec)).needs_fit}
+    tried = [r.model_copy(update={"codec": plain}) if r.id in codecs else r for r in wanted]
+    tried = [r for r in tried if not needs_fit(r)]
+    encode = encode_stage(spec, facts, tried, rerank=True)
+    compress = Compress(facts, tried, {}, [column.name for column in encoder_columns(spec, facts)])
+    compressor = CountingCompressor(compress)
+    stage = Representer(encode.load(), compressor)
+    start = time.perf_counter()
+    unit = run_stage(stage, Unit("trial", items))
+    elapsed = time.perf_counter() - start
+    stored = Represent(encode, compress).adds
+    columns = {name: unit.items[name] for name in stored if name in unit.items.column_names}
+    num_bytes = {name: column.nbytes / items.num_rows for name, column in columns.items()}
+    for name in codecs.keys() & columns.keys():
+        flat, lengths = flat_from_arrow(columns[name])
+        token_bytes = codecs[name].token_bytes(flat.shape[1])
+        num_bytes[name] = int(lengths.sum()) * token_bytes / items.num_rows
+    return Trial(
+        compressor.num_tokens / items.num_rows,
+        items.num_rows / elapsed,
+        num_bytes,
+        unit.rejects["reason"].to_pylist(),
+    )

@@ -1,0 +1,123 @@
+"""Fragments: written by actors, invisible until the driver commits them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import lance
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance.fragment import FragmentMetadata, write_fragments
+
+from pipeline.index.positions import as_stored
+from pipeline.index.reader import ITEMS, part
+from pipeline.schema import REJECT
+from pipeline.stage import Unit, from_ipc, to_ipc
+
+#: Result of a write: none of the data, but all that the driver needs to commit it.
+WRITTEN = pa.schema(
+    [
+        pa.field("fragments", pa.string()),  # JSON; an empty list if the units held only rejects
+        pa.field("about", pa.string()),  # JSON: units, item ids, replaced rows, seconds, bytes
+        pa.field("rejects", pa.large_binary()),
+    ]
+)
+
+
+class WriteFragments:
+    """Writes units as one Lance fragment, whose files are invisible before the driver's commit."""
+
+    def __init__(self, index: str):
+        self.uri = part(index, ITEMS)
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        start = time.perf_counter()
+        units = [Unit.unpack(block, i) for i in range(block.num_rows)]
+        tables = [unit.items for unit in units if unit.items.num_rows]
+        fragments, item_ids, num_bytes = [], [], 0
+        if tables:
+            # A unit has no columns for an aspect that none of its items has.
+            table = pa.concat_tables(tables, promote_options="default")
+            item_ids = table["item_id"].to_pylist()
+            num_bytes = table.nbytes
+            fragments = write_table(table, self.uri)
+        replaces: dict[str, list[str]] = {}
+        kept = set(item_ids)  # an item whose new revision was rejected keeps its old row
+        for unit in units:
+            for fragment, ids in unit.extra["replaces"].items():
+                replaces.setdefault(fragment, []).extend(i for i in ids if i in kept)
+        seconds: dict[str, float] = {}
+        for unit in units:
+            for stage, spent in unit.seconds.items():
+                seconds[stage] = seconds.get(stage, 0.0) + spent
+        seconds["write"] = time.perf_counter() - start
+        about = {
+            "units": [unit.name for unit in units],
+            "item_ids": item_ids,
+            "replaces": {fragment: ids for fragment, ids in replaces.items() if ids},
+            "gone": sum(unit.extra["gone"] for unit in units),
+            "seconds": seconds,
+            "bytes": num_bytes,
+        }
+        row = {
+            "fragments": json.dumps([fragment.to_json() for fragment in fragments]),
+            "about": json.dumps(about),
+            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
+        }
+        return pa.Table.from_pylist([row], schema=WRITTEN)
+
+
+def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
+    """Writes rows as one fragment of the dataset at `uri`; columns it lacks are null."""
+    schema = lance.dataset(uri).schema
+    schema = pa.schema([column for column in schema if column.name in table.column_names])
+    table = as_stored(table.select(schema.names), schema)
+    return write_fragments(table, uri, schema=schema, max_rows_per_file=max(1, table.num_rows))
+
+
+@dataclass
+class Pending:
+    """Written fragments that wait for their commit."""
+
+    rows: int = 0
+    fragments: list[FragmentMetadata] = field(default_factory=list)
+    replaced: dict[int, list[str]] = field(default_factory=dict)
+    rejects: list[pa.Table] = field(default_factory=lambda: [REJECT.empty_table()])
+    item_ids: list[str] = field(default_factory=list)
+    gone: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    @property
+    def num_items(self) -> int:
+        """Number of items in the fragments."""
+        return len(self.item_ids)
+
+    @property
+    def num_replaced(self) -> int:
+        """Number of items of which an older revision is replaced."""
+        return sum(map(len, self.replaced.values()))
+
+    def rejects_with(self, spec_digest: str) -> pa.Table:
+        """Returns the rejects, with the digest in those of stages, which do not know it."""
+        rejects = pa.concat_tables(self.rejects)
+        spec = pc.fill_null(rejects["spec"], spec_digest)
+        return rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)
+
+    def add(self, written: dict[str, Any]) -> None:
+        """Adds a row of `WRITTEN`."""
+        about = json.loads(written["about"])
+        self.rows += 1
+        fragments = json.loads(written["fragments"])
+        self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]
+        for fragment, ids in about["replaces"].items():
+            self.replaced.setdefault(int(fragment), []).extend(ids)
+        self.rejects.append(from_ipc(written["rejects"]))
+        self.item_ids += about["item_ids"]
+        self.gone += about["gone"]
+        self.num_bytes += about["bytes"]
+        for name, spent in about["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent

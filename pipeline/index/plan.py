@@ -1,0 +1,114 @@
+"""The column plan of an index job: what its spec asks for beside what the index has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from pipeline.config import SpecError
+from pipeline.index.checks import refuse_other_encoders
+from pipeline.index.columns import (
+    RERANK_TOKENS,
+    EncoderFacts,
+    Representation,
+    by_role,
+    every_representation,
+    other_setting,
+    refuse_other_settings,
+)
+from pipeline.index.fitting import Learned, stored_learned
+from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
+from pipeline.index.spec import IndexSpec
+from pipeline.index.stream import encoder_columns
+from pipeline.index.writer import IndexWriter
+from pipeline.schema import metadata_of
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """The columns of the index, and those that are missing.
+
+    Attributes:
+        facts: Facts of the encoder.
+        learned: Learned state of the stored representations, by id.
+        added: Representations without a column.
+        encoder_columns: Names of the encoder's own columns that are filled.
+        encoder_fields: Those of them that the index lacks.
+        rerank_fields: The column of an EDJE's tokens, if it is wanted and the index lacks it.
+    """
+
+    facts: EncoderFacts
+    learned: Mapping[str, Learned]
+    added: tuple[Representation, ...]
+    encoder_columns: tuple[str, ...]
+    encoder_fields: tuple[pa.Field, ...]
+    rerank_fields: tuple[pa.Field, ...]
+
+
+def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> ColumnPlan:
+    """Compares the columns of the spec with those of the index.
+
+    Columns that a run with another spec added to an index without rows are dropped.
+
+    Raises:
+        SpecError: A column was made by another encoder or with other settings, or is missing from
+            an index that already has rows.
+    """
+    wanted = every_representation(spec)
+    rerank = [rerank_field(spec.rerank, facts)] if spec.rerank else []
+    is_empty = writer.dataset.count_rows() == 0
+    if is_empty and not _has_columns(writer.dataset.schema, facts, wanted, rerank):
+        writer.drop_columns()  # of a run with another spec that committed nothing
+    schema = writer.dataset.schema
+    refuse_other_encoders(schema, facts)
+    added = [r for r in wanted if r.id not in schema.names]
+    if added and not is_empty:
+        raise SpecError(
+            "representations",
+            added[0].id,
+            f"{', '.join(by_role(schema, 'search'))}; add it with"
+            f" `python -m jobs.recompress {spec.index}`, then index on",
+            "is not in this index, which has rows already",
+        )
+    if spec.rerank and RERANK_TOKENS in schema.names:
+        refuse_other_adapter(spec.rerank, schema.field(RERANK_TOKENS))
+        rerank = []
+    elif rerank and not is_empty:
+        legal = "null; add it with `python -m jobs.backfill` and this very spec, then index on"
+        problem = f"would add {RERANK_TOKENS} to this index, which has rows already"
+        raise SpecError("rerank", spec.rerank, legal, problem)
+    learned = {}
+    for r in wanted:
+        if r.id in schema.names:
+            stored = metadata_of(schema.field(r.id))
+            refuse_other_settings(r, facts, stored)
+            learned[r.id] = stored_learned(spec.index, stored)
+    own = encoder_columns(spec, facts)
+    missing = [column for column in own if column.name not in schema.names]
+    for column in missing:
+        tap = metadata_of(column).get("tap")
+        if tap and not is_empty:
+            legal = "the attention that the index keeps, or a new index"
+            raise SpecError("keep_taps", tap, legal, "is not in this index, which has rows")
+    return ColumnPlan(
+        facts,
+        learned,
+        tuple(added),
+        tuple(column.name for column in own if is_empty or column.name in schema.names),
+        tuple(missing if is_empty else ()),
+        tuple(rerank),
+    )
+
+
+def _has_columns(
+    schema: pa.Schema, facts: EncoderFacts, wanted: list[Representation], rerank: list[pa.Field]
+) -> bool:
+    """Returns whether a schema has exactly the wanted columns, with the same settings."""
+    stored = by_role(schema, "search")
+    if list(by_role(schema, "rerank").values()) != [metadata_of(column) for column in rerank]:
+        return False
+    return set(stored) == {r.id for r in wanted} and not any(
+        other_setting(r, facts, stored[r.id]) for r in wanted
+    )

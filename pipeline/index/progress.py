@@ -1,0 +1,104 @@
+"""Counts, rates and the progress line of an index job."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.index.fragments import Pending
+
+
+@dataclass
+class Progress:
+    """Counts and rates of a running job.
+
+    Attributes:
+        listed: Items that the source lists.
+        unchanged: Items that are indexed already, with the same revision.
+        rejected_before: Items that an earlier run rejected and that are not tried again.
+        to_do: Items that this run works on.
+        new: Items indexed for the first time.
+        replaced: Items of which an older revision was replaced.
+        rejected: Items rejected by this run.
+        gone: Items that were listed but had disappeared when they were to be read.
+        removed: Rows removed because the source no longer lists them.
+        truncated: Indexed files that end before their header says they do.
+        commits: Commits so far.
+        bytes: Bytes of the written rows.
+        seconds: Time by stage, summed over actors.
+        phases: Time by phase of the job.
+        first_written: Time at which the driver received the first written fragment.
+    """
+
+    listed: int = 0
+    unchanged: int = 0
+    rejected_before: int = 0
+    to_do: int = 0
+    new: int = 0
+    replaced: int = 0
+    rejected: int = 0
+    gone: int = 0
+    removed: int = 0
+    truncated: int = 0
+    commits: int = 0
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.time)
+    stream_started: float | None = None
+    first_written: float | None = None
+    first_commit: float | None = None
+    last_commit: float | None = None
+
+    @property
+    def indexed(self) -> int:
+        """Number of listed items that have a row of their present revision."""
+        return self.unchanged + self.new + self.replaced
+
+    @property
+    def done(self) -> int:
+        """Number of items that this run has finished."""
+        return self.new + self.replaced + self.rejected + self.gone
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Records the time of a phase."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - start
+
+    def add_commit(self, pending: Pending) -> None:
+        """Counts what was committed."""
+        self.new += pending.num_items - pending.num_replaced
+        self.replaced += pending.num_replaced
+        self.rejected += sum(table.num_rows for table in pending.rejects)
+        self.gone += pending.gone
+        self.bytes += pending.num_bytes
+        self.commits += 1
+        for name, spent in pending.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.last_commit = time.time()
+        self.first_commit = self.first_commit or self.last_commit
+
+    def rates(self) -> dict[str, float]:
+        """Returns the items per second of work in each stage: per actor, not of the pool."""
+        done = self.new + self.replaced
+        return {name: done / spent for name, spent in self.seconds.items() if spent > 0}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns everything, for the job's record."""
+        return {**vars(self), "indexed": self.indexed, "rates": self.rates()}
+
+    def line(self, elapsed: float) -> str:
+        """Returns the progress line."""
+        rate = (self.new + self.replaced) / elapsed
+        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "nothing written yet"
+        share = 100 * self.done / self.to_do if self.to_do else 100.0
+        rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.rates().items())
+        return (
+            f"{self.done:,}/{self.to_do:,} items ({share:.0f}%)  {rate:,.1f}/s  [{rates}]  "
+            f"rejects {self.rejected:,}  commits {self.commits}  {left}"
+        )

@@ -1,0 +1,145 @@
+"""The stream of the index job: units are read, encoded, compressed and written by Ray Data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from pipeline.decoding.process import keep_memory
+from pipeline.index import listing
+from pipeline.index.columns import (
+    EncoderFacts,
+    Representation,
+    aspects_of,
+    encoder_fields,
+    every_representation,
+    taps_of,
+)
+from pipeline.index.fitting import Learned
+from pipeline.index.fragments import WriteFragments
+from pipeline.index.listing import ListingJob
+from pipeline.index.reader import part
+from pipeline.index.session import configure_ray_data
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
+from pipeline.schema import ITEM
+from pipeline.stage import Resources, Stage, chain, packed_table
+from pipeline.taps import Tap, single_taps
+
+
+def stored_taps(spec: IndexSpec, facts: EncoderFacts) -> tuple[Tap, ...]:
+    """Returns the attention statistics to store, of one layer each."""
+    return single_taps(map(Tap.parse, spec.keep_taps), facts.num_layers or 0)
+
+
+def encoder_columns(spec: IndexSpec, facts: EncoderFacts) -> list[pa.Field]:
+    """Returns the columns that the encoder fills once for all representations."""
+    aspects = aspects_of(every_representation(spec))
+    taps = stored_taps(spec, facts)
+    return [f for a in aspects for f in encoder_fields(facts.about(a), spec.keep_positions, taps)]
+
+
+def encode_stage(
+    spec: IndexSpec,
+    facts: EncoderFacts,
+    representations: Sequence[Representation],
+    *,
+    rerank: bool = False,
+    prepare: bool = True,
+    placement: Mapping[str, Any] | None = None,
+) -> Encode:
+    """Returns the stage that encodes what representations and the encoder's columns need.
+
+    Args:
+        rerank: Whether to add the tokens of the spec's EDJE.
+        prepare: Whether the stage prepares the items itself.
+        placement: Options of the encoder's constructor that place its weights on devices.
+    """
+    return Encode(
+        spec.encoder,
+        facts,
+        aspects_of(representations),
+        sorted({*taps_of(representations, facts.num_layers), *stored_taps(spec, facts)}),
+        spec.rerank if rerank else None,
+        prepare,
+        placement or {},
+    )
+
+
+def read_units(
+    listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
+) -> ray.data.Dataset:
+    """Returns the units of some shards that are to be done, as packed rows, read by tasks."""
+
+    def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+        keep_memory()
+        start = time.perf_counter()
+        for shard in block["shard"]:
+            for unit in listing.read_units(listing_job, int(shard), unit_items):
+                unit.seconds["read"] = time.perf_counter() - start
+                yield packed_table([unit])
+                start = time.perf_counter()
+
+    rows = [{"shard": shard} for shard in shards]
+    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        read,
+        batch_size=None,
+        num_cpus=pool.num_cpus,
+        compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),
+    )
+
+
+def written_fragments(
+    spec: IndexSpec,
+    resources: IndexResources,
+    listing_job: ListingJob,
+    shards: Sequence[int],
+    facts: EncoderFacts,
+    learned: Mapping[str, Learned],
+    stored_columns: Sequence[str],
+) -> ray.data.Dataset:
+    """Returns the dataset whose rows (`fragments.WRITTEN`) describe fragments as they are written.
+
+    Args:
+        shards: Shards with items to do.
+        learned: Learned state of the representations that need it, by id.
+        stored_columns: The encoder's own columns that are stored.
+    """
+    configure_ray_data()
+    representations = every_representation(spec)
+    aspects = aspects_of(representations)
+    groups: list[tuple[list[Stage], Resources]] = []
+    prepare = resources.prepare if needs_preparing(spec.encoder, aspects) else None
+    if prepare is not None:
+        groups.append(([Prepare(spec.encoder)], prepare))
+    encode = encode_stage(
+        spec,
+        facts,
+        representations,
+        rerank=True,
+        prepare=prepare is None,
+        placement=resources.placement,
+    )
+    compress = Compress(facts, representations, learned, stored_columns)
+    if resources.compress is None:
+        groups.append(([Represent(encode, compress)], resources.encode))
+    else:
+        groups += [([encode], resources.encode), ([compress], resources.compress)]
+    units = read_units(listing_job, shards, spec.unit_items, resources.read)
+    payload = listing_job.build_source().payload
+    return chain(units, groups, [*ITEM.names, *payload.names]).map_batches(
+        WriteFragments,
+        fn_constructor_kwargs={"index": part(spec.index)},
+        batch_size=max(1, spec.fragment_items // spec.unit_items),
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ray.data.ActorPoolStrategy(
+            min_size=resources.write.min_actors, max_size=resources.write.max_actors
+        ),
+        num_cpus=resources.write.num_cpus,
+    )

@@ -1,0 +1,152 @@
+"""Token columns: conversion between padded batches of token vectors and Arrow list columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.compression import MAX_TOKENS, Compressor
+from pipeline.index.columns import ASPECTS, TOKEN_COLUMNS, EncoderFacts, token_column
+from pipeline.taps import Tap, average
+from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
+
+#: Maximum number of padded values in one batch of a compressing actor: 256 MiB of float32.
+COMPRESS_NUMBERS = 1 << 26
+
+#: Prefix of the token columns that hold attention statistics.
+TAP = "tap "
+
+
+def with_taps(batch: TokenBatch, taps: Sequence[Tap], facts: EncoderFacts) -> TokenBatch:
+    """Returns the batch with the taps that a compressor needs, averaged from taps of one layer."""
+    if not taps:
+        return batch
+    return replace(batch, taps={t.name: average(t, batch.taps, facts.num_layers) for t in taps})
+
+
+def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
+    """Returns the values of a tap as `list<float32>`."""
+    return ragged_to_arrow(batch.taps[tap.name], batch.mask, pa.float32())
+
+
+def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
+    """Returns the `spans`, `extents` or `confidence` of the tokens, null where items have none."""
+    positions = getattr(batch, kind)
+    if positions is None:
+        return pa.nulls(len(batch), type)
+    is_nested = pa.types.is_fixed_size_list(type.value_type)
+    value_type = type.value_type.value_type if is_nested else type.value_type
+    return ragged_to_arrow(positions, batch.mask, value_type)
+
+
+def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
+    """Returns the assignment of tokens to vectors as `list<uint16>`; 65535 means no vector.
+
+    In the compressor's form: "assignment" has the index of the vector of each input token,
+    "indices" the index of the input token of each vector.
+    """
+    if compressor.support_form == "assignment":
+        support = result.support.masked_fill(result.support < 0, MAX_TOKENS + 1)
+        return ragged_to_arrow(support, batch.mask, pa.uint16())
+    # Positions are counted over real tokens: padding is not stored.
+    ordinal = batch.mask.cumsum(dim=1) - 1
+    num_outputs = result.mask.shape[1]
+    indices = result.support.new_zeros((len(batch), num_outputs + 1))
+    slot = result.support.masked_fill(result.support < 0, num_outputs)
+    indices.scatter_(1, slot, ordinal)
+    return ragged_to_arrow(indices[:, :num_outputs], result.mask, pa.uint16())
+
+
+def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSizeListArray:
+    """Returns a (B, P) tensor as a column of lists of P numbers.
+
+    Raises:
+        ValueError: There are no vectors.
+    """
+    if vectors is None:
+        raise ValueError("the encoder has a `pooled_dim`, but its batch has no `pooled` vectors")
+    values = vectors.detach().float().cpu().numpy().astype(type.to_pandas_dtype())
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), type), vectors.shape[1])
+
+
+def token_columns(items: pa.Table, aspects: Sequence[str] = ASPECTS) -> dict[str, str]:
+    """Returns the columns that `Encode` added to a table, each with its name without the aspect."""
+    there = {}
+    for aspect in aspects:
+        prefix = token_column(aspect, "")
+        for column in items.column_names:
+            name = column.removeprefix(prefix)
+            is_own = column == prefix + name
+            if is_own and (name in TOKEN_COLUMNS or name.startswith(TAP)):
+                there[column] = name
+    return there
+
+
+def batches_of(
+    items: pa.Table, facts: EncoderFacts, aspect: str = "content"
+) -> Iterator[tuple[np.ndarray, TokenBatch]]:
+    """Yields padded batches from the token columns of `Encode`, of items of similar length.
+
+    Yields:
+        (rows, batch): Rows of `items` that have tokens, and the tokens.
+    """
+    if (vectors := token_column(aspect, "vectors")) not in items.column_names:
+        return
+    names = token_columns(items, [aspect])
+    own = items.select(list(names)).rename_columns(list(names.values()))
+    lengths = flat_lengths(items[vectors])
+    by_length = np.argsort(lengths, kind="stable")
+    start = int((lengths == 0).sum())
+    while start < len(by_length):
+        stop = start + 1
+        while stop < len(by_length) and (
+            (stop + 1 - start) * lengths[by_length[stop]] * facts.dim <= COMPRESS_NUMBERS
+        ):
+            stop += 1
+        rows = by_length[start:stop]
+        yield rows, batch_from(own.take(rows), facts)
+        start = stop
+
+
+def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
+    """Returns the token columns of a table as one padded batch."""
+    vectors, mask = pad(*flat_from_arrow(items["vectors"]))
+    others = {
+        name: padded_positions(items[name], mask, fill)
+        for name, fill in (("spans", -1), ("extents", float("nan")), ("confidence", float("nan")))
+        if name in items.column_names
+    }
+    pooled = None
+    if "pooled" in items.column_names:
+        column = items["pooled"].combine_chunks()
+        pooled = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1))
+    taps = {
+        name.removeprefix(TAP): pad(*flat_from_arrow(items[name]))[0]
+        for name in items.column_names
+        if name.startswith(TAP)
+    }
+    return TokenBatch(vectors.float(), mask, facts.normalised, pooled=pooled, taps=taps, **others)
+
+
+def padded_positions(
+    column: pa.ChunkedArray, mask: torch.Tensor, fill: float
+) -> torch.Tensor | None:
+    """Returns positions padded as `mask`, `fill` in null rows; None if all rows are null."""
+    if column.null_count == len(column):
+        return None
+    flat, lengths = flat_from_arrow(column)
+    there = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
+    padded = torch.full(
+        (*mask.shape, *flat.shape[1:]), fill, dtype=torch.from_numpy(flat[:0]).dtype
+    )
+    padded[there] = torch.from_numpy(flat.copy())
+    return padded
+
+
+def flat_lengths(column: pa.ChunkedArray) -> np.ndarray:
+    """Returns the lengths of a list column, (B,) int64; 0 for null."""
+    return flat_from_arrow(column)[1]

@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pipeline.taps import Tap
+from pipeline.tokens import AUDIO, TEXT, VISUAL
 
 #: Numbers of the largest block of probabilities: on a CPU one that stays in its caches.
 BLOCK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
@@ -180,3 +183,48 @@ def weighted_rows(
             torch.softmax(logits, dim=3, out=probabilities)
             sums[items] += weights_BSN[items][:, :, rows_R].unsqueeze(1) @ probabilities
     return sums.permute(2, 0, 1, 3)
+
+
+#: Kinds of tokens that are an item's content, as distinct from prompts and special tokens.
+CONTENT = (VISUAL, AUDIO, TEXT)
+
+
+def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
+    """Returns the statistics that taps need of a layer, each once and in a fixed order."""
+    return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
+
+
+def tap_rows(
+    kind_BL: torch.Tensor,
+    mask_BL: torch.Tensor,
+    is_left: bool,
+    taps: Sequence[Tap],
+    pooled_position: Literal["first", "last"] = "last",
+) -> dict[int, torch.Tensor]:
+    """Returns the weight of each row of the attention for each statistic, (S, B, L), by layer."""
+    lengths = mask_BL.sum(dim=1, keepdim=True)
+    position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    content = sum(kind_BL == kind for kind in CONTENT).bool() & mask_BL
+    last = (position == mask_BL.shape[1] - 1) if is_left else position == lengths - 1
+    first = (position == mask_BL.shape[1] - lengths) if is_left else position == 0
+    pooled = first if pooled_position == "first" else last
+    weights = {"column_sums": content, "eos_row": last, "pooled_row": pooled}
+    return {
+        layer: torch.stack(
+            [
+                weights[statistic].float().expand_as(mask_BL)
+                for statistic in tap_statistics(taps, layer)
+            ]
+        )
+        for layer in {int(tap.layers) for tap in taps}
+    }
+
+
+def tap_values(recorded: Recording, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+    """Returns the values (B, L) of taps of one layer each, by name."""
+    values = {}
+    for tap in taps:
+        statistics = tap_statistics(taps, int(tap.layers))
+        sums_BHL = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
+        values[tap.name] = sums_BHL.mean(dim=1) if tap.heads == "mean" else sums_BHL.amax(dim=1)
+    return values

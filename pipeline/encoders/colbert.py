@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedM
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import Attention
+from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     SETTINGS,
@@ -39,7 +40,9 @@ from pipeline.encoders.loading import (
     require_one_of,
     settings_of,
 )
-from pipeline.encoders.sequences import ModelInput, Reader, SequenceEncoder, layers_of
+from pipeline.encoders.model_inputs import ModelInput
+from pipeline.encoders.reader import Reader
+from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.encoders.words import Words
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch
@@ -151,7 +154,7 @@ class ColBERT(SequenceEncoder):
     @classmethod
     def attention(cls, spec: Spec) -> Attention:
         """Column sums, and the row of the token at the end; it has no pooled vector."""
-        return layers_of(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"))
+        return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"))
 
     @classmethod
     def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
@@ -190,7 +193,7 @@ class ColBERT(SequenceEncoder):
         # In training the model has float32 master weights, whatever the dtype of the spec.
         return self._projection(states.to(self._projection[0].weight.dtype)), None
 
-    def _of_items(
+    def _assemble(
         self,
         items: Sequence[Sequence[ModelInput]],
         flat: Mapping[str, torch.Tensor],
@@ -206,7 +209,7 @@ class ColBERT(SequenceEncoder):
             ]
             shares_T = torch.cat(shares).to(self.device)
             scaled |= {name: flat[name] * shares_T for name in rows}
-        return super()._of_items(items, scaled, taps)
+        return super()._assemble(items, scaled, taps)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from transformers import ColModernVBertForRetrieval, ColModernVBertProcessor
 
+from pipeline.encoders.images import grid_extents
+from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
-from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import PROMPT, VISUAL
 
 #: The processor names tiles of at most so many rows and columns.
@@ -54,7 +55,7 @@ class ColModernVBertReader(RetrievalReader):
         side = math.isqrt(self.processor.image_seq_len)
         numbers = {number: tile for tile, number in enumerate(self.processor.row_col_ids)}
         tiles = [divmod(numbers[i], MOST_TILES) for i in ids.tolist() if i in numbers]
-        whole = raster(side, side)
+        whole = grid_extents(side, side)
         if not tiles:
             return [whole]
         rows, columns = (1 + max(number) for number in zip(*tiles, strict=True))
@@ -85,7 +86,7 @@ class ColModernVBert(Retrieval):
         """The language model, behind the vision tower."""
         return self.model.vlm.text_model
 
-    def joined(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
+    def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
         """The tiles of all pictures; where one has fewer than another, tiles of zeros are added.
 
         The model leaves those out.

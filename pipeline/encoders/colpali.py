@@ -13,8 +13,9 @@ from PIL import Image
 from transformers import ColPaliForRetrieval, ColPaliProcessor
 
 from pipeline.config import SpecError
+from pipeline.encoders.images import grid_extents
+from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
-from pipeline.encoders.sequences import ModelInput, raster
 from pipeline.tokens import PROMPT, VISUAL
 
 
@@ -36,7 +37,7 @@ class ColPaliReader(RetrievalReader):
         is_visual = read["input_ids"][0] == self.processor.image_token_id
         side = math.isqrt(int(is_visual.sum()))
         extents = torch.full((len(is_visual), 6), torch.nan)
-        extents[is_visual] = raster(side, side, (start, stop))
+        extents[is_visual] = grid_extents(side, side, (start, stop))
         return ModelInput.of(
             {name: read[name][0] for name in ("input_ids", "token_type_ids")},
             {"pixel_values": read["pixel_values"]},

@@ -16,9 +16,11 @@ from pydantic import Field
 from transformers import ColQwen2ForRetrieval, ColQwen2Processor
 
 from pipeline.decoding import Unreadable
+from pipeline.encoders.images import grid_extents
+from pipeline.encoders.layers import make_bidirectional
 from pipeline.encoders.loading import check_patches
+from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
-from pipeline.encoders.sequences import ModelInput, make_bidirectional, raster
 from pipeline.tokens import PROMPT, VISUAL
 
 
@@ -49,7 +51,7 @@ class ColQwen2Reader(RetrievalReader):
         merge = self.processor.image_processor.merge_size
         _, rows, columns = (read["image_grid_thw"][0] // torch.tensor([1, merge, merge])).tolist()
         extents = torch.full((len(ids), 6), torch.nan)
-        extents[is_visual] = raster(rows, columns, (start, stop))
+        extents[is_visual] = grid_extents(rows, columns, (start, stop))
         return ModelInput.of(
             {"input_ids": ids},
             {"pixel_values": read["pixel_values"][0], "image_grid_thw": read["image_grid_thw"]},
@@ -87,7 +89,7 @@ class ColQwen2(Retrieval):
         if spec.bidirectional:
             make_bidirectional(self.attending())
 
-    def joined(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
+    def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
         """The pixels of all pictures, padded to the largest, which the model takes apart again."""
         read = [one.media for one in inputs if one.media]
         if not read:

@@ -7,7 +7,7 @@ keeps of a picture for its joint encoder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,8 @@ from transformers import (
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import Attention
+from pipeline.encoders.images import grid_extents, item_images
+from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     PROCESSOR_FILES,
@@ -38,16 +40,10 @@ from pipeline.encoders.loading import (
     load_processor,
     require_one_of,
 )
-from pipeline.encoders.sequences import (
-    ModelInput,
-    Reader,
-    SequenceEncoder,
-    layers_of,
-    names_of,
-    pictures_of,
-    raster,
-    text_kinds,
-)
+from pipeline.encoders.model_inputs import ModelInput
+from pipeline.encoders.reader import Reader
+from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.tokenizing import text_kinds, token_names
 from pipeline.tokens import SPECIAL, TEXT, VISUAL
 
 #: By the type of a checkpoint: its classes.
@@ -141,7 +137,7 @@ class Dual(SequenceEncoder):
         """
         settings = check_checkpoint(spec, *CLASSES)
         pooled = ("pooled_row",) if settings.model_type == "clip" else ()
-        return layers_of(settings.vision_config, ("column_sums", *pooled))
+        return attention_info(settings.vision_config, ("column_sums", *pooled))
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
@@ -163,10 +159,10 @@ class Dual(SequenceEncoder):
         """The vision tower."""
         return self.model.vision_model
 
-    def joined(self, inputs: list[ModelInput]) -> dict[str, torch.Tensor]:
+    def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
         """The pixels of all pictures; those of NaFlex padded to the most patches."""
         if self.model.config.model_type != "siglip2" or not inputs[0].media:
-            return super().joined(inputs)
+            return super().join_media(inputs)
         pixels = [one.media["pixel_values"] for one in inputs]
         return {
             "pixel_values": torch.nn.utils.rnn.pad_sequence(pixels, batch_first=True),
@@ -266,7 +262,7 @@ class DualReader(Reader):
         Raises:
             Unreadable: a picture is too long and narrow to be scaled.
         """
-        return [self._picture(*shown) for shown in pictures_of(item)]
+        return [self._picture(*shown) for shown in item_images(item)]
 
     def _picture(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
         is_flexible = self.settings.model_type == "siglip2"
@@ -285,7 +281,7 @@ class DualReader(Reader):
             patch = self.settings.vision_config.patch_size
             rows, columns = (size // patch for size in read["pixel_values"].shape[2:])
             media = {"pixel_values": read["pixel_values"]}
-        extents = raster(rows, columns, (start, stop))
+        extents = grid_extents(rows, columns, (start, stop))
         extents[:, :4] = within_crop(extents[:, :4], self._crop(picture))
         kind = torch.full((len(extents),), VISUAL)
         keep = torch.ones(len(extents), dtype=torch.bool)
@@ -317,7 +313,7 @@ class DualReader(Reader):
         read = self._picture(picture, torch.nan, torch.nan)
         numbers = torch.zeros(len(read), dtype=torch.int64)  # it has none; patches go by place
         named = dataclasses.replace(read, sequence={"input_ids": numbers})
-        names = names_of(self.processor.tokenizer, named)
+        names = token_names(self.processor.tokenizer, named)
         if self.spec.keep_class and self.settings.model_type == "clip":
             names[0] = "[CLASS]"
         return read, names
@@ -352,7 +348,7 @@ class DualReader(Reader):
         elif form == "pooled":  # in the first place, see `Dual.forward`
             kind[0], keep[0] = TEXT, True
         query = ModelInput.of({"input_ids": ids}, {}, kind, keep)
-        return query, [text] if form == "pooled" else names_of(tokenizer, query)
+        return query, [text] if form == "pooled" else token_names(tokenizer, query)
 
 
 def within_crop(boxes_N4: torch.Tensor, crop: tuple[float, float, float, float]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import Attention
+from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     NOT_IN_FINGERPRINTS,
@@ -38,12 +39,11 @@ from pipeline.encoders.loading import (
     folder_of,
     hashed,
 )
-from pipeline.encoders.qwen_vl import CONTENT, QwenReader, QwenSpec, Shown, load_backbone, run
-from pipeline.encoders.sequences import (
-    ModelInput,
-    SequenceEncoder,
-    layers_of,
-)
+from pipeline.encoders.model_inputs import ModelInput
+from pipeline.encoders.qwen_model import load_backbone, run
+from pipeline.encoders.qwen_reader import QwenReader, Shown
+from pipeline.encoders.qwen_spec import CONTENT, QwenSpec
+from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.tokens import VISUAL
 
 PROJECTOR = "multi_vector_projector"
@@ -123,7 +123,7 @@ class JinaV4(SequenceEncoder):
     def attention(cls, spec: Spec) -> Attention:
         """Column sums, and the row of the last token, which is not what is pooled."""
         settings = check_checkpoint(spec, "qwen2_5_vl").get_text_config()
-        return layers_of(settings, ("column_sums", "eos_row"))
+        return attention_info(settings, ("column_sums", "eos_row"))
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:

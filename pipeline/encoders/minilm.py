@@ -26,7 +26,8 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import Attention, EncodedQueries, Trainable, batches_by_size
-from pipeline.encoders.attention import can_record, recording
+from pipeline.encoders.attention import can_record, recording, tap_statistics, tap_values
+from pipeline.encoders.layers import Layers, check_layers, layer_states
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     SETTINGS,
@@ -35,7 +36,6 @@ from pipeline.encoders.loading import (
     hashed,
     load_model,
 )
-from pipeline.encoders.sequences import Layers, check_layers, states_of, tap_statistics
 from pipeline.encoders.words import Words
 from pipeline.taps import STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
@@ -362,15 +362,12 @@ class MiniLM(Trainable):
             sums_WP = last_WLD.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
         states_WLD = last_WLD
         if not is_last_layer:
-            states_WLD = states_of(output.hidden_states, self.spec.layer).float()
+            states_WLD = layer_states(output.hidden_states, self.spec.layer).float()
         num_kept = [int(window.keep.sum()) for window in windows]
         of_windows: list[dict[str, torch.Tensor]] = [{} for _ in windows]
-        for tap in taps:
-            statistics = tap_statistics(taps, int(tap.layers))
-            per_head = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
-            of_heads = per_head.mean(dim=1) if tap.heads == "mean" else per_head.amax(dim=1)
-            for own, values in zip(of_windows, of_heads[keep].split(num_kept), strict=True):
-                own[tap.name] = values
+        for name, values_WL in (tap_values(recorded, taps) if recorded else {}).items():
+            for own, values in zip(of_windows, values_WL[keep].split(num_kept), strict=True):
+                own[name] = values
         states = states_WLD[keep].split(num_kept)
         return [_Output(*output) for output in zip(states, sums_WP, of_windows, strict=True)]
 

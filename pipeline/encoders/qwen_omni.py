@@ -23,18 +23,13 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from pipeline.encoders.images import grid_extents
 from pipeline.encoders.loading import check_checkpoint, load_processor
-from pipeline.encoders.qwen_vl import (
-    CONTENT,
-    OF_TEXT,
-    QwenVL,
-    QwenVLReader,
-    Sequenced,
-    Shown,
-    StatesSpec,
-    load_backbone,
-)
-from pipeline.encoders.sequences import ModelInput, raster
+from pipeline.encoders.model_inputs import ModelInput
+from pipeline.encoders.qwen_model import load_backbone
+from pipeline.encoders.qwen_reader import OF_TEXT, SequenceWriter, Shown
+from pipeline.encoders.qwen_spec import CONTENT, StatesSpec
+from pipeline.encoders.qwen_vl import QwenVL, QwenVLReader
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
 from pipeline.transcribe.sound import samples_of
 
@@ -198,7 +193,7 @@ def grid_places(times: Sequence[int], rows: int, columns: int) -> torch.Tensor:
     return torch.cartesian_prod(*axes)
 
 
-class Timed(Sequenced):
+class Timed(SequenceWriter):
     """A sequence with the positions of its tokens in time, row and column."""
 
     _reader: QwenOmniReader
@@ -345,7 +340,10 @@ class QwenOmniReader(QwenVLReader):
         writer.prompt(before)
         for picture, start, stop in images:
             rows, columns = self.grid(picture)
-            cells, places = raster(rows, columns, (start, stop)), grid_places([0], rows, columns)
+            cells, places = (
+                grid_extents(rows, columns, (start, stop)),
+                grid_places([0], rows, columns),
+            )
             seen = Stretch(self.settings.image_token_id, VISUAL, cells, places)
             writer.alone(seen, self.vision_ends)
         if video and sound and self.spec.interleave:
@@ -374,7 +372,7 @@ class QwenOmniReader(QwenVLReader):
     ) -> Stretch:
         """The tokens of a video whose grids begin at `starts`, counted from `origin`."""
         rows, columns = self.grid(video[0][0][0])
-        cells = torch.cat([raster(rows, columns, (own[0][1], own[-1][2])) for own in video])
+        cells = torch.cat([grid_extents(rows, columns, (own[0][1], own[-1][2])) for own in video])
         times = [self._position(start - origin) for start in starts]
         places = grid_places(times, rows, columns)
         return Stretch(self.settings.video_token_id, VISUAL, cells, places)

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import Attention
+from pipeline.encoders.images import item_images
+from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     PROCESSOR_FILES,
@@ -36,16 +38,10 @@ from pipeline.encoders.loading import (
     require_one_of,
     settings_of,
 )
-from pipeline.encoders.sequences import (
-    ModelInput,
-    Reader,
-    SequenceEncoder,
-    ids_between,
-    layers_of,
-    names_of,
-    pictures_of,
-    text_kinds,
-)
+from pipeline.encoders.model_inputs import ModelInput
+from pipeline.encoders.reader import Reader
+from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.tokenizing import ids_between, text_kinds, token_names
 
 
 class RetrievalSpec(CheckpointSpec):
@@ -108,7 +104,7 @@ class Retrieval(SequenceEncoder):
     def attention(cls, spec: RetrievalSpec) -> Attention:
         """Column sums, and the row of the last token; it has no pooled vector."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
-        return layers_of(settings.vlm_config.text_config, ("column_sums", "eos_row"))
+        return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"))
 
     @classmethod
     def query_kinds(cls, spec: RetrievalSpec) -> tuple[str, ...]:
@@ -190,12 +186,12 @@ class RetrievalReader(Reader):
         Raises:
             Unreadable: one is none for this model.
         """
-        return [self.shown(*shown) for shown in pictures_of(item)]
+        return [self.shown(*shown) for shown in item_images(item)]
 
     def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """A query picture, read as a page is."""
         read = self.shown(picture, torch.nan, torch.nan)
-        return read, names_of(self.processor.tokenizer, read)
+        return read, token_names(self.processor.tokenizer, read)
 
     def text(self, text: str) -> tuple[ModelInput, list[str]]:
         """A query with its prefix, and augmentation tokens behind it.
@@ -211,7 +207,7 @@ class RetrievalReader(Reader):
             legal = f"a text of at most {self.most} tokens with what is put around it"
             raise SpecError("query", text, legal, f"has {len(ids)}")
         query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
-        return query, names_of(tokenizer, query)
+        return query, token_names(tokenizer, query)
 
     def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model reads of a query, by name."""

@@ -20,7 +20,7 @@ import torch
 
 from pipeline.config import SpecError, absolute
 from pipeline.encoders import Encoder
-from pipeline.encoders.sequences import opened
+from pipeline.encoders.images import open_query_image
 from pipeline.index.columns import RERANK_TOKENS, adapter_of
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
@@ -164,7 +164,7 @@ class Reranker:
         encoder, kept = self._encoder(searcher), []
         for picture in pictures:
             file = io.BytesIO()
-            opened(picture).save(file, "PNG")
+            open_query_image(picture).save(file, "PNG")
             items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
             for _, batch in encoder.encode(encoder.preparer(encoder.spec)(items)):
                 tokens, mask = self._adapter.cached(batch)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
-from pipeline.encoders.sequences import join
+from pipeline.encoders.batching import join
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, plain, to_png

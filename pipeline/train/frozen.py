@@ -13,7 +13,7 @@ import torch
 from pipeline import config, distributed
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
-from pipeline.encoders.sequences import join
+from pipeline.encoders.batching import join
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 from pipeline.training_data.base import Batch, TrainingData

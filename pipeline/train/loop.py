@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import config, distributed
 from pipeline.config import JobError, SpecError, Uri
-from pipeline.encoders.sequences import ahead
+from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA, LearnerSpec, TrainingDataSpec
 from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
@@ -261,7 +261,7 @@ class Loop:
                 step += count
 
         of_step: list[tuple[Batch, Any]] = []
-        for pair in ahead(batches(), self.learner.read):
+        for pair in prefetch(batches(), self.learner.read):
             of_step.append(pair)
             if len(of_step) == self.spec.accumulate:
                 yield of_step

@@ -20,7 +20,7 @@ from pipeline import config
 from pipeline.config import JobError, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
-from pipeline.encoders.sequences import ahead
+from pipeline.encoders.batching import prefetch
 from pipeline.training_data.base import NOTHING, Batch, Phrases, TrainingData, own_share
 from pipeline.training_data.media import Decoding, decoded, settings_of
 from pipeline.training_data.rows import (
@@ -209,7 +209,7 @@ class RowData(TrainingData):
             rows = [self._drawn(own, epoch) for own in numbers]
             return self._batch(rows, worker, num_workers)
 
-        for _, batch in ahead(range(first, self.num_batches), read):
+        for _, batch in prefetch(range(first, self.num_batches), read):
             yield batch
 
     def everything(self, worker: int, num_workers: int) -> Iterator[Batch]:

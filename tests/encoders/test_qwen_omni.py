@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders.qwen_omni import num_audio_tokens
-from pipeline.encoders.qwen_vl import DOCUMENT_PROMPT, QUERY_PROMPT
+from pipeline.encoders.qwen_spec import DOCUMENT_PROMPT, QUERY_PROMPT
 from pipeline.registry import ENCODERS
 from pipeline.schema import AUDIO as SOUND
 from pipeline.schema import FRAME, SPAN

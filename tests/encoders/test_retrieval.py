@@ -19,7 +19,7 @@ from PIL import Image
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
-from pipeline.encoders.sequences import opened
+from pipeline.encoders.images import open_query_image
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.maxsim import maxsim
@@ -254,7 +254,7 @@ def test_a_query_picture_is_seen_as_the_source_of_pictures_gives_it():
         picture.save(file, "PNG", **options)
         limits = {name: Images.Spec.model_fields[name].default for name in LIMITS}
         expected = Image.open(io.BytesIO(decode(file.getvalue(), **limits)["image"]))
-        assert np.array_equal(np.asarray(opened(file.getvalue())), np.asarray(expected))
+        assert np.array_equal(np.asarray(open_query_image(file.getvalue())), np.asarray(expected))
 
 
 def test_frames_are_read_one_by_one(encoder):

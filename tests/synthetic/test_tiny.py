@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline import config
-from pipeline.encoders.sequences import join
+from pipeline.encoders.batching import join
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS

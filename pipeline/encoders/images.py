@@ -1,0 +1,78 @@
+"""Images of queries and items, and the extents of their patches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.decoding.image import decode
+
+#: File formats of query images.
+PICTURES = ("PNG", "JPEG", "WEBP")
+
+#: Maximum number of pixels of a query image as a model reads it, and of its file.
+MOST_PIXELS, MOST_INPUT_PIXELS = 4_000_000, 200_000_000
+
+
+def open_query_image(data: bytes) -> Image.Image:
+    """Decodes a query image as the source of images decodes items by default.
+
+    A query and an item of the same file are then equal: upright, on white where transparent, of
+    eight bits, and resized where large.
+
+    Raises:
+        SpecError: The file is not an image, or cannot be read.
+    """
+    legal = f"a file of {', '.join(PICTURES)}"
+    try:
+        Image.open(io.BytesIO(data), formats=PICTURES).close()
+        seen = decode(data, max_pixels=MOST_PIXELS, max_input_pixels=MOST_INPUT_PIXELS)
+    except Unreadable as error:
+        raise SpecError("query", "the picture", legal, f"cannot be read ({error})") from None
+    except (OSError, ValueError, SyntaxError):
+        raise SpecError("query", "the picture", legal, "cannot be read") from None
+    with Image.open(io.BytesIO(seen["image"])) as picture:
+        return picture.convert("RGB")
+
+
+def item_images(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:
+    """Returns the images of an item in RGB, each with the start and end of its display, in seconds.
+
+    The image of a page or a photo has no times (NaN). A video frame is displayed until the next.
+    """
+    if item.get("image"):
+        with Image.open(io.BytesIO(item["image"])) as picture:
+            return [(picture.convert("RGB"), np.nan, np.nan)]
+    frames = item.get("frames") or []
+    starts = [frame["seconds"] for frame in frames]
+    span = item.get("span") or {}
+    end = span.get("end") if span.get("unit") == "seconds" else None
+    if end is None:
+        end = starts[-1] if starts else 0.0
+    ends = [*starts[1:], max(end, starts[-1])] if starts else []
+    shown = []
+    for frame, start, stop in zip(frames, starts, ends, strict=True):
+        size = (frame["width"], frame["height"])
+        shown.append((Image.frombytes("RGB", size, frame["pixels"]), start, stop))
+    return shown
+
+
+def grid_extents(
+    rows: int, columns: int, times: tuple[float, float] = (np.nan, np.nan)
+) -> torch.Tensor:
+    """Returns the extents of the cells of a grid over an image, (rows * columns, 6), row by row.
+
+    >>> grid_extents(1, 2)[:, :4].tolist()
+    [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]
+    """
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    x, y = x.reshape(-1).float(), y.reshape(-1).float()
+    boxes = torch.stack([x / columns, y / rows, (x + 1) / columns, (y + 1) / rows], dim=1)
+    return torch.cat([boxes, torch.tensor([times]).float().expand(len(boxes), 2)], dim=1)

@@ -1,4 +1,4 @@
-"""The order of the parts: what may import what, and what runs without Ray and Lance."""
+"""The package order, imports without Ray and Lance, and the layout of the tests."""
 
 from __future__ import annotations
 
@@ -59,6 +59,29 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
         if module.startswith("pipeline."):
             other = module.split(".")[1]
             assert other == part or RANK[other] < RANK[part], f"{part} imports {other}"
+
+
+#: Test files that mirror no module: contracts of all components, and behaviour across modules.
+UNMIRRORED = {
+    "tests": "architecture",
+    "codecs": "contract cuda",
+    "compression": "contract cuda",
+    "encoders": "contract cuda",
+    "index": "codecs families fit kills listing_process media pages s3 taps",
+    "search": "backends composed search_exactly triton",
+    "serve": "configurations edje faults fuzz pictures previews process search",
+}
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_test_file_mirrors_a_module(path: Path):
+    """`tests/A/test_B.py` tests `pipeline/A/B.py` or `A/B.py`; B may be a folder."""
+    name = path.stem.removeprefix("test_")
+    folder = path.parent.relative_to(ROOT / "tests")
+    subjects = [ROOT / "pipeline" / folder / name, ROOT / folder / name]
+    exists = any(each.is_dir() or each.with_suffix(".py").is_file() for each in subjects)
+    assert exists != (name in UNMIRRORED.get(path.parent.name, "").split())
 
 
 def test_the_core_runs_without_ray_and_lance():

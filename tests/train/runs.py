@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from safetensors.torch import load_file
 
 from pipeline import config
 from pipeline.train.loop import Loop, TrainSpec
+from tests.conftest import ROOT
 
 
 def spec_of(folder: Path, model: str, learner: dict[str, Any] | None = None, **more: Any):
@@ -65,3 +69,31 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], at
         if atol and name.endswith("k_proj.bias"):
             continue
         torch.testing.assert_close(tensor, other[name], atol=atol, rtol=0, msg=name)
+
+
+WORKER = """
+import os, sys, torch.distributed as dist
+from pipeline import config
+from pipeline.train.loop import Loop, TrainSpec
+dist.init_process_group("gloo")
+spec = config.load(TrainSpec, sys.argv[1])
+Loop(spec, say=lambda line: None).run()
+dist.destroy_process_group()
+"""
+
+
+def run_workers(spec, folder, num_workers: int) -> None:
+    """Runs a spec in several processes that find each other as those of torchrun do."""
+    path = folder / "spec.yaml"
+    path.write_text(config.dump_yaml(spec), "utf-8")
+    port = str(29600 + os.getpid() % 1000)
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_workers)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(path)],
+            cwd=ROOT,
+            env={**os.environ, **about, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(num_workers)
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0] * num_workers

@@ -18,11 +18,6 @@ from pipeline.training_data.quality import ranking
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint) -> str:
-    return checkpoint("colpali")
-
-
 def grid_batch(seed: int, compressor) -> TokenBatch:
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randn(3, 16, 6, generator=random)

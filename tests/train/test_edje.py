@@ -26,8 +26,7 @@ from pipeline.train.losses import late_scores
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
-from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
-from tests.train.test_loop import run_workers
+from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 
 ADAPTER = {"num_tokens": 3, "hidden": 24, "heads": 2}
 LATE = {"first_stage": "late"}

@@ -16,11 +16,6 @@ from tests.conftest import start_job
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint) -> str:
-    return checkpoint("colpali")
-
-
 def test_a_batch_that_workers_cannot_share_is_refused(model, tmp_path):
     with pytest.raises(SpecError, match="batch_size: 8 is not legal; legal: a multiple .* 3"):
         train(spec_of(tmp_path, model), Workers(num_workers=3))

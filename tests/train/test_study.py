@@ -14,11 +14,6 @@ from pipeline.train.study import Row, Run, StudySpec, report, rows_of, runs_of
 from tests.train.runs import spec_of
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint) -> str:
-    return checkpoint("colpali")
-
-
 def study_of(folder, model, sweep, **more) -> StudySpec:
     given = config.dump(spec_of(folder, model, **more))
     return config.parse(StudySpec, {**given, "sweep": sweep})

@@ -16,8 +16,7 @@ from pipeline.train.losses import LOWEST, info_nce
 from pipeline.training_data import row_data
 from pipeline.training_data.base import NOTHING
 from pipeline.training_data.row_data import NO_DOCUMENT
-from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
-from tests.train.test_loop import run_workers
+from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 from tests.training_data.files import (
     CAPTIONS,
     IMAGES,

@@ -14,7 +14,9 @@ from jobs import train
 from pipeline import config
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
+from pipeline.synthetic.binding_table import TableSpec
 from pipeline.train.loop import TrainSpec
+from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
 from tests.training_data.files import IMAGES, NAMES, pages
@@ -89,6 +91,15 @@ def test_no_spec_selects_its_best_model_on_test_data(path):
         assert any("val" in name or "dev" in name for name in names), held_out
         assert not any("test" in name for name in names), held_out
         assert held_out != {name: data.get(name) for name in held_out}  # no training data either
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*/binding*.yaml")), ids=lambda path: path.stem)
+def test_specs_of_local_bindings_are_valid(path):
+    """The trained weights of a table's encoders may be missing."""
+    if path.parent.name == "tables":
+        assert config.load(TableSpec, str(path), []).rows
+    else:
+        assert runs_of(config.load(StudySpec, str(path), []))
 
 
 @pytest.fixture

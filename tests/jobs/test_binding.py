@@ -1,0 +1,122 @@
+"""The binding job: accuracies of one encoder, and tables of several."""
+
+from __future__ import annotations
+
+import csv
+import re
+
+import pytest
+import torch
+
+import jobs
+from jobs import binding as job
+from pipeline.encoders.minilm import MiniLM
+from pipeline.synthetic.binding_accuracy import pair_scores
+from pipeline.synthetic.binding_data import evaluation_pairs
+
+
+def test_the_job_on_minilm(tmp_path, capsys):
+    job.main(["--pairs", "3", "--output", str(tmp_path / "out"), "layer=3"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split()[:3] == ["form", "score", "accuracy"]
+    with (tmp_path / "out/binding.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["score"] for row in rows] == ["single", "late", "hybrid"]
+    scores = pair_scores(MiniLM(MiniLM.Spec(layer=3)), evaluation_pairs(3), "text")
+    for row, line in zip(rows, printed[1:], strict=False):
+        assert line.split() == list(row.values())
+        assert (row["form"], row["pairs"], row["queries"]) == ("text", "3", "75")
+        right = (scores[row["score"]][..., 0] > scores[row["score"]][..., 1]).double().mean()
+        assert float(row["accuracy"]) == pytest.approx(right.item(), abs=1e-4)
+        assert 0 <= float(row["low"]) <= float(row["accuracy"]) <= float(row["high"]) <= 1
+    assert (tmp_path / "out/binding.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_job_reads_encoders_from_files(tmp_path, capsys, checkpoint):
+    encoder = f"{{name: colpali, model: {checkpoint('colpali')}, dtype: float32}}"
+    printed = []
+    for content in (encoder, f"index: nowhere\nencoder: {encoder}"):
+        path = tmp_path / "encoder.yaml"
+        path.write_text(content, encoding="utf-8")
+        arguments = ["--encoder", str(path), "--form", "rendered", "--side", "240", "--pairs", "2"]
+        job.main(arguments)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert [line.split()[:2] for line in printed[0].splitlines()[1:]] == [["rendered", "late"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--form", "rendered"], "--form: 'rendered' is not read by the encoder minilm"),
+        (["--side", "100"], "--side: 100 is not legal; legal: an integer >= 200"),
+        (["--seed", "-1"], "--seed: -1 is not legal"),
+        (["--encoder", "nowhere.yaml"], "--encoder: 'nowhere.yaml' does not exist"),
+        (["layer=9"], "encoder.layer: 9 is not legal; legal: -7 to 6"),
+        (["laier=1"], "encoder.laier: 1 stands under an unknown key"),
+        (["name=nothing"], "encoder.name: 'nothing' is not one of the encoders"),
+        (["--pairs", "0"], "argument --pairs: '0' is not legal"),
+        (["--form", "spoken"], "argument --form: invalid choice: 'spoken'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        jobs.run(job.main, arguments)
+    assert ended.value.code == jobs.BAD_INPUT
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+TABLE = """
+title: layers
+rows:
+  two: [{name: minilm, layer: 3}, {name: minilm, layer: 6}]
+  one: [{name: minilm, layer: 0, pooling: none}]
+"""
+
+
+def test_the_job_makes_a_table_of_encoders(tmp_path, capsys):
+    """A row's figures are those of its encoders' scores, the mean over them pair by pair."""
+    (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
+    arguments = ["--table", str(tmp_path / "table.yaml"), "--pairs", "3"]
+    job.main([*arguments, "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert re.search(r"^encoder +seeds +single +late +hybrid$", printed, re.MULTILINE)
+    assert re.search(r"^one +1 +- +0\.\d{3} \[0\.\d{3}, 0\.\d{3}\] +-$", printed, re.MULTILINE)
+    with (tmp_path / "out/binding.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["encoder"], row["score"]) for row in rows] == [
+        *(("two", score) for score in ("single", "late", "hybrid")),
+        ("one", "late"),
+    ]
+    pairs = evaluation_pairs(3)
+    scores = [pair_scores(MiniLM(MiniLM.Spec(layer=n)), pairs, "text")["late"] for n in (3, 6)]
+    right = torch.stack(scores).diff(dim=3).squeeze(3).lt(0).double()  # seeds, pairs, queries
+    late = rows[1]
+    assert (late["seeds"], rows[3]["seeds"], rows[3]["sd"]) == ("2", "1", "")
+    assert float(late["accuracy"]) == pytest.approx(right.mean().item(), abs=1e-4)
+    assert float(late["sd"]) == pytest.approx(right.mean(dim=(1, 2)).std().item(), abs=1e-4)
+    of_pairs = right.mean(dim=(0, 2))
+    assert of_pairs.min() - 1e-4 <= float(late["low"]) <= float(late["accuracy"])
+    assert float(late["accuracy"]) <= float(late["high"]) <= of_pairs.max() + 1e-4
+    assert (tmp_path / "out/binding.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--form", "text"], "--form: 'text' is not legal; legal: left out"),
+        (["rows.two.1.layer=9"], "rows.two.1.layer: 9 is not legal; legal: -7 to 6"),
+        (["rows.one.0.adapter=./nowhere"], "rows.one.0.adapter: './nowhere' is not a folder"),
+        (["rows.one=[]"], "rows.one: [] is not legal"),
+        (["form=rendered"], "form: 'rendered' is not read by the encoder minilm"),
+        (["side=1"], "side: 1 is not legal"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_sentence(tmp_path, capsys, given, message):
+    (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        jobs.run(job.main, ["--table", str(tmp_path / "table.yaml"), *given])
+    assert ended.value.code == jobs.BAD_INPUT
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

@@ -1,0 +1,329 @@
+"""Behaviour common to all jobs: help, wrong paths, stops, and submission to a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+from typing import get_args
+
+import pytest
+import yaml
+
+from jobs.__main__ import verbs
+from jobs.search import PRECISIONS
+from pipeline.index.reader import Index
+from pipeline.index.status import status
+from pipeline.schema import POOL, Precision
+from tests.conftest import ROOT, start_job
+from tests.serve.conftest import free_port
+
+SLOW = ("lance", "pandas", "pyarrow", "ray", "torch", "transformers")
+RUN = """
+import contextlib, importlib, io, json, sys
+import jobs
+slow, commands = json.loads(sys.argv[1])
+results = []
+for verb, *arguments in commands:
+    said, code = io.StringIO(), 0
+    module = importlib.import_module("jobs.bench.__main__" if verb == "bench" else f"jobs.{verb}")
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            jobs.run(module.main, arguments)
+        except SystemExit as error:
+            code = error.code
+    results.append([code, said.getvalue(), sorted(set(slow) & set(sys.modules))])
+print(json.dumps(results))
+"""
+
+
+def run(*commands: list[str]) -> list[tuple[int, str, list[str]]]:
+    """The exit code and output of each command, and the slow modules imported up to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps([SLOW, commands])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return json.loads(done.stdout)
+
+
+def test_help_imports_nothing_slow():
+    commands = [[verb, "--help"] for verb in verbs()]
+    for command, (code, said, slow) in zip(commands, run(*commands), strict=True):
+        assert (code, slow) == (0, []), command
+        assert said.startswith("usage:"), command
+
+
+def test_the_help_of_search_states_the_values_of_the_schema():
+    assert get_args(Precision) == PRECISIONS
+    (_, said, _) = run(["search", "--help"])[0]
+    assert f"default: {POOL}\n" in said
+
+
+NOWHERE = "/nowhere/at/all"
+SPEC, INDEX = f"{NOWHERE}.yaml", f"{NOWHERE}/index"
+SPECS = "jobs/specs/cranfield"
+#: Commands with a wrong path, and the field that the message names.
+WRONG = [
+    (["backfill", SPEC], "spec"),
+    (["backfill", f"{SPECS}.yaml", f"index={INDEX}"], "index"),
+    (["binding", "--encoder", SPEC], "--encoder"),
+    (["binding", "--table", SPEC], "--table"),
+    (["compare", NOWHERE, NOWHERE], "OUT_A"),
+    (["evaluate", SPEC], "spec"),
+    (["evaluate", f"{SPECS}_evaluate.yaml", f"index={INDEX}"], "index"),
+    (["evaluate", f"{SPECS}_evaluate.yaml", f"benchmark.path={NOWHERE}"], "benchmark.path"),
+    (["export", INDEX, "out.parquet", "--representation", "full"], "index"),
+    (["index", SPEC], "spec"),
+    (["index", f"{SPECS}.yaml", "--resources", SPEC], "resources"),
+    (["index", f"{SPECS}.yaml", f"source.path={NOWHERE}"], "source.path"),
+    (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source.0.path"),
+    (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
+    (["maps", "README.md", "out.png", "--index", INDEX], "index"),
+    (["mine", INDEX, "README.md", "out.jsonl"], "index"),
+    (["pool", NOWHERE, NOWHERE, "--output", "out"], "OUT"),
+    (["recompress", SPEC], "spec"),
+    (["recompress", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
+    (["search", INDEX, "a query"], "index"),
+    (["serve", INDEX], "index"),
+    (["serve", "--spec", SPEC], "spec"),
+    (["status", INDEX], "index"),
+    (["train", SPEC], "spec"),
+]
+
+
+def test_wrong_paths_are_reported_before_anything_slow_is_imported():
+    results = run(*(command for command, _ in WRONG))
+    for (command, field), (code, said, slow) in zip(WRONG, results, strict=True):
+        assert (code, slow) == (2, []), (command, said)
+        assert said.startswith(f"error: {field}: '{NOWHERE}"), said
+        assert said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("option", ["queries", "query-vectors", "image", "ids", "parents"])
+def test_wrong_files_of_a_search_are_reported_as_quickly(index_uri, option):
+    query = [] if option in ("queries", "query-vectors") else ["a query"]
+    command = ["search", index_uri, *query, f"--{option}", NOWHERE]
+    code, said, slow = run(command)[0]
+    assert (code, slow) == (2, []), said
+    assert said.startswith(f"error: {option}: '{NOWHERE}'"), said
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "1"), ({"RAY_AUTH_MODE": "disabled"}, "0")])
+def test_ray_authenticates_by_token_unless_told_otherwise(given, mode):
+    """The mode that Ray itself has read, which it does when it is imported."""
+    code = (
+        "import jobs\n"
+        "def main(arguments):\n"
+        "    from ray._raylet import get_authentication_mode\n"
+        "    print(get_authentication_mode())\n"
+        "jobs.run(main)"
+    )
+    unset = ("RAY_AUTH_MODE", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, **given}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == mode, done.stderr
+
+
+def children(process: Popen, name: str) -> list[int]:
+    """The child processes of a job whose executable is called `name`."""
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in listed if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+
+def wait_for(process: Popen, condition) -> None:
+    """Waits for a condition while a job runs."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def spec(tmp_path: Path, collection) -> str:
+    """A spec whose job takes 20 s at least and commits after each item."""
+    fields = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "text", "path": str(collection(**{f"d{i}": "x" for i in range(20)}))},
+        "encoder": {"name": "sleeping", "seconds": 1, "num_tokens": 4, "dim": 8},
+        "representations": [{"compressor": "none"}],
+        "unit_items": 1,
+        "fragment_items": 1,
+        "commit_items": 1,
+    }
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(fields))
+    return str(tmp_path / "spec.yaml")
+
+
+@pytest.mark.parametrize("verb", ["index", "serve"])
+def test_sigterm_while_ray_starts(spec, index_uri, verb):
+    arguments = {"index": [spec], "serve": [index_uri, "--port", str(free_port())]}[verb]
+    process = start_job(f"jobs.{verb}", *arguments)
+    wait_for(process, lambda: children(process, "gcs_server"))
+    process.send_signal(signal.SIGTERM)
+    said, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), said
+
+
+@pytest.mark.heavy
+def test_the_index_is_deleted_during_the_job(cluster, spec, tmp_path):
+    process = start_job("jobs.index", spec, address=cluster)
+    data = tmp_path / "index/items.lance/data"
+    wait_for(process, lambda: data.exists() and len(list(data.iterdir())) > 1)
+    shutil.rmtree(tmp_path / "index")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert error.startswith(f"error: the index {tmp_path}/index was deleted"), error
+    assert error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_dies(spec, name):
+    process = start_job("jobs.index", spec)
+    wait_for(process, lambda: len(children(process, "raylet")) == 1)
+    for line in process.stdout:  # the first line of progress: Ray has started
+        if line:
+            break
+    os.kill(children(process, name)[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.startswith(f"error: Ray's {name} died") and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens(spec, scheme):
+    start = time.monotonic()
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    _, error = start_job("jobs.index", spec, address=address).communicate(timeout=60)
+    assert error.startswith(f"error: RAY_ADDRESS: '{address}' cannot be reached"), error
+    assert error.count("\n") == 1 and time.monotonic() - start < 40
+
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+@pytest.fixture
+def head() -> Iterator[tuple[str, dict[str, str]]]:
+    """A head node of its own: the address of its job server, and the environment of clients."""
+    folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie below it
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "PYTHONPATH": "",  # the job has the code from its working directory
+    }
+    environment.pop("RAY_ADDRESS", None)
+    port, dashboard_port, agent_port, agent_grpc_port = free_ports(4)
+    options = {
+        "num-cpus": 3,
+        "port": port,
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard_port,
+        # Their defaults are fixed: the agent of another cluster on this machine may have them.
+        "dashboard-agent-listen-port": agent_port,
+        "dashboard-agent-grpc-port": agent_grpc_port,
+        "temp-dir": folder,
+        "object-store-memory": 1 << 28,
+    }
+    command = [RAY, "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with open(f"{folder}/head.log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{dashboard_port}"
+    try:
+        deadline = time.time() + 90
+        while not answers(f"{address}/api/version"):
+            assert process.poll() is None, Path(folder, "head.log").read_text()
+            assert time.time() < deadline, "the head does not answer"
+            time.sleep(0.2)
+        yield address, environment
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of this machine that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers, if only to ask for a token."""
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.heavy
+def test_the_index_job_is_submitted(head, tmp_path, collection):
+    address, environment = head
+    spec = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "text", "path": str(collection(a="one", b="two"))},
+        "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": 6, "dim": 8},
+        "representations": [{"compressor": "none"}],
+    }
+    (tmp_path / "code").mkdir()
+    for package in ("pipeline", "jobs"):  # what a user ships: the code and the spec
+        ignored = shutil.ignore_patterns("__pycache__", "data")
+        shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=ignored)
+    (tmp_path / "code/spec.yaml").write_text(yaml.safe_dump(spec))
+
+    def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess:
+        command = [RAY, "job", "submit", "--address", address, "--working-dir", tmp_path / "code"]
+        return subprocess.run(
+            [*command, "--", sys.executable, "-m", "jobs.index", "spec.yaml", *arguments],
+            cwd=tmp_path,
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    refused = submit(RAY_AUTH_TOKEN="not the token")
+    assert refused.returncode != 0 and not (tmp_path / "index").exists()
+
+    deadline = time.time() + 60
+    done = submit("representations.0.id=every")
+    while "No available agent" in done.stderr and time.time() < deadline:  # it is starting still
+        time.sleep(0.5)
+        done = submit("representations.0.id=every")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "listed 2 = indexed 2 (2 new, 0 replaced, 0 as before) + rejected 0" in done.stdout
+    there = Index(str(tmp_path / "index")).dataset.to_table()
+    assert sorted(there["item_id"].to_pylist()) == ["a", "b"]
+    assert [len(vectors) for vectors in there["every"].to_pylist()] == [6, 6]
+    (job,) = status(str(tmp_path / "index"))["jobs"]
+    assert job["state"] == "done"
+    assert json.loads((tmp_path / f"index/jobs/{job['job']}/summary.json").read_text()) == job

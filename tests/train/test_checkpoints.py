@@ -1,0 +1,48 @@
+"""Checkpoints of a run, and replacing folders."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.synthetic import tiny
+from pipeline.train.checkpoints import replace, undo_half
+from tests.train.runs import spec_of, trained
+
+
+def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
+    trained(spec_of(tmp_path, model))
+    with pytest.raises(SpecError, match="seed: 1 .* 0, that of the checkpoint"):
+        trained(spec_of(tmp_path, model, seed=1))
+    with pytest.raises(SpecError, match=r"learner.temperature: 0.2"):
+        trained(spec_of(tmp_path, model, {"temperature": 0.2}))
+    trained(spec_of(tmp_path, model, log_every=5))  # changes nothing that is learned
+
+
+def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
+    shutil.copytree(checkpoint("colpali"), tmp_path / "model")
+    spec = spec_of(tmp_path / "run", str(tmp_path / "model"))
+    trained(spec)
+    shutil.rmtree(tmp_path / "model")
+    tiny.colpali(tmp_path / "model")
+    with pytest.raises(SpecError, match=r"output: .* has a checkpoint of another .* is of"):
+        trained(spec)
+
+
+def test_the_newest_checkpoints_are_kept(model, tmp_path):
+    trained(spec_of(tmp_path, model, checkpoint_every=1, keep=2))
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000005", "step-00000006"]
+
+
+def test_what_was_about_to_be_replaced_is_there_again(tmp_path):
+    (tmp_path / ".best.old").mkdir()  # killed between two renamings
+    (tmp_path / "new").mkdir()
+    (tmp_path / ".best.old" / "good").touch()
+    undo_half(tmp_path / "best")
+    assert (tmp_path / "best" / "good").exists() and not (tmp_path / ".best.old").exists()
+    replace(tmp_path / "new", tmp_path / "best")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
+    assert not list((tmp_path / "best").iterdir())

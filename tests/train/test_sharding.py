@@ -1,0 +1,93 @@
+"""Training on several workers, and with activations computed again."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.train import sharding
+from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
+
+
+@pytest.mark.parametrize(
+    ("learner", "more"),
+    [
+        ({"symmetric": True, "learn_temperature": True}, {}),
+        pytest.param(
+            {"compressor": {"name": "samer", "num_vectors": 4, "object_prior": True}},
+            {},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param({}, {"part_size": 3, "accumulate": 3}, marks=pytest.mark.heavy),
+        ({"symmetric": True, "learn_temperature": True}, {"shard": True, "evaluate_every": 3}),
+        pytest.param(
+            {"trains": "lora", "lora": {"rank": 4, "alpha": 8}},
+            {"shard": True, "part_size": 3, "accumulate": 3},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param(
+            {
+                "trains": "lora",
+                "lora": {"rank": 4, "alpha": 8, "targets": r".*(q_proj|embedding_proj_layer)"},
+                "encoder": {"name": "colpali", "model": "{}", "keep": "visual"},  # in bfloat16
+            },
+            {"shard": True, "evaluate_every": 3},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param(
+            {"trains": "projection", "states": "{}/states"},
+            {
+                "shard": True,
+                "evaluate_every": 3,
+                "data": {"name": "shapes", "num_scenes": 24, "fresh": False, "held_out": 12},
+            },
+            marks=pytest.mark.heavy,
+        ),
+    ],
+    ids=[
+        *("both ways", "compressed", "parts and accumulated"),
+        *("sharded", "lora, sharded", "lora on bfloat16, sharded", "projection, sharded"),
+    ],
+)
+def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
+    if "states" in learner:
+        learner = {**learner, "states": learner["states"].format(tmp_path)}
+    loss_atol, atol = 1e-5, 1e-4
+    if "encoder" in learner:  # the base computes in bfloat16, which rounds by the batch
+        learner = {**learner, "encoder": {**learner["encoder"], "model": model}}
+        loss_atol, atol = 1e-2, 2e-2
+    one = trained(spec_of(tmp_path / "one", model, learner, **more))
+    two = spec_of(tmp_path / "two", model, learner, **more)
+    run_workers(two, tmp_path, 2)
+    losses = [logged(tmp_path / name, "loss") for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=loss_atol)
+    assert_same(one, weights_of(tmp_path / "two" / "model"), atol=atol)
+
+
+@pytest.mark.heavy
+def test_a_sharded_run_goes_on_with_other_workers(model, tmp_path):
+    """Of a checkpoint it does not matter on how many workers it was written."""
+    whole = trained(spec_of(tmp_path / "whole", model))
+    spec = spec_of(tmp_path / "run", model, shard=True)
+    run_workers(spec, tmp_path, 2)
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert_same(whole, trained(spec), atol=1e-4)  # from step 4 on, alone
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    run_workers(spec, tmp_path, 2)
+    assert_same(whole, weights_of(tmp_path / "run" / "model"), atol=1e-4)
+
+
+def test_activations_that_are_computed_again_give_the_same(model, tmp_path, monkeypatch):
+    kept = trained(spec_of(tmp_path / "kept", model))
+    calls, honest = [], sharding.checkpoint
+    counted = lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(sharding, "checkpoint", counted)
+    assert_same(kept, trained(spec_of(tmp_path / "again", model, recompute=True)), atol=1e-6)
+    assert calls
+    adapter = {"trains": "adapter", "encoder": {"name": "minilm"}}
+    with pytest.raises(SpecError, match="recompute: True is not legal; legal: false"):
+        trained(spec_of(tmp_path / "adapter", model, adapter, recompute=True))

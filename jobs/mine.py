@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.atomic import check_writable
     from pipeline.registry import TRAINING_DATA
     from pipeline.search.searcher import open_index
-    from pipeline.train.loop import TrainSpec
+    from pipeline.train.spec import TrainSpec
     from pipeline.training_data.mining import mine
     from pipeline.training_data.row_data import RowData
 

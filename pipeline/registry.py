@@ -10,11 +10,16 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from pipeline.config import Spec, SpecError, parse
+
+if TYPE_CHECKING:
+    from pipeline.config import ComponentSpec
+else:
+    ComponentSpec = Spec  # components of other packages may derive their specs from it alone
 
 
 class Registry:
@@ -32,7 +37,7 @@ class Registry:
         """The legal names, sorted."""
         return sorted(self._all)
 
-    def load(self, name: str) -> type:
+    def load(self, name: str) -> type[Any]:
         """Imports and returns the component class called `name`.
 
         Raises:
@@ -47,9 +52,9 @@ class Registry:
             legal = f"an installed component ({error.name!r} is not installed)"
             raise SpecError("name", name, legal, "cannot be imported") from error
 
-    def resolve(self, value: Any) -> Spec:
+    def resolve(self, value: Any) -> ComponentSpec:
         """A name, or a mapping with a `name`, or a ready spec -> the component's `Spec`."""
-        if isinstance(value, Spec):
+        if isinstance(value, ComponentSpec):
             return value
         value = {"name": value} if isinstance(value, str) else value
         if isinstance(value, Mapping) and "name" not in value:
@@ -58,7 +63,7 @@ class Registry:
             raise SpecError("name", value, ", ".join(self.names()), "names no component")
         return parse(self.load(value["name"]).Spec, value)
 
-    def build(self, spec: Spec, *args: Any, **kwargs: Any) -> Any:
+    def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> Any:
         """Constructs the component that `spec.name` names."""
         return self.load(spec.name)(spec, *args, **kwargs)
 
@@ -158,7 +163,7 @@ TRAINING_DATA = Registry(
 )
 
 
-def _resolve_source(value: Any) -> Spec:
+def _resolve_source(value: Any) -> ComponentSpec:
     """A source, or a list of sources that are read as one."""
     if value == []:
         raise SpecError("", [], "a source, or a list of at least one")
@@ -167,17 +172,17 @@ def _resolve_source(value: Any) -> Spec:
     )
 
 
-def _or_none(registry: Registry) -> Callable[[Any], Spec | None]:
+def _or_none(registry: Registry) -> Callable[[Any], ComponentSpec | None]:
     return lambda value: None if value is None else registry.resolve(value)
 
 
-EncoderSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(ENCODERS.resolve)]
-CompressorSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(COMPRESSORS.resolve)]
-SourceSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(_resolve_source)]
+EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.resolve)]
+CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.resolve)]
+SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_resolve_source)]
 #: None: text to be seen, or speech, is not recognised.
-OcrSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(OCR))]
-SpeechSpec = Annotated[SerializeAsAny[Spec] | None, BeforeValidator(_or_none(SPEECH))]
-CodecSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(CODECS.resolve)]
-LearnerSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(LEARNERS.resolve)]
-TrainingDataSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(TRAINING_DATA.resolve)]
-BenchmarkSpec = Annotated[SerializeAsAny[Spec], BeforeValidator(BENCHMARKS.resolve)]
+OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
+SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
+CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.resolve)]
+LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
+TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
+BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]

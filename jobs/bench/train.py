@@ -23,7 +23,8 @@ import jobs
 from jobs.bench import encode
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import config
-from pipeline.train.loop import Loop, TrainSpec
+from pipeline.train.loop import Loop
+from pipeline.train.spec import TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "shapes_colpali"

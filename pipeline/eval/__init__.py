@@ -1,12 +1,12 @@
-"""Benchmarks, measures and reports: what a vector budget costs in quality."""
+"""Evaluations: benchmarks, measures, significance, diagnostics and grounding."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Generic
 
-from pipeline.config import Spec
+from pipeline.config import ComponentSpec, ComponentSpecT
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class JudgedQueries:
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
 
-class Benchmark(ABC):
-    """Where judged queries come from. Subclasses carry a nested `Spec` with a literal `name`."""
+class Benchmark(ABC, Generic[ComponentSpecT]):
+    """A source of judged queries. Subclasses carry a nested `Spec` with a literal `name`."""
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
 
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: ComponentSpecT):
         self.spec = spec
 
     @abstractmethod

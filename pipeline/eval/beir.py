@@ -5,18 +5,18 @@ from __future__ import annotations
 import posixpath
 from typing import Literal
 
-from pipeline.config import Spec, SpecError, absolute
+from pipeline.config import ComponentSpec, SpecError, absolute
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.eval.topics import lines_of, read_categories, read_queries
 
 
-class Beir(Benchmark):
+class Beir(Benchmark["Beir.Spec"]):
     """A folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
 
     Further fields of the queries are categories, see `read_categories`.
     """
 
-    class Spec(Spec):
+    class Spec(ComponentSpec):
         name: Literal["beir"] = "beir"
         path: str
         split: str = "test"

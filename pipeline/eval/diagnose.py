@@ -158,7 +158,9 @@ class Diagnoser:
             ids = [b["item_id"].to_pylist() for b in index.batches(["item_id"], where=self._where)]
             taking_part = {item_id for batch in ids for item_id in batch}
         wanted = {document for documents in relevant for document in documents}
-        rows, rows_of, row = [], {}, 0
+        rows: list[int] = []
+        rows_of: dict[str, list[int]] = {}
+        row = 0
         for batch in index.batches(list(dict.fromkeys(["item_id", column]))):
             names = batch["item_id"].to_pylist(), batch[column].to_pylist()
             for item_id, document in zip(*names, strict=True):
@@ -174,7 +176,7 @@ class Diagnoser:
 def _best(documents: list[list[int]], scores: dict[int, float]) -> np.ndarray:
     """The row of each document's best item, ascending; documents without scores are left out."""
     scored = [[row for row in rows if row in scores] for rows in documents]
-    return np.array(sorted(max(rows, key=scores.get) for rows in scored if rows), np.int64)
+    return np.array(sorted(max(rows, key=scores.__getitem__) for rows in scored if rows), np.int64)
 
 
 def _share(part: Any, whole: Any) -> float | None:

@@ -55,7 +55,9 @@ def choose(evaluation: Evaluation, shown: list[Result]) -> dict[str, Why]:
             for query_id in shown[0].values
             if query_id not in chosen
         }
-        failed = [query_id for query_id in sorted(best, key=best.get) if best[query_id] < FAILED]
+        failed = [
+            query_id for query_id in sorted(best, key=best.__getitem__) if best[query_id] < FAILED
+        ]
         chosen |= dict.fromkeys(failed[:NUM_FAILED], "failed")
     return chosen
 

@@ -265,13 +265,16 @@ class Grounder:
         if about["compressor"]["name"] == "none":
             return [name, extents]
         support = about.get("support")
-        return [name, extents, support] if support in index.schema.names else None
+        if support is None or support not in index.schema.names:
+            return None
+        return [name, extents, support]
 
     def measure(self, name: str) -> dict[str, float]:
         """The means of the measures over the phrases whose items have vectors, and their number."""
         index = self._searcher.index
         about = index.representation(name)
         columns = self.columns(name)
+        assert columns is not None, f"{name} stores no regions"
         ids = list(dict.fromkeys(phrase.item_id for phrase in self._phrases))
         table = index.items(ids, ["item_id", *columns]).combine_chunks()
         place = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}

@@ -70,7 +70,7 @@ def per_query(
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
     for name in measures:
         measure = parse_measure(name)
-        if compute := OWN.get(measure.NAME):
+        if compute := OWN.get(measure.NAME or ""):
             found = {q: compute(order, graded[q], measure) for q, order in rankings.items()}
         else:
             found = _provided(rankings, graded, measure)
@@ -95,7 +95,7 @@ def ranking(scores: Mapping[str, float]) -> list[str]:
 
 def _provided(
     rankings: Mapping[str, Sequence[str]],
-    graded: Mapping[str, Grades],
+    graded: dict[str, dict[str, int]],
     measure: ir_measures.Measure,
 ) -> dict[str, float]:
     """Computes a measure by its provider, each in a call of its own.

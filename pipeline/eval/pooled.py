@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.config import SpecError, digest
 from pipeline.eval.diagnostics import mean_diagnosis, score_retention
-from pipeline.eval.results import COSTS, OSR, Evaluation, Result, in_order, read_results
+from pipeline.eval.results import OSR, Evaluation, Result, in_order, mean_costs, read_results
 from pipeline.eval.significance import holm, randomisation_p
 
 
@@ -48,9 +48,9 @@ def pool(outputs: Sequence[str]) -> Evaluation:
 
 def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
     """A row of all collections; a query is called by its collection's number, then by its id."""
-    diagnoses = [row.diagnosis for row in rows]
+    diagnoses = [row.diagnosis for row in rows if row.diagnosis]
     diagnosis = None
-    if all(diagnoses):
+    if len(diagnoses) == len(rows):
         pairs = {f"{i} {q}": own for i, d in enumerate(diagnoses) for q, own in d.pairs.items()}
         diagnosis = replace(mean_diagnosis(diagnoses), pairs=pairs)
     return replace(
@@ -60,7 +60,7 @@ def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
             for i, row in enumerate(rows)
             for query_id, values in row.values.items()
         },
-        **{name: float(np.mean([getattr(row, name) for row in rows])) for name in COSTS},
+        **mean_costs(rows),
         diagnosis=diagnosis,
         grounding={
             name: float(np.mean([row.grounding[name] for row in rows]))

@@ -152,7 +152,7 @@ class Result:
     @functools.cached_property
     def retention(self) -> Retention | None:
         """The score retention (OSR), if it was diagnosed and there are full tokens."""
-        return self.diagnosis and self.diagnosis.retention()
+        return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
         """The standard deviation over seeds of a measure or of the OSR; None of fewer than two."""
@@ -239,7 +239,7 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
     return replace(
         first,
         values=values,
-        **{name: float(np.mean([getattr(result, name) for result in group])) for name in COSTS},
+        **mean_costs(group),
         diagnosis=mean_diagnosis(diagnoses) if diagnoses else None,
         grounding={
             name: float(np.mean([numbers[name] for numbers in grounded]))
@@ -247,6 +247,11 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
         },
         seeds=seeds,
     )
+
+
+def mean_costs(rows: Sequence[Result]) -> dict[str, Any]:
+    """Returns the mean costs of rows, as arguments of `replace`."""
+    return {name: float(np.mean([getattr(row, name) for row in rows])) for name in COSTS}
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ def layer_scans(evaluation: Evaluation, score: str = "late") -> list[Scan]:
     found: dict[tuple[str, Budget, str], dict[int, Result]] = {}
     for result in evaluation.results:
         layers = result.compressor.get("layers")
-        is_single = isinstance(layers, list) and len(layers) == 1 and layers[0] >= 0
-        if is_single and result.score == score:
+        if not isinstance(layers, list) or len(layers) != 1:
+            continue
+        if layers[0] >= 0 and result.score == score:
             name = re.sub(r" layers=\[-?\d+\]", "", line_name(evaluation, result))
             found.setdefault((name, result.budget, result.encoder), {})[layers[0]] = result
     return [Scan(*key, dict(sorted(rows.items()))) for key, rows in found.items() if len(rows) > 1]
@@ -121,7 +122,11 @@ def common_budget(evaluation: Evaluation) -> Budget | None:
             methods.setdefault(result.budget, set()).add(line_name(evaluation, result))
     return max(
         methods,
-        key=lambda b: (len(methods[b]), b.num_vectors is not None, -(b.num_vectors or b.ratio)),
+        key=lambda b: (
+            len(methods[b]),
+            b.num_vectors is not None,
+            -(b.num_vectors or b.ratio or 0),
+        ),
         default=None,
     )
 
@@ -136,7 +141,7 @@ def side_by_side(evaluation: Evaluation) -> list[Result]:
         and (result.method == FULL or (result.is_compressed and result.budget == budget))
         and result.name not in scanned
     ]
-    return [result for result in rows if result.diagnosis.strengths]
+    return [result for result in rows if result.diagnosis and result.diagnosis.strengths]
 
 
 class Retained(NamedTuple):
@@ -201,9 +206,9 @@ def correlations(evaluation: Evaluation) -> Iterator[Correlation]:
     one. CV counts as a plain number, not in percent.
     """
     rows = late_rows(evaluation)
-    retained = [result for result in rows if result.retention]
+    retained = [(row, row.retention.mean) for row in rows if row.retention]
     if retained:
-        yield _correlation(evaluation, OSR, retained, [r.retention.mean for r in retained])
+        yield _correlation(evaluation, OSR, retained)
     budget = common_budget(evaluation)
     scanned = in_scans(evaluation)
     same = [
@@ -213,17 +218,18 @@ def correlations(evaluation: Evaluation) -> Iterator[Correlation]:
     ]
     if same:
         at = f"at {budget}"
-        gini = [1 / result.diagnosis.gini for result in same]
-        yield _correlation(evaluation, f"1/Gini {at}", same, gini)
-        varied = [result for result in same if result.diagnosis.cv]
-        cv = [100 / result.diagnosis.cv for result in varied]
-        yield _correlation(evaluation, f"1/CV {at}", varied, cv)
+        gini = [(r, 1 / r.diagnosis.gini) for r in same if r.diagnosis and r.diagnosis.gini]
+        yield _correlation(evaluation, f"1/Gini {at}", gini)
+        cv = [(r, 100 / r.diagnosis.cv) for r in same if r.diagnosis and r.diagnosis.cv]
+        yield _correlation(evaluation, f"1/CV {at}", cv)
 
 
 def _correlation(
-    evaluation: Evaluation, of: str, rows: list[Result], numbers: Sequence[float]
+    evaluation: Evaluation, of: str, numbers: Sequence[tuple[Result, float]]
 ) -> Correlation:
-    x, y = np.array(numbers), np.array([evaluation.quality(result) for result in rows])
+    rows = [row for row, _ in numbers]
+    x = np.array([number for _, number in numbers])
+    y = np.array([evaluation.quality(row) for row in rows])
     r = p = None
     if len(rows) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0:
         r, p = map(float, pearsonr(x, y))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -50,7 +51,7 @@ class Drawing(NamedTuple):
     name: str
     title: str
     caption: str
-    panels: list[Callable[[], Figure]]
+    panels: Sequence[Callable[[], Figure]]
     whole: Callable[[], Figure]
 
     def svgs(self) -> list[str]:
@@ -72,7 +73,7 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             "Above: the strength with which each position of an item is matched by tokens of "
             "queries that it is relevant to. Below: the mean cosine between positions"
             + (f". Full tokens, and each method at {budget}." if budget else "."),
-            [lambda row=row: _alone(row, _lowest(rows)) for row in rows],
+            [partial(_alone, row, _lowest(rows)) for row in rows],
             lambda: _abreast(rows),
         )
     if retention_lines(evaluation):
@@ -87,7 +88,7 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
     if scans := [s for s in layer_scans(evaluation) if any(r.retention for r in s.rows.values())]:
         budgets = list(dict.fromkeys(scan.budget for scan in scans))
         draws = [
-            lambda own=[s for s in scans if s.budget == budget]: _layers(evaluation, own)
+            partial(_layers, evaluation, [scan for scan in scans if scan.budget == budget])
             for budget in budgets
         ]
         yield Drawing(
@@ -115,7 +116,7 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             "Do the diagnostics foretell quality?",
             "Each point is a compressed row under the late score. Above each plot stands Pearson's "
             f"r with {evaluation.headline}.",
-            [lambda c=c: _scatters(evaluation, [c]) for c in found],
+            [partial(_scatters, evaluation, [correlation]) for correlation in found],
             lambda: _scatters(evaluation, found),
         )
 
@@ -126,7 +127,8 @@ def _single(name: str, title: str, caption: str, draw: Callable[[], Figure]) -> 
 
 def _lowest(rows: Sequence[Result]) -> float:
     """Where the colours of all similarity maps begin: at 0, or below if any similarity is."""
-    return min(0.0, *(float(np.min(row.diagnosis.similarity)) for row in rows))
+    diagnoses = [row.diagnosis for row in rows if row.diagnosis]
+    return min(0.0, *(float(np.min(diagnosis.similarity)) for diagnosis in diagnoses))
 
 
 def _alone(row: Result, lowest: float) -> Figure:
@@ -149,6 +151,7 @@ def _draw_use(figure: FigureBase, row: Result, lowest: float) -> None:
     """A row's matching strength by position, above the similarity between positions."""
     bars, heat = figure.subplots(2, 1, height_ratios=(1, 1.5))
     diagnosis = row.diagnosis
+    assert diagnosis is not None
     strengths = np.array(diagnosis.strengths)
     width = diagnosis.num_positions / max(1, len(strengths))
     bars.bar(np.arange(len(strengths)) * width, strengths, width, align="edge", color="#0072B2")
@@ -251,6 +254,7 @@ def _layers(evaluation: Evaluation, scans: Sequence[Scan]) -> Figure:
 
 
 def _band(panel: Axes, row: Result) -> None:
+    assert row.retention is not None
     mean, spread = row.retention.mean, row.spread(OSR) or 0.0
     panel.axhline(mean, color=REFERENCE, linewidth=1.2, dashes=(4, 2), label=method(row))
     panel.axhspan(mean - spread, mean + spread, color=REFERENCE, alpha=0.2, linewidth=0)
@@ -263,7 +267,8 @@ def _scatters(evaluation: Evaluation, found: Sequence[Correlation]) -> Figure:
     for panel, correlation in zip(panels, found, strict=True):
         for x, y, row in zip(correlation.x, correlation.y, correlation.rows, strict=True):
             if row.name in scanned:  # many rows of one method: one look
-                name, look = "scans over layers", {"color": REFERENCE, "marker": "."}
+                name = "scans over layers"
+                look: dict[str, Any] = {"color": REFERENCE, "marker": "."}
             else:
                 name = line_name(evaluation, row)
                 look = {**looks[name], "markersize": 8}

@@ -20,7 +20,7 @@ from pipeline.report.text import as_csv, markdown
 
 def write(evaluation: Evaluation, folder: str) -> list[str]:
     """Writes the report of an evaluation, its results and its spec, and returns their paths."""
-    files = {
+    files: dict[str, str | bytes] = {
         "report.html": html.report([evaluation]),
         "metrics.csv": metrics_csv(evaluation),
         "per_query.csv": per_query_csv(evaluation),
@@ -50,8 +50,8 @@ def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str
     Args:
         cells: The table, the header first.
     """
-    files = {"table.md": markdown(cells), "pooled.csv": as_csv(cells), **_figures(pooled)}
-    return _write(files, folder)
+    tables = {"table.md": markdown(cells), "pooled.csv": as_csv(cells)}
+    return _write({**tables, **_figures(pooled)}, folder)
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,9 +14,11 @@ from pipeline.eval.results import Evaluation, method_name
 from pipeline.eval.views import codecs_of, in_scans, layer_scans, line_name
 from pipeline.index.columns import codec_name
 
+#: Arguments of `Axes.plot`.
+Style = dict[str, Any]
 #: A palette for colour-blind readers. The second eight styles are dashed.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5D4A9C", "#7F5B3A")
-STYLES = tuple(
+STYLES: tuple[Style, ...] = tuple(
     {"color": color, "marker": marker, "linestyle": dashes}
     for dashes, markers in (("solid", "os^DvPX*"), ("dashed", "<>phd8H."))
     for color, marker in zip(COLORS, markers, strict=True)
@@ -44,7 +47,7 @@ def to_svg(figure: Figure, name: str) -> str:
     return text[text.index("<svg") :].replace(REFERENCE, "currentColor")
 
 
-def styles(evaluation: Evaluation) -> dict[str, dict[str, str]]:
+def styles(evaluation: Evaluation) -> dict[str, Style]:
     """Returns the style of each line, the same in all figures.
 
     With several codecs, colours stand for codecs and markers for methods.

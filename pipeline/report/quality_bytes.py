@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
 from pipeline.eval.views import codecs_of, in_scans, line_name
-from pipeline.report.plot import REFERENCE, legend_below, plain, styles, to_png, to_svg
+from pipeline.report.plot import REFERENCE, Style, legend_below, plain, styles, to_png, to_svg
 
 
 class Panel(NamedTuple):
@@ -53,7 +53,7 @@ def panels(evaluation: Evaluation) -> list[Panel]:
     Without assignments and positions both sizes are equal, and only one is shown.
     """
     there = {result.score for result in evaluation.results}
-    scores = [score for score in ("late", "hybrid") if score in there] or [SINGLE]
+    scores: list[str] = [score for score in ("late", "hybrid") if score in there] or [SINGLE]
     differ = any(result.vector_bytes != result.all_bytes for result in evaluation.results)
     return [Panel(score, size) for size in SIZES[: 1 + differ] for score in scores]
 
@@ -75,7 +75,7 @@ def _figure(evaluation: Evaluation, drawn: Sequence[Panel]) -> Figure:
         _draw(axis, evaluation, panel)
     for axis in axes[::columns]:
         axis.set_ylabel(evaluation.headline)
-    legend_below(figure, axes)
+    legend_below(figure, list(axes))
     return figure
 
 
@@ -190,7 +190,7 @@ def _draw_line(
     size_of: Callable[[Result], float],
     measure: str,
     method: str,
-    style: dict[str, str],
+    style: Style,
 ) -> None:
     """A method's rows from the smallest on, with the spread of those that stand for seeds."""
     spreads = [row.spread(measure) or 0.0 for row in line]

@@ -12,11 +12,12 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     """Yields sentences that summarise the table."""
     measure, results = evaluation.headline, evaluation.results
     best = evaluation.best(results)
+    assert best is not None, "an evaluation has at least one row"
     yield f"Best quality: {best.name}, {measure} {evaluation.quality(best):.4f}."
 
     full = evaluation.best([result for result in results if result.method == FULL])
     frugal = evaluation.frugal(results)
-    if frugal is not None:
+    if frugal is not None and full is not None:
         kept = share(evaluation.quality(frugal) / (evaluation.quality(full) or 1))
         parts = [
             f"{getattr(frugal, size):,.0f} of {getattr(full, size):,.0f} bytes per item"

@@ -81,7 +81,7 @@ def diagnostics(result: Result) -> dict[str, float | None]:
         f"{OSR} ratio of means": retention and retention.ratio_of_means,
         f"{OSR} pairs": retention and retention.num_pairs,
         f"{OSR} left out": retention and retention.num_left_out,
-        **{name: diagnosis and getattr(diagnosis, name) for name in names},
+        **{name: getattr(diagnosis, name, None) for name in names},
         **{name: result.grounding.get(name) for name in (*Grounding._fields, "phrases")},
     }
 
@@ -142,8 +142,10 @@ def size_parts(result: Result) -> list[str]:
 def metrics_csv(evaluation: Evaluation) -> str:
     """Returns all rows as CSV, with unrounded numbers."""
     plain = ("representation", "method", "num_vectors")
-    stands = ("retention", "reference", "p_reference", "p_bm25", "p_random")
-    stands += ("pareto", "pareto_all")
+    stands = [
+        *("retention", "reference", "p_reference", "p_bm25", "p_random"),
+        *("pareto", "pareto_all"),
+    ]
     rows = [
         [
             *(getattr(result, name) for name in plain),
@@ -179,7 +181,7 @@ def of_kind(evaluation: Evaluation, result: Result, kind: str) -> tuple[float, f
     """Returns the headline measure and OSR of a row on the queries of one category."""
     query_ids = evaluation.kinds[kind]
     quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
-    retention = result.diagnosis and result.diagnosis.retention(query_ids)
+    retention = None if result.diagnosis is None else result.diagnosis.retention(query_ids)
     return quality, retention and retention.mean
 
 

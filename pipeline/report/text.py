@@ -72,7 +72,7 @@ def p_value(p: float | None) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def p_equals(p: float) -> str:
+def p_equals(p: float | None) -> str:
     """Formats a p value for a sentence.
 
     >>> p_equals(0.0302), p_equals(0.0001)

@@ -129,7 +129,9 @@ class JointEncoder(torch.nn.Module):
         with _quiet():  # to which a new head is damage
             self.language = load_model(found, AutoModelForMaskedLM, may_lack=may_lack)
         self.language.requires_grad_(True)
-        settings, self._words = self.language.config, self.language.get_input_embeddings()
+        settings, words = self.language.config, self.language.get_input_embeddings()
+        assert isinstance(words, torch.nn.Embedding)
+        self._words = words
         #: d_language: the width of the vision tokens.
         self.dim = self._words.embedding_dim
         base, weight = self.language.base_model, self._words.weight

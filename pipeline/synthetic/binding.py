@@ -195,8 +195,10 @@ def _draw_chart(
 
 @functools.cache
 def _font(side: int) -> ImageFont.FreeTypeFont:
-    """The font that comes with Pillow: no file of the system is needed."""
-    return ImageFont.load_default(round(FONT_SIZE * (side // GRID)))
+    """Returns the font that comes with Pillow, which needs no file of the system."""
+    font = ImageFont.load_default(round(FONT_SIZE * (side // GRID)))
+    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
+    return font
 
 
 @functools.cache

@@ -125,7 +125,7 @@ def scores_of(queries: TokenBatch, documents: TokenBatch) -> dict[str, torch.Ten
 
 
 def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -> list[TokenBatch]:
-    """The tokens of each pair's report and hard negative, one after the other."""
+    """Returns the tokens of each pair's report and hard negative, in order."""
     items = []
     for number, pair in enumerate(pairs):
         for which, report in (("positive", pair.positive), ("negative", pair.negative)):
@@ -139,11 +139,11 @@ def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -
     pictures = set(READ_AS[form]) - {"text"}
     schema = pa.schema([*ITEM, *payload_of(sorted(pictures), encoder.wants(encoder.spec))])
     table = encoder.preparer(encoder.spec)(pa.Table.from_pylist(items, schema=schema))
-    documents: list[TokenBatch | None] = [None] * len(items)
+    documents: dict[int, TokenBatch] = {}
     for rows, batch in encoder.encode(table):
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows.tolist()):
             documents[row] = batch.take(slice(place, place + 1))
-    return documents
+    return [documents[row] for row in range(len(items))]
 
 
 def table(rows: Sequence[Accuracy]) -> list[list[str]]:

@@ -20,7 +20,7 @@ Form = Literal["text", "rendered"]
 NUM_PAIRS = 40
 
 
-class Binding(TrainingData):
+class Binding(TrainingData["Binding.Spec"]):
     """An endless series of pairs of reports, of which an epoch is a part.
 
     A pair is two documents of a batch, the report and behind it its hard negative, to which no
@@ -28,7 +28,7 @@ class Binding(TrainingData):
     number; a query has the fact of its report.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which reports, and how many queries.
 
         Attributes:
@@ -83,7 +83,9 @@ class Binding(TrainingData):
             numbers = pair_N[start : start + pairs_a_batch][own].tolist()
             # By pair, so that neither the number of workers nor the order changes them.
             panels = [
-                np.random.default_rng([self.seed, number]).permutation(PANELS)[: spec.queries]
+                np.random.default_rng([self.seed, number])
+                .permutation(PANELS)[: spec.queries]
+                .tolist()
                 for number in numbers
             ]
             pairs = [pair_of(series, number) for number in numbers]
@@ -92,7 +94,7 @@ class Binding(TrainingData):
     def held_out(self) -> Batch:
         """The benchmark's pairs with all of their queries."""
         pairs = evaluation_pairs(self.spec.held_out)
-        return batch_of(pairs, [np.arange(PANELS)] * len(pairs), self.spec.form, self.spec.side)
+        return batch_of(pairs, [range(PANELS)] * len(pairs), self.spec.form, self.spec.side)
 
     def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> Quality:
         """Pairwise accuracy: each query ranks its report and the hard negative alone."""

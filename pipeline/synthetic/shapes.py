@@ -321,7 +321,7 @@ def stamp(shape: str, radius: int, finer: int = 8) -> np.ndarray:
     elif shape == "triangle":
         draw.polygon([(middle, 0), (side, side), (0, side)], fill=255)
     elif shape == "star":
-        draw.polygon(around(np.arange(10) / 10, [1.0, 0.45] * 5), fill=255)
+        draw.polygon(around((np.arange(10) / 10).tolist(), [1.0, 0.45] * 5), fill=255)
     elif shape == "cross":
         arm = side * 0.17
         draw.rectangle((middle - arm, 0, middle + arm, side), fill=255)

@@ -32,10 +32,10 @@ HELD_OUT = 1 << 31
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Shapes(TrainingData):
+class Shapes(TrainingData["Shapes.Spec"]):
     """An endless series of scenes, of which an epoch is a part."""
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which scenes, and what is said of them.
 
         Attributes:

@@ -16,9 +16,10 @@ from typing import Any, TextIO
 import torch
 
 from pipeline import config, distributed
-from pipeline.config import JobError, Spec, SpecError
+from pipeline.config import JobError, SpecError
 from pipeline.encoders.loading import hashed
 from pipeline.train.sharding import load_state, whole, whole_state
+from pipeline.train.spec import TrainSpec
 
 #: Fields of a run's spec that may differ between its start and its resumption.
 MAY_CHANGE = (
@@ -34,7 +35,7 @@ class Checkpoints:
     random generators, and the step, from which the place in the data and the learning rate follow.
     """
 
-    def __init__(self, folder: Path, spec: Spec):
+    def __init__(self, folder: Path, spec: TrainSpec):
         self.folder, self.spec = folder, spec
 
     def all(self) -> list[Path]:
@@ -43,7 +44,8 @@ class Checkpoints:
 
     def last(self) -> Path | None:
         """The latest, if there is one."""
-        return (self.all() or [None])[-1]
+        checkpoints = self.all()
+        return checkpoints[-1] if checkpoints else None
 
     def save(self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> None:
         """Writes a checkpoint, and removes those that need not be kept."""
@@ -84,8 +86,9 @@ class Checkpoints:
             legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
             raise SpecError(field, own, legal)
         own = {n: p for n, p in learner.named_parameters() if p.requires_grad}
-        shapes = [{n: tuple(t.shape) for n, t in some.items()} for some in (own, weights)]
-        for name, ours, theirs in differences(*shapes):
+        shapes = {n: tuple(t.shape) for n, t in own.items()}
+        shapes_there = {n: tuple(t.shape) for n, t in weights.items()}
+        for name, ours, theirs in differences(shapes, shapes_there):
             legal = "a new folder, or that of a run of this model"
             problem = f"has a checkpoint of another ({name} is of {theirs}, and here of {ours})"
             raise SpecError("output", self.spec.output, legal, problem)

@@ -21,17 +21,17 @@ from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gathered, num_workers
 from pipeline.encoders import Trainable
-from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
+from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, CheckpointSpec, adapter_of
 from pipeline.encoders.smart import Adapter
-from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
-from pipeline.taps import average, single_taps
+from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
+from pipeline.taps import Tap, average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
 from pipeline.train.frozen import encoded, kept, query_key
-from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.learner import BaseSpec, Embedded, Learner, joined
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
-from pipeline.training_data.base import NOTHING, Batch, TrainingData
+from pipeline.training_data.base import NOTHING, Batch, Phrases, TrainingData
 from pipeline.training_data.quality import Quality, grounding
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ class Distillation(config.Spec):
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
-class Contrastive(Learner):
+class Contrastive(Learner["Contrastive.Spec"]):
     """An encoder, by InfoNCE over the scores of a batch's queries with its documents.
 
     With a compressor the documents' vectors go through it before they are scored, and gradients
     through its means: seeds, assignments and selections are constants (SaMer, section 4.3).
     """
 
-    class Spec(config.Spec):
+    class Spec(BaseSpec):
         """What is trained, and by which scores.
 
         Attributes:
@@ -106,7 +106,6 @@ class Contrastive(Learner):
         """
 
         name: Literal["contrastive"] = "contrastive"
-        encoder: EncoderSpec
         trains: Literal["all", "projection", "lora", "adapter"] = "all"
         lora: Lora | None = None
         adapter_dim: int = Field(128, ge=1)
@@ -148,7 +147,8 @@ class Contrastive(Learner):
         else:
             self.device = self.encoder.device
             self.model = self.encoder.model
-        self._taps, self._num_layers = (), 0
+        self._taps: tuple[Tap, ...] = ()
+        self._num_layers = 0
         if self.compressor.needs_taps:
             self._num_layers = encoder_class.attention(spec.encoder).num_layers
             self._taps = single_taps(self.compressor.needs_taps, self._num_layers)
@@ -158,6 +158,7 @@ class Contrastive(Learner):
         self._tuned = None
         if spec.trains == "lora":
             self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder_class.lora_layers)
+            assert isinstance(spec.encoder, CheckpointSpec)
             first = adapter_of(spec.encoder, [*WEIGHTS, *ADAPTER_SETTINGS])
             if first is not None:
                 lora.load(self._tuned, first, self.encoder.part_of_checkpoint)
@@ -239,8 +240,8 @@ class Contrastive(Learner):
     def read(self, batch: Batch) -> Read:
         """Queries and documents through the model's processor, or their states."""
         if self._states is not None:
-            queries = self._states.read([query_key(text) for text in batch.queries])
-            return Read(queries, self._states.read(batch.document_keys), batch.boxes)
+            states = self._states.read([query_key(text) for text in batch.queries])
+            return Read(states, self._states.read(batch.document_keys), batch.boxes)
         queries = self._read_queries(batch.queries)
         return Read(queries, self._read_documents(batch.documents), batch.boxes)
 
@@ -275,6 +276,7 @@ class Contrastive(Learner):
             embedded[f"{name}_vectors"] = tokens.vectors.float()
             embedded[f"{name}_mask"] = tokens.mask
             if self.spec.score != "late":
+                assert tokens.pooled is not None
                 embedded[f"{name}_pooled"] = tokens.pooled
         return embedded
 
@@ -354,8 +356,8 @@ class Contrastive(Learner):
             relevant_BQ = data.relevant(every_fact["query"], facts["document"]).T
             backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
             loss = (loss + backwards * weight(relevant_BQ)) / 2
-        if self.spec.distillation is not None:
-            loss = loss + self._distilled(embedded, batch, data, temperature)
+        if (distillation := self.spec.distillation) is not None:
+            loss = loss + self._distilled(distillation, embedded, batch, data, temperature)
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
         figures = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
@@ -364,10 +366,14 @@ class Contrastive(Learner):
         return loss, figures
 
     def _distilled(
-        self, embedded: Embedded, batch: Batch, data: TrainingData, temperature: torch.Tensor
+        self,
+        spec: Distillation,
+        embedded: Embedded,
+        batch: Batch,
+        data: TrainingData,
+        temperature: torch.Tensor,
     ) -> torch.Tensor:
-        """The distance of a worker's own scores from the teacher's."""
-        spec = self.spec.distillation
+        """Returns the distance of this worker's scores from the teacher's."""
         if batch.teacher is None:
             legal = "null, or data with the scores of a teacher"
             raise SpecError("learner.distillation", spec.kind, legal)
@@ -387,7 +393,7 @@ class Contrastive(Learner):
         embedded = self.embedded(read)
         quality = data.quality(self.scores(embedded, embedded), held_out)
         if held_out.phrases is not None:
-            quality |= self._grounding(held_out, read)
+            quality |= self._grounding(held_out, held_out.phrases, read)
         return quality
 
     def embedded(self, read: Read, size: int = 64) -> Embedded:
@@ -398,9 +404,8 @@ class Contrastive(Learner):
                 every.setdefault(name, []).append(tensor)
         return {name: joined(parts) for name, parts in every.items()}
 
-    def _grounding(self, held_out: Batch, read: Read, size: int = 64) -> Quality:
-        """Each phrase compared with its document."""
-        phrases = held_out.phrases
+    def _grounding(self, held_out: Batch, phrases: Phrases, read: Read, size: int = 64) -> Quality:
+        """Compares each phrase with its document."""
         words = dataclasses.replace(
             held_out, queries=phrases.texts, documents=[], document_keys=[], boxes=None
         )
@@ -418,7 +423,7 @@ class Contrastive(Learner):
 
     def save(self, folder: Path) -> None:
         """The model with its processor, or what was trained of it, for an encoder's spec."""
-        if self.spec.trains == "adapter":
+        if isinstance(self.model, Adapter):
             self.model.save(folder, self.encoder.fingerprint)
             return
         if self._tuned is not None:
@@ -431,10 +436,11 @@ class Contrastive(Learner):
             }
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
             return
-        if self.spec.score == "single" and hasattr(self.model, "logit_scale"):
+        scale = getattr(self.model, "logit_scale", None)
+        if self.spec.score == "single" and isinstance(scale, torch.Tensor):
             # Dual encoders keep the scale of their scores, by which EDJE draws negatives.
             with torch.no_grad():
-                self.model.logit_scale.fill_(self.log_scale.item())
+                scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
 
 

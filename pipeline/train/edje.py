@@ -16,7 +16,7 @@ from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gathered
-from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec, EncoderSpec
+from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import Edje, about_of
@@ -25,7 +25,7 @@ from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.schema import POOL
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import encoded, kept, query_key
-from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.learner import BaseSpec, Embedded, Learner, joined
 from pipeline.train.losses import LOWEST, info_nce_each, late_scores
 from pipeline.training_data.base import NOTHING, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
@@ -61,7 +61,7 @@ class Distillation(config.Spec):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
-class EdjeLearner(Learner):
+class EdjeLearner(Learner["EdjeLearner.Spec"]):
     """An adapter behind a frozen encoder, and the joint encoder that reads what it makes.
 
     **A batch.** Of each query with a relevant document in the batch one is drawn: a positive pair.
@@ -72,7 +72,7 @@ class EdjeLearner(Learner):
     Which documents and queries are negatives, and which words are masked, is drawn anew each time.
     """
 
-    class Spec(config.Spec):
+    class Spec(BaseSpec):
         """What is trained, and by which losses; the paper's values where it has them.
 
         Attributes:
@@ -112,7 +112,6 @@ class EdjeLearner(Learner):
         """
 
         name: Literal["edje"] = "edje"
-        encoder: EncoderSpec
         states: Uri | None = None
         states_dtype: Literal["float16", "float32"] = "float16"
         start: Uri | None = None

@@ -33,13 +33,14 @@ def encoded(
         pooled = None if encoder.pooled_dim is None else torch.zeros(0, encoder.pooled_dim)
         mask = torch.zeros(0, 0, dtype=torch.bool)
         return TokenBatch(torch.zeros(0, 0, encoder.dim), mask, False, pooled=pooled)
-    if isinstance(inputs[0], str):
-        states = encoder.encode_queries(inputs).tokens
+    texts = [text for text in inputs if isinstance(text, str)]
+    if texts:
+        states = encoder.encode_queries(texts).tokens
         # Nothing reads a query's attention; the rows of what is kept have the same columns.
         nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
         states = dataclasses.replace(states, taps=nothing)
     else:
-        table = pa.Table.from_pylist([dict(item) for item in inputs])
+        table = pa.Table.from_pylist([dict(i) for i in inputs if not isinstance(i, str)])
         rows, batches = zip(*encoder.encode(table, *([taps] if taps else [])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(rows)))
         states = join(batches).take(order)
@@ -78,10 +79,12 @@ def kept(
     items: dict[str, Mapping[str, Any]] = {}
 
     def keep(at_least: int = 1) -> None:
-        for waiting, run in ((texts, queries), (items, documents)):
-            if len(waiting) >= at_least:
-                states.add(list(waiting), run(list(waiting.values())))
-                waiting.clear()
+        if len(texts) >= at_least:
+            states.add(list(texts), queries(list(texts.values())))
+            texts.clear()
+        if len(items) >= at_least:
+            states.add(list(items), documents(list(items.values())))
+            items.clear()
 
     for batch in _everything(data):
         for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from pipeline.config import Spec, SpecError
-from pipeline.registry import ENCODERS
+from pipeline.config import ComponentSpec, SpecError
+from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import Quality
 
@@ -18,23 +18,37 @@ from pipeline.training_data.quality import Quality
 Embedded = dict[str, torch.Tensor]
 
 
-class Learner(torch.nn.Module, ABC):
+class BaseSpec(ComponentSpec):
+    """Base of the specs of learners.
+
+    Attributes:
+        encoder: The encoder that is trained, or whose output is.
+    """
+
+    encoder: EncoderSpec
+
+
+BaseSpecT = TypeVar("BaseSpecT", bound=BaseSpec)
+
+
+class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     """A model and its objective. Subclasses carry a nested `Spec`.
 
     A batch is embedded part by part and its loss is computed on the whole, so that the loop can
     have contrastive batches that are larger than what the memory holds at once.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[BaseSpec]]
+    spec: BaseSpecT
     model: torch.nn.Module  # with all parameters that `forward` uses; the loss may have its own
 
     @classmethod
     @abstractmethod
-    def check(cls, spec: Spec) -> None:
+    def check(cls, spec: BaseSpecT) -> None:
         """Raises `SpecError` if it cannot be built here; no weights are loaded."""
 
     @classmethod
-    def check_data(cls, spec: Spec, data: TrainingData) -> None:
+    def check_data(cls, spec: BaseSpecT, data: TrainingData) -> None:
         """Raises `SpecError` if its encoder reads nothing of what the data's documents are."""
         encoder = spec.encoder
         wants = ENCODERS.load(encoder.name).wants(encoder)

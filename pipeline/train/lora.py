@@ -73,20 +73,21 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
         legal = f"an expression that a layer's whole name matches, such as {linear[0]};"
         legal += f" the layers end in {', '.join(ends)}"
         raise SpecError("lora.targets", targets, legal, "matches no linear layer")
-    settings = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        lora_dropout=spec.dropout,
-        target_modules=targets,
-    )
-    return get_peft_model(model, settings)
+    settings: dict[str, Any] = {  # peft annotates alpha as an integer and takes any number
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": targets,
+    }
+    return get_peft_model(model, LoraConfig(**settings))
 
 
 def train(model: torch.nn.Module, mode: bool) -> None:
     """Switches the dropout of the matrices, and no other, to training or evaluation mode."""
     for module in model.modules():
-        if hasattr(module, "lora_dropout"):
-            module.lora_dropout.train(mode)
+        dropout = getattr(module, "lora_dropout", None)
+        if isinstance(dropout, torch.nn.Module):
+            dropout.train(mode)
 
 
 def save(tuned: Any, folder: Path, within: str = "") -> None:

@@ -12,7 +12,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from pipeline import config
 from pipeline.config import JobError, SpecError
-from pipeline.train.loop import Loop, TrainSpec
+from pipeline.train.loop import Loop
+from pipeline.train.spec import TrainSpec
 
 #: The file of a run that has what the first worker says.
 PROGRESS = "progress.log"

@@ -21,7 +21,7 @@ from pipeline.config import SpecError
 from pipeline.distributed import num_workers, rank
 
 
-def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers that a model of the transformers library repeats; of other modules none."""
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
@@ -39,7 +39,8 @@ def recompute(model: torch.nn.Module) -> None:
     # Layer by layer: the switch of whole models is missing for some that only wrap others.
     for layer in layers:
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        # The library sets this attribute and does not declare it.
+        setattr(layer, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))  # noqa: B010
 
 
 def recompute_in_training(model: torch.nn.Module, mode: bool) -> None:
@@ -72,7 +73,7 @@ def shard(
 @contextlib.contextmanager
 def whole(module: torch.nn.Module) -> Iterator[None]:
     """Inside, the first worker has the whole of all weights; to be entered by all workers."""
-    shares: list[tuple[torch.nn.Module, str, DTensor]] = []
+    shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may stand in several places
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -100,7 +101,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
     for are_spread in (False, True):
         own = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]
         total = torch.nn.utils.get_total_norm(own)
-        squares += float(total.full_tensor() if are_spread and own else total) ** 2
+        squares += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
     return squares**0.5
 
 

@@ -42,11 +42,11 @@ class States:
 
     def reopen(self) -> None:
         """Sees what others have added."""
+        self._dataset: lance.LanceDataset | None = None
+        self._rows: dict[str, int] = {}
         try:
             self._dataset = lance.dataset(self.uri)
         except (ValueError, OSError):
-            self._dataset = None
-            self._rows: dict[str, int] = {}
             return
         there = (self._dataset.schema.metadata or {}).get(ABOUT, b"").decode()
         if there != self._about:
@@ -55,7 +55,7 @@ class States:
         keys = self._dataset.to_table(["key"])["key"].to_pylist()
         self._rows = {key: row for row, key in enumerate(keys)}
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._rows
 
     def __len__(self) -> int:
@@ -77,11 +77,12 @@ class States:
 
     def _table(self, keys: Sequence[str], batch: TokenBatch) -> pa.Table:
         arrow, numpy = DTYPES[self._dtype]
-        mask, lengths = batch.mask, batch.lengths.numpy()
+        mask, lengths, kind = batch.mask, batch.lengths.numpy(), batch.kind
+        assert kind is not None
         columns = {
             "key": pa.array(keys, pa.string()),
             "states": lists_of(batch.vectors[mask].numpy().astype(numpy), lengths, arrow),
-            "kind": lists_of(batch.kind[mask].numpy(), lengths, pa.int8()),
+            "kind": lists_of(kind[mask].numpy(), lengths, pa.int8()),
         }
         if batch.extents is not None:
             columns["extents"] = lists_of(batch.extents[mask].numpy(), lengths, pa.float32())
@@ -100,7 +101,9 @@ class States:
             KeyError: one is not there.
         """
         distinct = list(dict.fromkeys(keys))
-        table = self._dataset.take([self._rows[key] for key in distinct])
+        rows = [self._rows[key] for key in distinct]
+        assert self._dataset is not None
+        table = self._dataset.take(rows)
         states, lengths = flat_from_arrow(table["states"])
         vectors, mask = pad(states.astype(np.float32), lengths)
 

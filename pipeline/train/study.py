@@ -18,7 +18,7 @@ from pipeline.config import SpecError
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.report.text import aligned, as_csv, p_value
-from pipeline.train.loop import HELD_OUT, TrainSpec
+from pipeline.train.spec import HELD_OUT, TrainSpec
 
 #: Measures that have a panel of the plot, those of them that there are.
 PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_accuracy")
@@ -126,7 +126,7 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     measures = list(rows[0].after)
     cells = [["run", "seeds", *measures, f"p ({first})"]]
     names = [f"{m} {when}" for m in measures for when in ("before", "after", "sd")]
-    numbers = [["run", "seeds", *names, "p"]]
+    numbers: list[list[object]] = [["run", "seeds", *names, "p"]]
     for row, p in zip(rows, p_values, strict=True):
         seeds = len(row.after[first])
         shown = [f"{row.before[m].mean():.3f} > {with_spread(row.after[m])}" for m in measures]

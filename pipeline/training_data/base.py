@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
 
-from pipeline.config import Spec
+from pipeline.config import ComponentSpec, ComponentSpecT
 from pipeline.training_data.quality import Quality, ranking
 
 #: Facts of nothing: documents and queries that only fill up a batch.
@@ -62,21 +62,22 @@ class Batch:
     phrases: Phrases | None = None
 
 
-class TrainingData(ABC):
+class TrainingData(ABC, Generic[ComponentSpecT]):
     """Where batches come from. Subclasses carry a nested `Spec`.
 
     The batches of an epoch depend on the spec, the seed and the epoch alone, so that a run that
     goes on from a checkpoint sees what the unbroken one would have seen.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
+    spec: ComponentSpecT
 
     #: Keys of documents of which nothing but the key is needed: what costs much is not read again.
     known: Container[str] = frozenset()
     #: Whether those are all that can be read.
     knows_all = False
 
-    def __init__(self, spec: Spec, *, batch_size: int, seed: int):
+    def __init__(self, spec: ComponentSpecT, *, batch_size: int, seed: int):
         self.spec, self.batch_size, self.seed = spec, batch_size, seed
 
     @property

@@ -159,23 +159,30 @@ class Entities:
         file = posixpath.join(self._folder, "Annotations", f"{image_id}.xml")
         try:
             root = ElementTree.fromstring(_read(file))
-            width, height = (float(root.findtext(f"size/{side}")) for side in ("width", "height"))
+            width, height = (_number(root, f"size/{side}") for side in ("width", "height"))
             boxes: dict[str, list[np.ndarray]] = {}
             for thing in root.findall("object"):
                 corners = thing.find("bndbox")
                 if corners is None:
                     continue
                 names = ("xmin", "ymin", "xmax", "ymax")
-                x0, y0, x1, y1 = (float(corners.findtext(name)) for name in names)
+                x0, y0, x1, y1 = (_number(corners, name) for name in names)
                 box = shares([x0 - 1, y0 - 1, x1, y1], width, height, "entities", file)
                 for chain in thing.findall("name"):
                     boxes.setdefault(chain.text or "", []).append(box)
-        except (ElementTree.ParseError, TypeError, ValueError) as error:
+        except (ElementTree.ParseError, ValueError) as error:
             if isinstance(error, SpecError):
                 raise
             legal = "annotations with size and objects of name and bndbox"
             raise SpecError("entities", file, legal, f"cannot be read ({error})") from None
         return {chain: large(np.stack(own)) for chain, own in boxes.items()}
+
+
+def _number(element: ElementTree.Element, path: str) -> float:
+    text = element.findtext(path)
+    if text is None:
+        raise ValueError(f"{path} is missing")
+    return float(text)
 
 
 def _read(file: str) -> bytes:

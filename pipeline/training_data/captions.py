@@ -38,7 +38,7 @@ class CaptionsHeldOut(HeldOut):
     splits: list[str] | None = None
 
 
-class Captions(RowData):
+class Captions(RowData["Captions.Spec"]):
     """Pictures as documents, their captions as queries.
 
     `path` is COCO's JSON of captions; Karpathy's JSON of COCO or Flickr30K; or for Flickr30K
@@ -69,8 +69,6 @@ class Captions(RowData):
         entities: Uri | None = None
         phrases: int = Field(4, ge=1)
         held_out: float | CaptionsHeldOut | None = None
-
-    spec: Spec
 
     def listing(self) -> Listing:
         """All captions of `path`."""

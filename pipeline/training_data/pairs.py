@@ -22,8 +22,8 @@ LARGEST = 3e38
 #: What a column of hard negatives may name.
 Named = Literal["documents", "texts", "images", "videos", "sounds"]
 
-#: What of a document negatives name by paths.
-PLACES = {"images": "picture", "videos": "video", "sounds": "sound"}
+#: Those that are paths of files.
+FILES = ("images", "videos", "sounds")
 
 
 class Columns(config.Spec):
@@ -40,43 +40,29 @@ class Columns(config.Spec):
     boxes: str = "boxes"
 
 
-class Pairs(RowData):
-    """Rows of a query and a document that is relevant to it, and perhaps some that are not.
+class PairsSpec(RowSpec):
+    """Base of the specs of pairs.
 
-    A row has `query`; and one or several of `text`, `image` or `video`, and `audio`, or the
-    `document_id` of a document that another row or the file `documents` has. They are paths;
-    `image` in Parquet also the bytes, or a struct of bytes and path. A video has the sound of
-    `audio`, or else its own. Rows with the same query share their documents: all are relevant. Rows
-    with the same document (the same `document_id`; without one the same path of a picture, a video
-    or sound, or else the same text) are about one document; a picture in a table without an id and
-    a path is one of its own.
-
-    `negatives` lists ids of documents; or texts or paths, if `negatives_are` says so.
-    `scores` lists a teacher's scores, of the document and then of each negative. `boxes` lists
-    boxes of what the query speaks of, [x0, y0, x1, y1] as shares of the picture.
+    Attributes:
+        path: a file, a folder or a glob of .jsonl, .jsonl.gz or .parquet.
+        root: the folder that paths start from; null: that of the file.
+        columns: names of the columns.
+        documents: files of documents that rows and negatives name: `document_id` with what a
+            document has.
+        negatives_are: what the column `negatives` lists.
     """
 
-    class Spec(RowSpec):
-        """Which files, and what their columns are called.
+    root: Uri | None = None
+    columns: Columns = Columns()
+    documents: Uri | None = None
+    negatives_are: Named = "documents"
 
-        Attributes:
-            path: a file, a folder or a glob of .jsonl, .jsonl.gz or .parquet.
-            root: the folder that paths start from; null: that of the file.
-            columns: names of the columns.
-            documents: files of documents that rows and negatives name: `document_id` with what a
-                document has.
-            negatives_are: what the column `negatives` lists.
-        """
 
-        name: Literal["pairs"] = "pairs"
-        root: Uri | None = None
-        columns: Columns = Columns()
-        documents: Uri | None = None
-        negatives_are: Named = "documents"
+class PairData(RowData[PairsSpec]):
+    """Base of training data of pairs, see `Pairs`."""
 
-    spec: Spec
     #: What the names of files in a folder end in.
-    suffixes = (*LINES, *TABLE)
+    suffixes: tuple[str, ...] = (*LINES, *TABLE)
     #: Whether a row without a query is left out, and not an error.
     leaves_out = False
 
@@ -184,21 +170,21 @@ class Pairs(RowData):
         if text is not None and (not isinstance(text, str) or not text.strip()):
             legal = "a text with at least one word, or null"
             raise SpecError(f"columns.text ({names.text})", text, legal, f"in {row.where}")
-        is_path = isinstance(path, str) and path.strip()
-        if image is not None and row.cell is None and not is_path:
+        picture_path = path if isinstance(path, str) and path.strip() else None
+        if image is not None and row.cell is None and picture_path is None:
             legal = "the path of a picture, or in Parquet its bytes"
             raise SpecError(f"columns.image ({names.image})", image, legal, f"in {row.where}")
         video, audio = self._path("video", row), self._path("audio", row)
         if image is not None and video is not None:
             legal = f"{names.image} or {names.video}, the other null"
             raise SpecError(f"columns.video ({names.video})", video, legal, f"in {row.where}")
-        places = [path if is_path else row.where if row.cell else None, video, audio]
+        places = [picture_path or (row.where if row.cell else None), video, audio]
         if text is None and not any(places):
             legal = f"one or several of {', '.join(self._content)}"
             raise SpecError("path", own_id, legal, f"in {row.where} is no document")
         if own_id is None:
             own_id = _id(text, next(filter(None, places), None))
-        picture = row.cell or (self._place(path, row.folder) if is_path else None)
+        picture = row.cell or (picture_path and self._place(picture_path, row.folder))
         media = [own and self._place(own, row.folder) for own in (video, audio)]
         return Document(own_id, text, picture, row.where, NO_BOXES, *media)
 
@@ -240,9 +226,16 @@ class Pairs(RowData):
             if self.spec.negatives_are == "texts":
                 document = Document(_id(value, None), value, None, row.where)
                 negatives.append(listing.add(document))
-            elif self.spec.negatives_are in PLACES:
-                place = {PLACES[self.spec.negatives_are]: self._place(value, row.folder)}
-                document = replace(Document(_id(None, value), None, None, row.where), **place)
+            elif (kind := self.spec.negatives_are) in FILES:
+                uri = self._place(value, row.folder)
+                document = Document(
+                    _id(None, value),
+                    None,
+                    picture=uri if kind == "images" else None,
+                    where=row.where,
+                    video=uri if kind == "videos" else None,
+                    sound=uri if kind == "sounds" else None,
+                )
                 negatives.append(listing.add(document))
             elif value in listing.numbers:
                 negatives.append(listing.numbers[value])
@@ -258,20 +251,42 @@ class Pairs(RowData):
         return NO_BOXES if boxes is None else checked(boxes, f"columns.boxes ({name})", row.where)
 
 
+class Pairs(PairData):
+    """Rows of a query and a document that is relevant to it, and perhaps some that are not.
+
+    A row has `query`; and one or several of `text`, `image` or `video`, and `audio`, or the
+    `document_id` of a document that another row or the file `documents` has. They are paths;
+    `image` in Parquet also the bytes, or a struct of bytes and path. A video has the sound of
+    `audio`, or else its own. Rows with the same query share their documents: all are relevant. Rows
+    with the same document (the same `document_id`; without one the same path of a picture, a video
+    or sound, or else the same text) are about one document; a picture in a table without an id and
+    a path is one of its own.
+
+    `negatives` lists ids of documents; or texts or paths, if `negatives_are` says so.
+    `scores` lists a teacher's scores, of the document and then of each negative. `boxes` lists
+    boxes of what the query speaks of, [x0, y0, x1, y1] as shares of the picture.
+    """
+
+    class Spec(PairsSpec):
+        """Which files, and what their columns are called."""
+
+        name: Literal["pairs"] = "pairs"
+
+
 class PageColumns(Columns):
     """What the columns of ColPali's training set are called."""
 
     document_id: str = "image_filename"
 
 
-class ColPaliTrain(Pairs):
+class ColPaliTrain(PairData):
     """The form of `vidore/colpali_train_set`: Parquet with the columns `image` and `query`.
 
     A page is one document, whatever the number of its questions, by its `image_filename`. Of a
     folder the files of the part `train` are read; a row without a query is left out.
     """
 
-    class Spec(Pairs.Spec):
+    class Spec(PairsSpec):
         """Which files."""
 
         name: Literal["colpali_train"] = "colpali_train"

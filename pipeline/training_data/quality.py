@@ -78,9 +78,10 @@ def grounding(
         support_PN = support_PN.expand_as(places.mask).masked_fill(~places.mask, -1)
     sim_PN = sim_PK.gather(1, support_PN.clamp_min(0)).masked_fill(support_PN < 0, torch.nan)
     similarity_PN = sim_PN.double().cpu().numpy()
+    assert places.extents is not None
     extents_PN4 = places.extents[..., :4].double().cpu().numpy()
     found = [
-        measure(relevance_map(similarity_N, extents_N4), region(own))
+        measure(relevance_map(similarity_N, extents_N4), region(own.tolist()))
         for similarity_N, extents_N4, own in zip(similarity_PN, extents_PN4, boxes, strict=True)
     ]
     names = ("BoxMass", "RegionHit", "CoverageIoU")

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import numpy as np
@@ -55,8 +55,8 @@ class HeldOut(config.Spec):
     path: Uri
 
 
-class RowSpec(config.Spec):
-    """What all training data of rows have.
+class RowSpec(config.ComponentSpec):
+    """Base of the specs of training data in rows.
 
     Attributes:
         path: the files.
@@ -89,7 +89,10 @@ class RowSpec(config.Spec):
         return value
 
 
-class RowData(TrainingData):
+RowSpecT = TypeVar("RowSpecT", bound=RowSpec)
+
+
+class RowData(TrainingData[RowSpecT]):
     """Batches of rows, with the hard negatives of their queries.
 
     **Batches.** A batch is `batch_size` rows, in an order of the epoch; rows that fill none are
@@ -104,9 +107,7 @@ class RowData(TrainingData):
     loss.
     """
 
-    spec: RowSpec
-
-    def __init__(self, spec: RowSpec, *, batch_size: int, seed: int):
+    def __init__(self, spec: RowSpecT, *, batch_size: int, seed: int):
         super().__init__(spec, batch_size=batch_size, seed=seed)
         self._cells = Cells(spec.mixed_groups)
         self._num_unreadable = 0
@@ -284,10 +285,13 @@ class RowData(TrainingData):
         """
         wanted = [None if n == NOTHING else listing.documents[n] for n in numbers]
         items = list(self._pool.map(self._item, wanted))
-        is_there = [item is not None for item in items]
-        files = [place for place, own in enumerate(wanted) if own and own.places]
-        if len(files) > 1 and not any(is_there[place] for place in files):
-            first = wanted[files[0]]
+        documents = [
+            document if item is not None else None
+            for document, item in zip(wanted, items, strict=True)
+        ]
+        files = [row for row, document in enumerate(wanted) if document and document.places]
+        if len(files) > 1 and all(documents[row] is None for row in files):
+            first = listing.documents[numbers[files[0]]]
             kind = next(iter(first.places))
             raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.where}")
 
@@ -298,20 +302,17 @@ class RowData(TrainingData):
             facts = [listing.documents[number].fact for number in own]
             query_facts[row, : len(facts)] = torch.tensor(facts, dtype=torch.int64)
         document_facts = torch.full((len(numbers), 1), NOTHING)
-        for row, document in enumerate(wanted):
-            if is_there[row]:
+        for row, document in enumerate(documents):
+            if document is not None:
                 document_facts[row] = document.fact
         if boxes is not None:
-            boxes = [own if there else NO_BOXES for own, there in zip(boxes, is_there, strict=True)]
+            boxes = [own if d else NO_BOXES for own, d in zip(boxes, documents, strict=True)]
         if teacher is not None:
-            teacher[:, ~torch.tensor(is_there)] = torch.nan
+            teacher[:, torch.tensor([document is None for document in documents])] = torch.nan
         return Batch(
             [query for query, _ in queries],
             [self._nothing | (item or {}) for item in items],
-            [
-                self._key(d) if there else NO_DOCUMENT
-                for d, there in zip(wanted, is_there, strict=True)
-            ],
+            [self._key(document) if document else NO_DOCUMENT for document in documents],
             query_facts,
             document_facts,
             boxes=boxes,
@@ -405,7 +406,9 @@ class RowData(TrainingData):
     @functools.cached_property
     def _has_boxes(self) -> bool:
         listing = self.rows
-        return any(len(own.boxes) for own in (*listing.rows, *listing.documents))
+        return any(len(row.boxes) for row in listing.rows) or any(
+            len(document.boxes) for document in listing.documents
+        )
 
     @functools.cached_property
     def _rows_of(self) -> dict[int, list[Row]]:

@@ -253,6 +253,8 @@ def groups_of(listing: Listing) -> np.ndarray:
     groups = []
     for row in listing.rows:
         cell = listing.documents[row.document].picture
-        is_cell = isinstance(cell, Cell)
-        groups.append(numbers.setdefault((cell.table, cell.group), len(numbers)) if is_cell else -1)
+        if isinstance(cell, Cell):
+            groups.append(numbers.setdefault((cell.table, cell.group), len(numbers)))
+        else:
+            groups.append(-1)
     return np.array(groups, dtype=np.int64)

@@ -138,20 +138,20 @@ def _read_table(file: str, columns: Collection[str], picture: str | None) -> Ite
             table = pq.ParquetFile(stream)
             schema = table.schema_arrow
             names = [name for name in columns if name in schema.names]
-            holds_pictures = picture in names and _holds_bytes(schema.field(picture).type)
+            column = picture if picture in names else None
+            if column is not None and not _holds_bytes(schema.field(column).type):
+                column = None
             # Of a struct of bytes and path only the path is read.
-            wanted = [
-                f"{name}.path" if name == picture and holds_pictures else name for name in names
-            ]
+            wanted = [f"{name}.path" if name == column else name for name in names]
             for group in range(table.num_row_groups):
-                there = _pictures_there(table, group, picture) if holds_pictures else None
+                there = None if column is None else _pictures_there(table, group, column)
                 rows = table.read_row_group(group, wanted)
                 fields_of = rows.to_pylist() if names else [{}] * rows.num_rows
                 for row, fields in enumerate(fields_of):
                     where = f"row {number} of {file}"
                     cell = None
-                    if there is not None and there[row]:
-                        cell = Cell(file, picture, group, row)
+                    if column is not None and there is not None and there[row]:
+                        cell = Cell(file, column, group, row)
                     number += 1
                     yield TableRow(where, folder, fields, cell)
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -22,7 +22,7 @@ from pipeline.training_data.tables import LINES, files_of, read_rows
 VIDEO, SOUND = ".mp4", ".m4a"
 
 
-class Msrvtt(RowData):
+class Msrvtt(RowData["Msrvtt.Spec"]):
     """The form of MSR-VTT: videos as documents, the sentences about them as queries.
 
     `path` is `MSRVTT_data.json`. What is held out is a file in the form of
@@ -54,19 +54,18 @@ class Msrvtt(RowData):
                 raise SpecError("ids", self.ids, legal)
             return self
 
-    spec: Spec
-
     def listing(self) -> Listing:
         """The sentences of `path` about the videos of `ids` or `splits`."""
         uri = self.spec.path
         splits, sentences = _msrvtt(uri)
         if self.spec.ids is None:
             there = sorted(set(splits.values()))
-            for split in self.spec.splits:
+            named = self.spec.splits or []
+            for split in named:
                 if split not in there:
                     legal = f"splits of {uri}: {', '.join(there)}"
                     raise SpecError("splits", split, legal, "is not there")
-            wanted = {video for video, split in splits.items() if split in self.spec.splits}
+            wanted = {video for video, split in splits.items() if split in named}
         else:
             wanted = set()
             for where, row in read_csv(self.spec.ids, ("video_id",), "ids"):
@@ -78,12 +77,13 @@ class Msrvtt(RowData):
 
     def held_out_listing(self) -> Listing:
         """The sentences of `held_out.path`."""
+        assert isinstance(self.spec.held_out, HeldOut)
         uri = self.spec.held_out.path
         rows = read_csv(uri, ("video_id", "sentence"), "path")
         return self._listed(uri, ((where, r["video_id"], r["sentence"]) for where, r in rows))
 
-    def _listed(self, uri: str, sentences: Iterator[tuple[str, str, str]]) -> Listing:
-        """Rows of where each sentence stands, the id of its video, and what it says."""
+    def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
+        """Lists sentences, each with its location, the id of its video and its text."""
         files, listing = Files(self.spec.videos), Listing()
         for where, video, sentence in sentences:
             _check_text(sentence, "path", where)
@@ -96,24 +96,27 @@ class Msrvtt(RowData):
         return listing
 
 
-def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
-    """The split of each video of MSR-VTT's JSON; and of each sentence where, of what, and it."""
+def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
+    """Reads MSR-VTT's JSON.
+
+    Returns:
+        The split of each video; and the location, video and unchecked text of each sentence.
+    """
     value = read_json(uri, "path")
     legal = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
-    parts = [
-        value.get(name) if isinstance(value, dict) else None for name in ("videos", "sentences")
-    ]
-    if not all(isinstance(part, list) for part in parts):
+    named = value if isinstance(value, dict) else {}
+    videos, captions = named.get("videos"), named.get("sentences")
+    if not isinstance(videos, list) or not isinstance(captions, list):
         raise SpecError("path", uri, legal, "has another form")
     splits: dict[str, str] = {}
-    for number, video in enumerate(parts[0]):
+    for number, video in enumerate(videos):
         where = f"video {number} of {uri}"
         own = video.get("video_id") if isinstance(video, dict) else video
         if not isinstance(own, str) or not own or not isinstance(video, dict):
             raise SpecError("path", own, legal, f"stands in {where}")
         splits[own] = str(video.get("split", ""))
     sentences = []
-    for number, sentence in enumerate(parts[1]):
+    for number, sentence in enumerate(captions):
         where = f"sentence {number} of {uri}"
         if not isinstance(sentence, dict):
             raise SpecError("path", sentence, legal, f"stands in {where}")
@@ -131,7 +134,7 @@ class MultiventHeldOut(HeldOut):
     videos: Uri | None = None
 
 
-class Multivent(RowData):
+class Multivent(RowData["Multivent.Spec"]):
     """The form of MultiVENT 2.0: queries in CSV, and in JSON lines which videos are relevant.
 
     `path` has the columns `Query_id` and `query`; `judgments` lines {"query_id", "doc_id",
@@ -154,8 +157,6 @@ class Multivent(RowData):
         videos: Uri
         held_out: float | MultiventHeldOut | None = None
 
-    spec: Spec
-
     def listing(self) -> Listing:
         """The judged queries of `path`."""
         return self._list(self.spec.path, self.spec.judgments, self.spec.videos)
@@ -163,6 +164,7 @@ class Multivent(RowData):
     def held_out_listing(self) -> Listing:
         """The judged queries of `held_out.path`."""
         held_out = self.spec.held_out
+        assert isinstance(held_out, MultiventHeldOut)
         return self._list(held_out.path, held_out.judgments, held_out.videos or self.spec.videos)
 
     def _list(self, uri: str, judgments: str, videos: str) -> Listing:
@@ -203,9 +205,11 @@ def _relevant(uri: str) -> Iterator[tuple[str, str, str]]:
     try:
         for file in files_of(uri, LINES, "judgments"):
             for line in read_rows(file, ("query_id", "doc_id", "relevance")):
-                query, own, grade = map(line.fields.get, ("query_id", "doc_id", "relevance"))
-                is_grade = isinstance(grade, int | float) and not isinstance(grade, bool)
-                if not (_is_id(query) and _is_id(own) and is_grade and 0 <= grade < math.inf):
+                query, own = line.fields.get("query_id"), line.fields.get("doc_id")
+                grade = line.fields.get("relevance")
+                if not isinstance(grade, int | float) or isinstance(grade, bool):
+                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                if not (_is_id(query) and _is_id(own) and 0 <= grade < math.inf):
                     raise SpecError("path", line.fields, legal, f"stands in {line.where}")
                 if grade > 0:
                     yield line.where, str(query), str(own)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline import config
-from pipeline.train.loop import Loop, TrainSpec
+from pipeline.train.loop import Loop
+from pipeline.train.spec import TrainSpec
 from tests.conftest import ROOT
 
 
@@ -74,7 +75,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], at
 WORKER = """
 import os, sys, torch.distributed as dist
 from pipeline import config
-from pipeline.train.loop import Loop, TrainSpec
+from pipeline.train.loop import Loop
+from pipeline.train.spec import TrainSpec
 dist.init_process_group("gloo")
 spec = config.load(TrainSpec, sys.argv[1])
 Loop(spec, say=lambda line: None).run()

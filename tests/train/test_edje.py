@@ -21,8 +21,9 @@ from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.synthetic import tiny
 from pipeline.tokens import unit_vectors
 from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, drawn, texts_of
-from pipeline.train.loop import Loop, TrainSpec, check
+from pipeline.train.loop import Loop, check
 from pipeline.train.losses import late_scores
+from pipeline.train.spec import TrainSpec
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model

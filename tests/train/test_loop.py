@@ -18,7 +18,8 @@ import torch
 from pipeline import config
 from pipeline.config import JobError
 from pipeline.registry import ENCODERS
-from pipeline.train.loop import Loop, Optimiser
+from pipeline.train.loop import Loop
+from pipeline.train.spec import Optimiser
 from tests.conftest import ROOT
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 

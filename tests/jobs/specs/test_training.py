@@ -15,7 +15,7 @@ from pipeline import config
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.synthetic.binding_table import TableSpec
-from pipeline.train.loop import TrainSpec
+from pipeline.train.spec import TrainSpec
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model

@@ -104,9 +104,13 @@ class RerankSpec(Spec):
 
     @property
     def row(self) -> str:
-        """What its row is called."""
-        how = ["added"] * self.add_first_stage + [self.precision] * bool(self.precision)
-        return self.label or "_".join([EDJE, str(self.pool), *how])
+        """The name of its row."""
+        parts = [EDJE, str(self.pool)]
+        if self.add_first_stage:
+            parts.append("added")
+        if self.precision:
+            parts.append(self.precision)
+        return self.label or "_".join(parts)
 
 
 class EvaluateSpec(Spec):
@@ -202,7 +206,7 @@ class Row(NamedTuple):
     """
 
     representation: str
-    score: str
+    score: Score | Literal["bm25"]
     rerank: RerankSpec | None = None
 
 
@@ -370,19 +374,19 @@ def _remarks(results: Sequence[Result]) -> Iterator[str]:
     ungrounded = [result.representation for result in late if not result.grounding]
     if len(ungrounded) < len(late) and ungrounded:
         yield f"no grounding for {', '.join(ungrounded)}: they store no support, or no places"
-    diagnosed = [result for result in results if result.diagnosis]
-    if without := [result.representation for result in diagnosed if not result.diagnosis.full]:
+    diagnosed = [(result, result.diagnosis) for result in results if result.diagnosis]
+    if without := [result.representation for result, diagnosis in diagnosed if not diagnosis.full]:
         yield (
             f"no OSR for {', '.join(without)}: the index has no full tokens (compressor none) "
             "of the encoder, or their scores are no share of a cosine"
         )
-    retentions = [result.retention for result in diagnosed if result.retention]
+    retentions = [result.retention for result, _ in diagnosed if result.retention]
     if most := max((retention.num_left_out for retention in retentions), default=0):
         yield (
             f"{most} relevant pairs have a negative score with the full tokens and are left out of "
             "OSR"
         )
-    if missing := max((result.diagnosis.num_missing for result in diagnosed), default=0):
+    if missing := max((diagnosis.num_missing for _, diagnosis in diagnosed), default=0):
         yield f"up to {missing} relevant pairs are left out of diagnoses: the item has no vectors"
     random = [result for result in results if result.is_random and result.score == "late"]
     few = {r.representation: len(r.seeds) for r in random if len(r.seeds) < NUM_SEEDS}
@@ -412,7 +416,11 @@ def _examples(
     if examples is None:
         chosen = choose(evaluation, shown)
         hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
-        rankings = {name: cells.read(keys[name], Cell).rankings for name in hits}
+        rankings = {}
+        for name in hits:
+            cell = cells.read(keys[name], Cell)
+            assert cell is not None, "every row of this run is in the cache"
+            rankings[name] = cell.rankings
         examples = describe(evaluation, judged, searcher, chosen, hits, rankings, pictures)
         cells.write(key, examples)
     return examples
@@ -447,7 +455,10 @@ class _Ranker:
         index = self._searcher.index
         if row.score == BM25:
             columns = ["item_id", "parent_id", self._spec.text, *self._filtered]
-            decides = {"content": index.content_key(columns), "text": self._spec.text}
+            decides: dict[str, Any] = {
+                "content": index.content_key(columns),
+                "text": self._spec.text,
+            }
         else:
             about = index.representation(row.representation)
             columns = ["item_id", "parent_id", *_columns(row, about), *self._filtered]
@@ -525,6 +536,7 @@ class _Ranker:
         """Diagnoses a representation on all judged queries."""
         if self._diagnoser is None:
             spec, everyone = self._spec, range(len(self._judged.queries))
+            assert spec.judged != "auto"
             self._diagnoser = Diagnoser(
                 self._searcher,
                 self._judged,
@@ -568,6 +580,7 @@ class _Ranker:
         sizes = _sizes(index, row, where)
         if row.rerank is not None:
             tokens = stored_tokens(index, where)
+            assert tokens is not None, "the reranker was checked against the index"
             sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += tokens["bytes"]
@@ -590,6 +603,7 @@ class _Ranker:
 
     def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
+        assert row.score != BM25
         self._searcher.load(name, row.score)
         second, texts = row.rerank, list(self._judged.queries.values())
         depth = self._spec.k if second is None else max(self._spec.k, second.pool)
@@ -691,7 +705,7 @@ def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -
     """
     name = second.representation or ("full" if "full" in names else names[0])
     name, about = searcher.representation(name)
-    score = second.score or (SINGLE if about["pooled"] else "late")
+    score: Score = second.score or (SINGLE if about["pooled"] else "late")
     if score != "late" and about["pooled"] is None:
         problem = f"needs single vectors, and {name} has none"
         raise SpecError("rerank.score", score, "late", problem)
@@ -727,11 +741,20 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
 
 def _reranked(result: Result, second: RerankSpec) -> Result:
     """The row of a reranker, from that of its first stage as it was measured with it."""
-    about = {"representation": second.row, "method": EDJE, "score": EDJE, "num_vectors": None}
-    about |= {"compressor": {}, "codec": {"name": "float16"}, "weights": None}
     how = {"model": second.model, "pool": second.pool, "add_first_stage": second.add_first_stage}
     how |= {"precision": second.precision}
-    return replace(result, **about, first_stage=result.name, rerank=how)
+    return replace(
+        result,
+        representation=second.row,
+        method=EDJE,
+        score=EDJE,
+        num_vectors=None,
+        compressor={},
+        codec={"name": "float16"},
+        weights=None,
+        first_stage=result.name,
+        rerank=how,
+    )
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:

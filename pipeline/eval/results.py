@@ -7,7 +7,7 @@ import json
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import fsspec
 import numpy as np
@@ -20,7 +20,10 @@ from pipeline.eval.significance import holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
 
-BM25, SINGLE, FULL, EDJE = "bm25", "single", "full", "edje"
+BM25: Final = "bm25"
+SINGLE: Final = "single"
+FULL: Final = "full"
+EDJE: Final = "edje"
 RESULTS = "results.json"
 
 #: A difference whose corrected p value is below this is called significant.

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
     args = jobs.spec_parser(__doc__, profiles=False, has_index=True).parse(arguments)
 
-    from pipeline.eval.evaluation import EvaluateSpec, run
+    from pipeline.eval.evaluation import run
+    from pipeline.eval.spec import EvaluateSpec
     from pipeline.report.files import write
     from pipeline.report.summary import summary
     from pipeline.report.tables import table

@@ -149,7 +149,7 @@ class Store:
         self, new: Path, folder: Path, asked: wire.EvaluationRequest, index: str
     ) -> None:
         """Writes what `jobs.evaluate` is run with; paths are those of the final folder."""
-        from pipeline.eval.evaluation import EvaluateSpec  # slow to import
+        from pipeline.eval.spec import EvaluateSpec  # slow to import
 
         benchmark: Any = {"name": "beir", "path": str(folder)}
         if asked.benchmark is not None:

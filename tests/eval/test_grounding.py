@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.evaluation import EvaluateSpec, run
+from pipeline.eval.evaluation import run
 from pipeline.eval.grounding import (
     SIDE,
     Generated,
@@ -20,6 +20,7 @@ from pipeline.eval.grounding import (
     region,
     relevance_map,
 )
+from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report import html

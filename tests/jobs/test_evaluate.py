@@ -17,9 +17,10 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.beir import read_qrels
 from pipeline.eval.bm25 import Bm25
-from pipeline.eval.evaluation import EvaluateSpec, run
+from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import means, per_query, read_run
 from pipeline.eval.results import read_results
+from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.artefacts import Sample, save_artefact
 from pipeline.index.columns import fitted_for
 from pipeline.index.listing import CONTENT, content_hashes

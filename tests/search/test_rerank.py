@@ -18,8 +18,9 @@ from PIL import Image, ImageOps
 from jobs import search
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.evaluation import EvaluateSpec, run
+from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
+from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.views import pool_scans
 from pipeline.index.reader import Index
 from pipeline.report.files import write

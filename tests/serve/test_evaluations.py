@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipeline.config import parse
-from pipeline.eval.evaluation import EvaluateSpec
 from pipeline.eval.evaluation import run as evaluate
+from pipeline.eval.spec import EvaluateSpec
 from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError

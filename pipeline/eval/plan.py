@@ -1,0 +1,75 @@
+"""Lists the rows of an evaluation: what each ranks by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from pipeline.config import SpecError
+from pipeline.eval.results import SINGLE
+from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.index.reader import Index, both
+from pipeline.search.searcher import SCORES, Score, Searcher
+
+
+class Row(NamedTuple):
+    """The ranking of one row: a representation and a score; `bm25` twice for BM25.
+
+    With `rerank` they are those of its first stage.
+    """
+
+    representation: str
+    score: Score | Literal["bm25"]
+    rerank: RerankSpec | None = None
+
+
+def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
+    """Yields the rows of the table, the single vector of each encoder once and first.
+
+    Raises:
+        SpecError: A representation is missing, or lacks single vectors that a score needs.
+    """
+    names = spec.representations or _filled(searcher.index, spec.where)
+    if not names:
+        raise SpecError("index", spec.index, "an index with a representation", "has none")
+    abouts = {name: searcher.representation(name)[1] for name in names}
+    for name, about in abouts.items():
+        needy = [score for score in spec.scores if score != "late"]
+        if needy and about["pooled"] is None:
+            problem = f"needs single vectors, and {name} has none"
+            raise SpecError("scores", needy[0], "late", problem)
+    scores = spec.scores or SCORES
+    if SINGLE in scores:
+        by_column = {about["pooled"]: name for name, about in abouts.items() if about["pooled"]}
+        yield from (Row(name, SINGLE) for name in by_column.values())
+    for name, about in abouts.items():
+        for score in scores:
+            if score != SINGLE and (score == "late" or about["pooled"]):
+                yield Row(name, score)
+    for second in spec.rerank:
+        yield _first_stage(second, searcher, names)
+
+
+def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
+    """Returns the row of a reranker.
+
+    Raises:
+        SpecError: The representation is missing, or lacks single vectors that the score needs.
+    """
+    name = second.representation or ("full" if "full" in names else names[0])
+    name, about = searcher.representation(name)
+    score: Score = second.score or (SINGLE if about["pooled"] else "late")
+    if score != "late" and about["pooled"] is None:
+        problem = f"needs single vectors, and {name} has none"
+        raise SpecError("rerank.score", score, "late", problem)
+    return Row(name, score, second)
+
+
+def _filled(index: Index, where: str | None) -> list[str]:
+    """Returns the representations that at least one item has."""
+    filled = {name: both(where, f"`{name}` IS NOT NULL") for name in index.representations()}
+    return [
+        name
+        for name, has in filled.items()
+        if any(batch.num_rows for batch in index.batches(["item_id"], where=has))
+    ]

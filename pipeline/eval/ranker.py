@@ -1,0 +1,285 @@
+"""Ranks the judged queries by the rows of an evaluation, and measures latency and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pipeline.config import SpecError, digest
+from pipeline.encoders import EncodedQueries
+from pipeline.eval import JudgedQueries, bm25
+from pipeline.eval.cells import Cell, Cells
+from pipeline.eval.diagnose import Diagnoser, full_tokens_of
+from pipeline.eval.diagnostics import Diagnosis
+from pipeline.eval.example_selection import NUM_HITS
+from pipeline.eval.metrics import per_query
+from pipeline.eval.plan import Row
+from pipeline.eval.results import BM25, SINGLE, SIZES, Result
+from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.topics import read_query_vectors
+from pipeline.index.columns import RERANK_TOKENS, codec_fitted_for
+from pipeline.index.reader import Index
+from pipeline.index.status import stored, stored_tokens
+from pipeline.schema import ITEM, Hit
+from pipeline.search.searcher import EQUAL, Searcher
+
+if TYPE_CHECKING:
+    from pipeline.search.rerank import Reranker
+
+AnyQueries = EncodedQueries | list[np.ndarray]
+#: Number of queries that are scored one at a time, for the latency.
+ALONE = 50
+
+
+class Ranker:
+    """Ranks the judged queries by one row after the other; loads encoders when they are needed."""
+
+    def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
+        self._spec, self._judged, self._searcher = spec, judged, searcher
+        self._group_by = "parent" if spec.judged == "parent" else None
+        self._encoded: dict[str, EncodedQueries] = {}
+        self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
+        self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
+        self._diagnoser: Diagnoser | None = None
+        self._rerankers: dict[str, Reranker] = {}
+        self._joints: dict[tuple[str, str | None], Reranker] = {}  # by folder and precision
+        self.judgments = digest([judged.queries, judged.qrels, spec.judged])
+
+    def key(self, row: Row) -> str:
+        """Returns the cache key of `cell`: a hash of everything that it depends on."""
+        index = self._searcher.index
+        if row.score == BM25:
+            columns = ["item_id", "parent_id", self._spec.text, *self._filtered]
+            decides: dict[str, Any] = {
+                "content": index.content_key(columns),
+                "text": self._spec.text,
+            }
+        else:
+            about = index.representation(row.representation)
+            columns = ["item_id", "parent_id", *_columns(row, about), *self._filtered]
+            decides = {
+                "content": index.content_key(columns),
+                "encoder": about["fingerprint"],
+                "codec": None if row.score == SINGLE else about["codec"],
+                "vectors": self._vectors_hash,
+            }
+        return Cells.key(
+            **decides,
+            score=row.score,
+            judgments=self.judgments,
+            measures=self._spec.measures,
+            k=self._spec.k,
+            **({"where": self._spec.where} if self._spec.where else {}),
+            **({"weights": weights} if (weights := self.weights(row.score)) else {}),
+            **({"rerank": self._decides(row.rerank)} if row.rerank else {}),
+        )
+
+    def reranker(self, spec: RerankSpec) -> Reranker:
+        """Returns the second stage of a row, loaded once.
+
+        Raises:
+            SpecError: it is not there, or cannot read what the index has.
+        """
+        if spec.row not in self._rerankers:
+            loaded = self._joint(spec)
+            self._rerankers[spec.row] = loaded.with_pool(spec.pool, spec.add_first_stage)
+        return self._rerankers[spec.row]
+
+    def _joint(self, spec: RerankSpec) -> Reranker:
+        """Returns the reranker of a folder and precision, shared by rows of several depths."""
+        which = spec.model, spec.precision
+        if which not in self._joints:
+            from pipeline.search.rerank import Reranker
+
+            try:
+                reranker = Reranker(spec.model, precision=spec.precision)
+                reranker.check(self._searcher.index, list(self._judged.queries.values()))
+            except SpecError as error:  # of one of several
+                field = f"rerank.{self._spec.rerank.index(spec)}.model"
+                raise SpecError(field, error.value, error.legal, error.problem) from None
+            self._joints[which] = reranker
+        return self._joints[which]
+
+    def _decides(self, spec: RerankSpec) -> list[Any]:
+        """Returns everything that the output of a second stage depends on."""
+        index, reranker = self._searcher.index, self.reranker(spec)
+        stored = index.content_key([RERANK_TOKENS])
+        decides = [stored, reranker.about["fingerprints"], spec.pool, spec.add_first_stage]
+        return [*decides, spec.precision] if spec.precision else decides
+
+    def weights(self, score: str) -> list[float] | None:
+        """Returns the weights of the hybrid score if they are not equal."""
+        weighted = score == "hybrid" and self._spec.weights != EQUAL
+        return list(self._spec.weights) if weighted else None
+
+    def diagnosis_key(self, representation: str) -> str:
+        """Returns the cache key of `diagnosis`."""
+        index = self._searcher.index
+        names = [representation, full_tokens_of(index, representation)]
+        columns = ["item_id", "parent_id", *filter(None, names), *self._filtered]
+        abouts = [index.representation(name) for name in names if name]
+        return Cells.key(
+            diagnosis=names,
+            content=index.content_key(columns),
+            made=[fitting_key(about) for about in abouts],
+            vectors=self._vectors_hash,
+            judgments=self.judgments,
+            where=self._spec.where,
+        )
+
+    def diagnosis(self, representation: str) -> Diagnosis:
+        """Diagnoses a representation on all judged queries."""
+        if self._diagnoser is None:
+            spec, everyone = self._spec, range(len(self._judged.queries))
+            assert spec.judged != "auto"
+            self._diagnoser = Diagnoser(
+                self._searcher,
+                self._judged,
+                spec.judged,
+                spec.where,
+                lambda name: self._queries(name, everyone),
+            )
+        return self._diagnoser.diagnose(representation)
+
+    @property
+    def _filtered(self) -> list[str]:
+        """Columns that the filter may read."""
+        return ITEM.names if self._spec.where else []
+
+    def cell(self, row: Row) -> Cell:
+        """Ranks every query by a row: all in one batch, then some one at a time."""
+        rank = self._by_words() if row.score == BM25 else self._by_vectors(row)
+        everyone = range(len(self._judged.queries))
+        rank(everyone[:1])  # whatever is done once is done now
+        start = time.perf_counter()
+        ranked = rank(everyone)
+        seconds = time.perf_counter() - start
+        alone = []
+        for place in everyone[:ALONE]:
+            start_alone = time.perf_counter()
+            rank([place])
+            alone.append(1000 * (time.perf_counter() - start_alone))
+        rankings = dict(zip(self._judged.queries, ranked, strict=True))
+        return Cell(
+            rankings=rankings,
+            values=per_query(rankings, self._judged.qrels, self._spec.measures),
+            **self._all_sizes(row),
+            queries_per_second=len(everyone) / seconds,
+            median_ms=float(np.median(alone)),
+            p95_ms=float(np.percentile(alone, 95)),
+        )
+
+    def _all_sizes(self, row: Row) -> dict[str, float]:
+        """Returns the sizes of what a row reads per item, with the tokens of a reranker."""
+        index, where = self._searcher.index, self._spec.where
+        sizes = _sizes(index, row, where)
+        if row.rerank is not None:
+            tokens = stored_tokens(index, where)
+            assert tokens is not None, "the reranker was checked against the index"
+            sizes["vectors_per_item"] += tokens["tokens"]
+            for name in ("vector_bytes", "all_bytes"):
+                sizes[name] += tokens["bytes"]
+        return sizes
+
+    def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
+        """Returns the best hits of some queries, with explanations."""
+        if not query_ids:
+            return []
+        places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
+        queries = self._queries(result.representation, [places[q] for q in query_ids])
+        how = {"k": NUM_HITS, **self._how(result.score)}
+        return self._searcher.search(queries, result.representation, **how)
+
+    def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+        spec = self._spec
+        ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.where)
+        texts = list(self._judged.queries.values())
+        return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
+
+    def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+        name = row.representation
+        assert row.score != BM25
+        self._searcher.load(name, row.score)
+        second, texts = row.rerank, list(self._judged.queries.values())
+        depth = self._spec.k if second is None else max(self._spec.k, second.pool)
+        how = {"k": depth, **self._how(row.score)}
+
+        def rank(places: Sequence[int]) -> list[dict[str, float]]:
+            rankings = self._searcher.rank(self._queries(name, places), name, **how)
+            if second is not None:
+                given = self._searcher, [texts[place] for place in places]
+                rankings = self.reranker(second).rerank(*given, rankings, self._spec.k)
+            if self._group_by:
+                return [ranking.scores_by_parent() for ranking in rankings]
+            return [ranking.scores_by_item() for ranking in rankings]
+
+        return rank
+
+    def _how(self, score: str) -> dict[str, Any]:
+        how = {"score": score, "group_by": self._group_by, "where": self._spec.where}
+        return {**how, "weights": self.weights(score) or EQUAL}
+
+    def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
+        """Returns some judged queries as vectors, given by the caller or encoded."""
+        if self._vectors is not None:
+            return [self._vectors[place] for place in places]
+        encoder = self._searcher.index.representation(representation)["fingerprint"]
+        if encoder not in self._encoded:
+            texts = list(self._judged.queries.values())
+            self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
+        encoded = self._encoded[encoder]
+        tokens = encoded.tokens.take(torch.tensor(places))
+        return EncodedQueries(tokens, [encoded.token_texts[place] for place in places])
+
+
+def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
+    """Returns the given vectors of the judged queries, in order."""
+    vectors = read_query_vectors(spec.query_vectors)
+    for query_id in judged.queries:
+        if query_id not in vectors:
+            legal = "vectors for every judged query"
+            raise SpecError("query_vectors", query_id, legal, "is judged and has no vectors")
+    return [vectors[query_id] for query_id in judged.queries]
+
+
+def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    for array in vectors:
+        hashed.update(repr(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
+
+
+def fitting_key(about: dict[str, Any]) -> list[Any]:
+    """Returns the codec and its artefact, for cache keys of what is computed from them."""
+    codec_artefact = about.get("codec_artefact")
+    return [*codec_fitted_for(about).values(), *([codec_artefact] if codec_artefact else [])]
+
+
+def _columns(row: Row, about: dict[str, Any]) -> list[str]:
+    """Returns the columns that hold a row's vectors, assignments and positions."""
+    pooled = [] if row.score == "late" else [about["pooled"]]
+    if row.score == SINGLE:
+        return pooled
+    others = [about.get("support"), *about["positions"].values()]
+    return [row.representation, *filter(None, others), *pooled]
+
+
+def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
+    """Returns vectors and bytes per item of what a row's score reads."""
+    sizes = dict.fromkeys(SIZES, 0.0)
+    if row.score in ("late", "hybrid"):
+        there = stored(index, row.representation, where)
+        parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
+        sizes = {name: float(there[kind]) for name, kind in zip(SIZES, parts, strict=True)}
+    if row.score in (SINGLE, "hybrid"):
+        pooled = index.representation(row.representation)["pooled"]
+        type = index.schema.field(pooled).type
+        sizes["vectors_per_item"] += 1
+        for name in ("vector_bytes", "all_bytes"):
+            sizes[name] += type.list_size * type.value_type.bit_width / 8
+    return sizes

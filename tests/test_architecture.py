@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.architecture import diagram, documented, imports, part
 from tests.conftest import ROOT
 
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
@@ -35,30 +34,23 @@ ORDER = [
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "pipeline":
-            yield from (f"pipeline.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 FILES = sorted(path for path in (ROOT / "pipeline").rglob("*.py") if path.parent.name != "pipeline")
 FILES += sorted(path for path in (ROOT / "pipeline").glob("*.py") if path.stem != "__init__")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_part_imports_only_what_stands_above_it(path: Path):
-    part = path.relative_to(ROOT / "pipeline").parts[0].removesuffix(".py")
-    assert part in RANK, f"say in ORDER where {part} stands"
+    name = part(path)
+    assert name in RANK, f"say in ORDER where {name} stands"
     for module in imports(path):
         assert not module.startswith("jobs"), module
         if module.startswith("pipeline."):
             other = module.split(".")[1]
-            assert other == part or RANK[other] < RANK[part], f"{part} imports {other}"
+            assert other == name or RANK[other] < RANK[name], f"{name} imports {other}"
+
+
+def test_the_diagram_in_the_docs_is_current():
+    assert documented()[1] == diagram(), "run: python -m tests.architecture"
 
 
 #: Test files that mirror no module: contracts of all components, and behaviour across modules.

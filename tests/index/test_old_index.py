@@ -1,0 +1,101 @@
+"""An index written by an earlier version opens, is searched and gets new columns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline import config, open_index
+from pipeline.index import backfill, job, recompress
+from pipeline.index.reader import Index
+from pipeline.index.status import status
+from tests.conftest import ROOT
+
+OLD = Path(__file__).parent / "fixtures/old_index"
+EXPECTED = json.loads((OLD / "expected.json").read_text("utf-8"))
+
+
+def copied(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
+    """A copy of an old index, and the spec that it was made by."""
+    uri = shutil.copytree(OLD / name, folder / name)
+    spec = (OLD / f"{name}.yaml").read_text("utf-8")
+    spec = spec.replace("/tmp/old_index/shapes_colpali", f"{ROOT}/jobs/data/models/shapes_colpali")
+    spec = spec.replace("/tmp/old_index", str(OLD / "data"))
+    return str(uri), config.parse(job.IndexSpec, {**yaml.safe_load(spec), "index": str(uri)})
+
+
+def silent(line: str) -> None:
+    """A report that nobody reads."""
+
+
+@pytest.fixture
+def uri(tmp_path) -> str:
+    """A copy: whoever opens an index may write to it."""
+    return str(shutil.copytree(OLD / "texts", tmp_path / "texts"))
+
+
+def test_searches_give_the_same_hits(uri):
+    searcher = open_index(uri)
+    for name, by_score in EXPECTED["hits"].items():
+        query = EXPECTED["queries"]["caption" if name.startswith("caption") else "content"]
+        for score, hits in by_score.items():
+            found = searcher.search(query, name, k=3, score=score)
+            assert [hit.item_id for hit in found] == [item_id for item_id, _ in hits]
+            assert [hit.score for hit in found] == pytest.approx([s for _, s in hits], abs=1e-5)
+    (hit,) = searcher.search(EXPECTED["queries"]["content"], "hpool_4", k=1)
+    passages = [[list(p.span), list(p.box), p.confidence] for p in hit.passages]
+    assert passages == EXPECTED["passages"]
+
+
+@pytest.mark.parametrize("name", ["texts", "images"])
+def test_status_is_the_same(name):
+    found = status(str(OLD / name))
+    assert {key: found[key] for key in EXPECTED[name]} == EXPECTED[name]
+    assert [(record["kind"], record["state"]) for record in found["jobs"]] == [("index", "done")]
+
+
+def test_the_job_that_made_it_finds_nothing_to_do(cluster, tmp_path):
+    uri, spec = copied("texts", tmp_path)
+    schema = Index(uri).schema
+    progress = job.run(spec, job.IndexResources(), job="2", report=silent)
+    assert (progress.listed, progress.unchanged, progress.to_do) == (7, 7, 0)
+    assert Index(uri).schema.equals(schema, check_metadata=True)
+
+
+def test_recompression_gives_the_columns_that_are_stored(cluster, tmp_path):
+    uri, _ = copied("texts", tmp_path)
+    names = ("hpool_4", "eos_3")
+    there = Index(uri)
+    wanted: list[dict[str, Any]] = [
+        {"id": f"new_{name}", **{key: there.representation(name)[key] for key in ("compressor",)}}
+        for name in names
+    ]
+    wanted.append({"compressor": "none", "codec": {"name": "residual", "num_centroids": 4}})
+    spec = config.parse(recompress.RecompressSpec, {"index": uri, "representations": wanted})
+    resources = recompress.RecompressResources()
+    progress = recompress.run(spec, resources, job="2", report=silent)
+    assert (progress.fragments, progress.done) == (2, 2)
+    columns = [column for name in names for column in (name, f"new_{name}")]
+    table = Index(uri).dataset.to_table(columns=columns)
+    for name in names:
+        pairs = zip(table[name].to_pylist(), table[f"new_{name}"].to_pylist(), strict=True)
+        for old, new in pairs:
+            assert (old is None) == (new is None)
+            if old is not None:
+                np.testing.assert_allclose(old, new, atol=2e-3)
+    assert recompress.run(spec, resources, job="3", report=silent).done_before == 2
+
+
+def test_tokens_for_reranking_are_added(cluster, tmp_path):
+    uri, spec = copied("images", tmp_path)
+    spec = spec.model_copy(update={"rerank": f"{ROOT}/jobs/data/models/shapes_edje"})
+    progress = backfill.run(spec, job.IndexResources(), job_id="2", report=silent)
+    assert (progress.done, progress.rows, progress.empty) == (1, 3, 0)
+    hits = open_index(uri).search(np.ones((1, 64)), "hpool_4", k=3, explain=False)
+    assert {hit.item_id for hit in hits} == {"sign.png", "ball.png", "wall.png"}

@@ -17,12 +17,8 @@ import pytest
 import torch
 
 from pipeline.config import parse
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    encoder_fields,
-    representation_fields,
-)
+from pipeline.index.columns import Representation, encoder_fields, representation_fields
+from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import as_stored
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
@@ -180,11 +176,11 @@ def index_uri(tmp_path_factory) -> str:
 def write_index(uri: str, representations: list[dict], keep_positions: bool = True) -> None:
     """Encodes and compresses `TEXTS` by the stages of the index job, and writes the rows."""
     spec = ENCODERS.resolve("minilm")
-    facts = EncoderFacts.of(ENCODERS.build(spec), spec)
+    encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
     parsed = [parse(Representation, fields) for fields in representations]
-    own = encoder_fields(facts, keep_positions)
-    compress = Compress(facts, parsed, {}, [f.name for f in own])
-    stage = Represent(Encode(spec, facts), compress).load()
+    own = encoder_fields(encoder_info, keep_positions)
+    compress = Compress(encoder_info, parsed, {}, [f.name for f in own])
+    stage = Represent(Encode(spec, encoder_info), compress).load()
     items = [
         Item(name, name.split("/")[0], "test", "text", "r1", title=f"On {name}", text=text)
         for name, text in TEXTS.items()
@@ -194,7 +190,7 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
 
     columns = [*ITEM, *own]
     for representation in parsed:
-        columns += representation_fields(representation, facts, None)
+        columns += representation_fields(representation, encoder_info, None)
     for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))
     columns.append(with_metadata(for_rerank, {**metadata_of(for_rerank), "role": "rerank"}))
     table = table.append_column("rerank_tokens", pa.nulls(len(table), for_rerank.type))

@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import parse
-from pipeline.index.columns import EncoderFacts, Representation, encoder_fields, taps_of
+from pipeline.index.columns import Representation, encoder_fields, taps_of
 from pipeline.index.fitting import fit, needs_fit
+from pipeline.index.info import EncoderInfo
 from pipeline.index.stages import Compress, Encode, Representer
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
@@ -33,21 +34,23 @@ def encode_and_compress(
     """
     units = read(path, num_items)
     encoder = ENCODERS.resolve("minilm")
-    facts = EncoderFacts.of(ENCODERS.build(encoder), encoder)
+    encoder_info = EncoderInfo.from_encoder(ENCODERS.build(encoder), encoder)
     representations = [
         parse(Representation, {"compressor": fields_of(name), "id": name}) for name in names
     ]
-    plain = Encode(encoder, facts).load()
-    encode = Encode(encoder, facts, taps=taps_of(representations, facts.num_layers)).load()
+    plain = Encode(encoder, encoder_info).load()
+    encode = Encode(
+        encoder, encoder_info, taps=taps_of(representations, encoder_info.num_layers)
+    ).load()
     sample = [batch for _, _, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
     learned = {}
     for representation in representations:
         if needs_fit(representation):
             taps = COMPRESSORS.build(representation.compressor).needs_taps
-            batches = [with_taps(batch, taps, facts) for batch in sample]
+            batches = [with_taps(batch, taps, encoder_info) for batch in sample]
             learned[representation.id] = fit(representation, lambda batches=batches: batches, 0)
-    own = [field.name for field in encoder_fields(facts, keep_positions=True)]
-    stage = Representer(encode, Compress(facts, representations, learned, own).load())
+    own = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
+    stage = Representer(encode, Compress(encoder_info, representations, learned, own).load())
 
     def run_plain() -> dict[str, float]:
         start = time.perf_counter()

@@ -22,13 +22,9 @@ from jobs.bench.harness import peak_bytes
 from pipeline import config
 from pipeline.config import digest
 from pipeline.index import JOBS, job, listing
-from pipeline.index.columns import (
-    EncoderFacts,
-    encoder_fields,
-    every_representation,
-    representation_fields,
-)
+from pipeline.index.columns import encoder_fields, every_representation, representation_fields
 from pipeline.index.fragments import write_table
+from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.progress import Progress
 from pipeline.index.reader import part
@@ -70,14 +66,14 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
     for shard in range(num_shards):
         listing.list_shard(listing_job, shard)
 
-    facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
-    own = encoder_fields(facts, spec.keep_positions)
+    encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
+    own = encoder_fields(encoder_info, spec.keep_positions)
     representations = every_representation(spec)
     writer.add_columns(
-        [*own, *(f for r in representations for f in representation_fields(r, facts, None))]
+        [*own, *(f for r in representations for f in representation_fields(r, encoder_info, None))]
     )
-    compress = Compress(facts, representations, {}, [f.name for f in own])
-    stage = Represent(Encode(spec.encoder, facts), compress).load()
+    compress = Compress(encoder_info, representations, {}, [f.name for f in own])
+    stage = Represent(Encode(spec.encoder, encoder_info), compress).load()
 
     tables: list[pa.Table] = []  # of the next fragment
     fragments, uncommitted = [], 0

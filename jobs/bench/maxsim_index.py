@@ -16,7 +16,8 @@ from lance.fragment import write_fragments
 
 from jobs.bench.harness import peak_bytes
 from pipeline.config import parse
-from pipeline.index.columns import EncoderFacts, Representation, representation_fields
+from pipeline.index.columns import Representation, representation_fields
+from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import ITEMS, part
 from pipeline.index.writer import STORAGE_VERSION
 from pipeline.schema import ITEM, Item
@@ -29,9 +30,18 @@ COLUMN = "full_int8"
 
 def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
     """Writes an index of random int8 vectors, in fragments as the index job makes them."""
-    facts = EncoderFacts({"name": "minilm"}, dim, None, True, False, False, "bench", "minilm")
+    encoder_info = EncoderInfo(
+        spec={"name": "minilm"},
+        fingerprint="bench",
+        dim=dim,
+        pooled_dim=None,
+        normalised=True,
+        has_spans=False,
+        has_extents=False,
+        prefix="minilm",
+    )
     representation = parse(Representation, {"compressor": "none", "codec": "int8", "id": COLUMN})
-    fields = representation_fields(representation, facts, None)
+    fields = representation_fields(representation, encoder_info, None)
     schema = pa.schema([*ITEM, *fields])
     generator = np.random.default_rng(0)
     fragments = []

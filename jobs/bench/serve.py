@@ -37,12 +37,8 @@ from jobs.bench.harness import Bench, Repeats, table
 from jobs.bench.maxsim_index import random_int8
 from jobs.serve import APPLICATION, be_lean
 from pipeline.config import dump, parse
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    encoder_fields,
-    representation_fields,
-)
+from pipeline.index.columns import Representation, encoder_fields, representation_fields
+from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import ITEMS, part
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.registry import ENCODERS
@@ -117,11 +113,13 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
     With the folder of an EDJE its items have random tokens too.
     """
     spec = ENCODERS.resolve("minilm")
-    facts = EncoderFacts.of(ENCODERS.build(spec), spec)
+    encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
     given = {"compressor": {"name": "hpool", "num_vectors": NUM_VECTORS}, "codec": "int8"}
-    fields = representation_fields(parse(Representation, {**given, "id": COLUMN}), facts, None)
+    fields = representation_fields(
+        parse(Representation, {**given, "id": COLUMN}), encoder_info, None
+    )
     field = next(f for f in fields if f.name == COLUMN)
-    pooled = next(f for f in encoder_fields(facts, False) if f.name.endswith("pooled"))
+    pooled = next(f for f in encoder_fields(encoder_info, False) if f.name.endswith("pooled"))
     corpus = Path(__file__).parents[1] / "data/cranfield/corpus.jsonl"
     texts = [json.loads(line) for line in corpus.read_text("utf-8").splitlines()]
     rows = []
@@ -130,16 +128,18 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
         fields_of = {"title": text.get("title"), "text": text["text"]}
         rows.append(Item(f"{i:06}", f"{i:06}", "bench", "text", "1", **fields_of).row())
     generator = np.random.default_rng(0)
-    column = random_int8(generator, num_items, NUM_VECTORS, facts.dim).cast(field.type)
-    single = normalise(_tensor(generator, num_items, facts.dim)).numpy()
+    column = random_int8(generator, num_items, NUM_VECTORS, encoder_info.dim).cast(field.type)
+    single = normalise(_tensor(generator, num_items, encoder_info.dim)).numpy()
     whole = pa.Table.from_pylist(rows, schema=ITEM)
     whole = whole.append_column(
         pooled,
-        pa.FixedSizeListArray.from_arrays(pa.array(single.ravel()), facts.dim).cast(pooled.type),
+        pa.FixedSizeListArray.from_arrays(pa.array(single.ravel()), encoder_info.dim).cast(
+            pooled.type
+        ),
     )
     whole = whole.append_column(field, column)
     if edje is not None:
-        field = rerank_field(edje, facts)
+        field = rerank_field(edje, encoder_info)
         dim = field.type.value_type.list_size
         tokens = generator.standard_normal((num_items * NUM_TOKENS, dim), np.float32)
         lengths = np.full(num_items, NUM_TOKENS)

@@ -22,6 +22,7 @@ from pipeline.eval.diagnostics import (
     profile,
     used_vectors,
 )
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.registry import CODECS
 from pipeline.search.searcher import Searcher
@@ -37,21 +38,21 @@ def full_tokens_of(index: Index, name: str) -> str | None:
     And none for vectors that queries are transformed for, or whose codec keeps no scores, such as
     bits: their scores are no share of a cosine.
     """
-    about = index.representation(name)
-    if about.get("query_dim", about["dim"]) != about["dim"] or not _codec(about).keeps_scores:
+    info = index.representation(name)
+    if info.encoder.dim != info.dim or not _codec(info).keeps_scores:
         return None
     same = [
-        (BEST.index(codec) if (codec := its["codec"]["name"]) in BEST else len(BEST), other)
+        (BEST.index(codec) if (codec := its.codec["name"]) in BEST else len(BEST), other)
         for other, its in index.representations().items()
-        if its["compressor"]["name"] == "none"
-        and (its["fingerprint"], its.get("of")) == (about["fingerprint"], about.get("of"))
+        if its.is_uncompressed
+        and (its.encoder.fingerprint, its.field) == (info.encoder.fingerprint, info.field)
         and _codec(its).keeps_scores
     ]
     return min(same, key=lambda entry: entry[0], default=(0, None))[1]
 
 
-def _codec(about: dict[str, Any]) -> type[Codec]:
-    return CODECS.load(about["codec"]["name"])
+def _codec(info: RepresentationInfo) -> type[Codec]:
+    return CODECS.load(info.codec["name"])
 
 
 class Diagnoser:

@@ -47,7 +47,7 @@ from pipeline.eval.results import (
 )
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.filters import filtering
-from pipeline.index.fitting import is_fitted, stored_sample
+from pipeline.index.fitting import stored_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
@@ -153,10 +153,10 @@ class _Samples:
 
     def fitted(self, representation: str) -> dict[str, Any]:
         """Returns what a representation was fitted on, see `Result.fitted`."""
-        metadata = self._index.representation(representation)
-        if not is_fitted(metadata):
+        info = self._index.representation(representation)
+        if not info.is_fitted:
             return {}
-        sample = stored_sample(self._index.uri, metadata)
+        sample = stored_sample(self._index.uri, info)
         if sample is None:
             return {"num_items": None, "evaluated": None, "origin": {}}
         number = int(np.isin(sample.items_N, self._evaluated_N).sum())
@@ -202,11 +202,11 @@ def _grounding(
     columns = grounder.columns(name)
     if columns is None:
         return {}
-    about = index.representation(name)
+    info = index.representation(name)
     key = Cells.key(
         grounding=phrases,
         content=index.content_key(["item_id", *columns]),
-        made=fitting_key(about),
+        made=fitting_key(info),
     )
     kept = cells.read(key, Grounded)
     if kept is None:
@@ -287,17 +287,17 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     measured = cell.model_dump(exclude={"rankings"})
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
-    about = searcher.index.representation(row.representation)
-    encoder = about["fingerprint"]
+    info = searcher.index.representation(row.representation)
+    encoder = info.encoder.fingerprint
     if row.score == SINGLE:
-        return Result(about["pooled"], SINGLE, 1, SINGLE, encoder, **measured)
-    compressor = about["compressor"]
+        return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
+    compressor = info.compressor
     with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
         compressor = dump(COMPRESSORS.resolve(compressor))
-    method = method_name(compressor, about["codec"], about.get("of", "content"))
+    method = method_name(compressor, info.codec, info.field)
     budget = compressor.get("num_vectors")
     named = row.representation, method, budget, row.score, encoder
-    return Result(*named, **measured, compressor=compressor, codec=about["codec"])
+    return Result(*named, **measured, compressor=compressor, codec=info.codec)
 
 
 def _reranked(result: Result, second: RerankSpec) -> Result:

@@ -19,6 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import lines_of
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, both
 from pipeline.search.explain import outputs_of
 from pipeline.search.searcher import Searcher
@@ -192,11 +193,11 @@ def generate_phrases(
     Raises:
         SpecError: no item has words with places.
     """
-    abouts = [index.representation(name) for name in names if _extents(index, name)]
+    infos = [index.representation(name) for name in names if _extents(index, name)]
     rng = np.random.default_rng(spec.seed)
     found: list[Phrase] = []
-    for about in abouts[:1]:
-        spans, extents = (about["positions"][kind] for kind in ("spans", "extents"))
+    for info in infos[:1]:
+        spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
         has = both(where, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
         ids = [i for batch in index.batches(["item_id"], where=has) for i in batch[0].to_pylist()]
         order = rng.permutation(len(ids)).tolist()
@@ -259,12 +260,12 @@ class Grounder:
         Those are the extents of the input tokens, and of compressed ones the support.
         """
         index = self._searcher.index
-        about, extents = index.representation(name), _extents(index, name)
+        info, extents = index.representation(name), _extents(index, name)
         if extents is None:
             return None
-        if about["compressor"]["name"] == "none":
+        if info.is_uncompressed:
             return [name, extents]
-        support = about.get("support")
+        support = info.support_column
         if support is None or support not in index.schema.names:
             return None
         return [name, extents, support]
@@ -272,15 +273,15 @@ class Grounder:
     def measure(self, name: str) -> dict[str, float]:
         """The means of the measures over the phrases whose items have vectors, and their number."""
         index = self._searcher.index
-        about = index.representation(name)
+        info = index.representation(name)
         columns = self.columns(name)
         assert columns is not None, f"{name} stores no regions"
         ids = list(dict.fromkeys(phrase.item_id for phrase in self._phrases))
         table = index.items(ids, ["item_id", *columns]).combine_chunks()
         place = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
-        vectors_TD, lengths = index.codec(name).decode(table[name], about["dim"])
+        vectors_TD, lengths = index.codec(name).decode(table[name], info.dim)
         ends = np.cumsum(lengths)
-        queries = self._queries(name, about["fingerprint"])
+        queries = self._queries(name, info.encoder.fingerprint)
         found = []
         for phrase, query_MD in zip(self._phrases, queries, strict=True):
             row = place[phrase.item_id]
@@ -289,7 +290,7 @@ class Grounder:
                 continue
             own_ND = vectors_TD[ends[row] - lengths[row] : ends[row]].astype(np.float32)
             similarity_N = (query_MD.numpy() @ own_ND.T).mean(axis=0).astype(np.float64)
-            output_T = self._outputs(table, columns, row, len(boxes_T4))
+            output_T = self._outputs(table, info, row, len(boxes_T4))
             similarity_T = np.where(output_T < 0, np.nan, similarity_N[output_T])
             map_YX = relevance_map(similarity_T, boxes_T4)
             found.append(measure(map_YX, region(phrase.boxes)))
@@ -314,17 +315,19 @@ class Grounder:
             self._places[key] = np.array(extents, float)[:, :4] if has_boxes else None
         return self._places[key]
 
-    def _outputs(self, table: Any, columns: list[str], row: int, num_tokens: int) -> np.ndarray:
-        """(T,) the vector that stands for each input token, or -1."""
-        if len(columns) == 2:
+    def _outputs(
+        self, table: Any, info: RepresentationInfo, row: int, num_tokens: int
+    ) -> np.ndarray:
+        """Returns the vector that stands for each input token, or -1, of shape (T,)."""
+        if info.support_column is None or info.support_form is None:
             return np.arange(num_tokens)
-        form = self._searcher.index.by_role("support")[columns[2]]["form"]
-        return outputs_of(table[columns[2]][row].as_py(), form, num_tokens)
+        support = table[info.support_column][row].as_py()
+        return outputs_of(support, info.support_form, num_tokens)
 
 
 def _extents(index: Index, name: str) -> str | None:
     """The column of the places of a representation's input tokens, if it is stored."""
-    column = index.representation(name)["positions"].get("extents")
+    column = index.representation(name).positions.get("extents")
     return column if column in index.schema.names else None
 
 

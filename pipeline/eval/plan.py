@@ -32,19 +32,19 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     names = spec.representations or _filled(searcher.index, spec.where)
     if not names:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
-    abouts = {name: searcher.representation(name)[1] for name in names}
-    for name, about in abouts.items():
+    infos = {name: searcher.representation(name)[1] for name in names}
+    for name, info in infos.items():
         needy = [score for score in spec.scores if score != "late"]
-        if needy and about["pooled"] is None:
+        if needy and info.pooled_column is None:
             problem = f"needs single vectors, and {name} has none"
             raise SpecError("scores", needy[0], "late", problem)
     scores = spec.scores or SCORES
     if SINGLE in scores:
-        by_column = {about["pooled"]: name for name, about in abouts.items() if about["pooled"]}
+        by_column = {info.pooled_column: name for name, info in infos.items() if info.pooled_column}
         yield from (Row(name, SINGLE) for name in by_column.values())
-    for name, about in abouts.items():
+    for name, info in infos.items():
         for score in scores:
-            if score != SINGLE and (score == "late" or about["pooled"]):
+            if score != SINGLE and (score == "late" or info.pooled_column):
                 yield Row(name, score)
     for second in spec.rerank:
         yield _first_stage(second, searcher, names)
@@ -57,9 +57,9 @@ def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -
         SpecError: The representation is missing, or lacks single vectors that the score needs.
     """
     name = second.representation or ("full" if "full" in names else names[0])
-    name, about = searcher.representation(name)
-    score: Score = second.score or (SINGLE if about["pooled"] else "late")
-    if score != "late" and about["pooled"] is None:
+    name, info = searcher.representation(name)
+    score: Score = second.score or (SINGLE if info.pooled_column else "late")
+    if score != "late" and info.pooled_column is None:
         problem = f"needs single vectors, and {name} has none"
         raise SpecError("rerank.score", score, "late", problem)
     return Row(name, score, second)

@@ -22,7 +22,8 @@ from pipeline.eval.plan import Row
 from pipeline.eval.results import BM25, SINGLE, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import read_query_vectors
-from pipeline.index.columns import RERANK_TOKENS, codec_fitted_for
+from pipeline.index.columns import RERANK_TOKENS
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import stored, stored_tokens
 from pipeline.schema import ITEM, Hit
@@ -60,12 +61,12 @@ class Ranker:
                 "text": self._spec.text,
             }
         else:
-            about = index.representation(row.representation)
-            columns = ["item_id", "parent_id", *_columns(row, about), *self._filtered]
+            info = index.representation(row.representation)
+            columns = ["item_id", "parent_id", *_columns(row, info), *self._filtered]
             decides = {
                 "content": index.content_key(columns),
-                "encoder": about["fingerprint"],
-                "codec": None if row.score == SINGLE else about["codec"],
+                "encoder": info.encoder.fingerprint,
+                "codec": None if row.score == SINGLE else info.codec,
                 "vectors": self._vectors_hash,
             }
         return Cells.key(
@@ -122,11 +123,11 @@ class Ranker:
         index = self._searcher.index
         names = [representation, full_tokens_of(index, representation)]
         columns = ["item_id", "parent_id", *filter(None, names), *self._filtered]
-        abouts = [index.representation(name) for name in names if name]
+        infos = [index.representation(name) for name in names if name]
         return Cells.key(
             diagnosis=names,
             content=index.content_key(columns),
-            made=[fitting_key(about) for about in abouts],
+            made=[fitting_key(info) for info in infos],
             vectors=self._vectors_hash,
             judgments=self.judgments,
             where=self._spec.where,
@@ -228,7 +229,7 @@ class Ranker:
         """Returns some judged queries as vectors, given by the caller or encoded."""
         if self._vectors is not None:
             return [self._vectors[place] for place in places]
-        encoder = self._searcher.index.representation(representation)["fingerprint"]
+        encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
             texts = list(self._judged.queries.values())
             self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
@@ -254,19 +255,17 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
     return hashed.hexdigest()
 
 
-def fitting_key(about: dict[str, Any]) -> list[Any]:
+def fitting_key(info: RepresentationInfo) -> list[Any]:
     """Returns the codec and its artefact, for cache keys of what is computed from them."""
-    codec_artefact = about.get("codec_artefact")
-    return [*codec_fitted_for(about).values(), *([codec_artefact] if codec_artefact else [])]
+    return [*info.codec_fit.values(), *([info.codec_artefact] if info.codec_artefact else [])]
 
 
-def _columns(row: Row, about: dict[str, Any]) -> list[str]:
+def _columns(row: Row, info: RepresentationInfo) -> list[str]:
     """Returns the columns that hold a row's vectors, assignments and positions."""
-    pooled = [] if row.score == "late" else [about["pooled"]]
+    pooled = [] if row.score == "late" or not info.pooled_column else [info.pooled_column]
     if row.score == SINGLE:
         return pooled
-    others = [about.get("support"), *about["positions"].values()]
-    return [row.representation, *filter(None, others), *pooled]
+    return [row.representation, *info.token_columns, *pooled]
 
 
 def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
@@ -277,7 +276,7 @@ def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(there[kind]) for name, kind in zip(SIZES, parts, strict=True)}
     if row.score in (SINGLE, "hybrid"):
-        pooled = index.representation(row.representation)["pooled"]
+        pooled = index.representation(row.representation).pooled_column
         type = index.schema.field(pooled).type
         sizes["vectors_per_item"] += 1
         for name in ("vector_bytes", "all_bytes"):

@@ -22,6 +22,7 @@ from pipeline.config import SpecError
 from pipeline.index import listing, tasks
 from pipeline.index.checks import check, refuse_other_encoders
 from pipeline.index.columns import RERANK_TOKENS, every_representation
+from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, part
 from pipeline.index.recompress import Filled, Progress, commit_filled, filling
@@ -67,12 +68,13 @@ def run(
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
-        load = tasks.encoder_facts.options(**resources.encode.of_a_task)
-        facts = ray.get(load.remote(spec.encoder))
-        column = rerank_field(spec.rerank, facts)
-        refuse_other_encoders(writer.dataset.schema, facts)
+        load = tasks.describe_encoder.options(**resources.encode.of_a_task)
+        encoder_info = ray.get(load.remote(spec.encoder))
+        column = rerank_field(spec.rerank, encoder_info)
+        refuse_other_encoders(writer.dataset.schema, encoder_info)
         if RERANK_TOKENS in writer.dataset.schema.names:
-            refuse_other_adapter(spec.rerank, writer.dataset.schema.field(RERANK_TOKENS))
+            stored = RerankInfo.from_schema(writer.dataset.schema, RERANK_TOKENS)
+            refuse_other_adapter(spec.rerank, stored)
         else:
             writer.add_columns([column])
         writer.index_ids()
@@ -84,7 +86,9 @@ def run(
         progress.done_before = progress.fragments - len(lacking)
         report(f"{len(lacking)} of {progress.fragments} fragments have items without tokens")
         content = [r for r in every_representation(spec) if r.of == "content"]
-        encode = encode_stage(spec, facts, content, rerank=True, placement=resources.placement)
+        encode = encode_stage(
+            spec, encoder_info, content, rerank=True, placement=resources.placement
+        )
         given = {
             "index": part(spec.index),
             "version": writer.dataset.version,

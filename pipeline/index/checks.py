@@ -8,13 +8,8 @@ import pyarrow as pa
 
 from pipeline.config import SpecError, within
 from pipeline.encoders import Attention
-from pipeline.index.columns import (
-    EncoderFacts,
-    aspects_of,
-    by_role,
-    every_representation,
-    needed_taps,
-)
+from pipeline.index.columns import aspects_of, every_representation, needed_taps
+from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import Index, check_location
 from pipeline.index.rerank_tokens import edje_of
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -65,16 +60,19 @@ def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
                 raise SpecError("--retry-rejects", reason, legal, "is no reason in the index")
 
 
-def refuse_other_encoders(schema: pa.Schema, facts: EncoderFacts) -> None:
+def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
     """Raises `SpecError` if another encoder filled columns of this encoder's vector space."""
-    for name, about in by_role(schema, "search", "single").items():
-        prefix = about.get("columns", about["encoder"]["name"])
-        if prefix == facts.prefix and about["fingerprint"] != facts.fingerprint:
+    pooled, representations = pooled_infos(schema).values(), representation_infos(schema).values()
+    stored = [(info.name, info.encoder["name"], info.fingerprint) for info in pooled]
+    for info in representations:
+        stored.append((info.name, info.encoder.prefix, info.encoder.fingerprint))
+    for name, prefix, fingerprint in stored:
+        if prefix == encoder_info.prefix and fingerprint != encoder_info.fingerprint:
             raise SpecError(
                 "encoder",
-                facts.spec["name"],
-                f"the encoder with which {name!r} was made (fingerprint"
-                f" {about['fingerprint']}; this one has {facts.fingerprint})",
+                encoder_info.name,
+                f"the encoder with which {name!r} was made (fingerprint {fingerprint}; this one"
+                f" has {encoder_info.fingerprint})",
                 "differs from the index's",
             )
 

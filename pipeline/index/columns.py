@@ -1,11 +1,10 @@
-"""Which columns an index has, and what their metadata says: everything a search must know."""
+"""Columns of an index: representations and their names, and what an encoder stores for all."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -13,15 +12,14 @@ import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
-from pipeline.index.positions import EXTENTS, stored_type
-from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, EncoderSpec
-from pipeline.schema import FORMAT_VERSION, ITEM, WORD_CONFIDENCES, metadata_of, with_metadata
+from pipeline.index.info import EncoderInfo, RepresentationInfo
+from pipeline.index.positions import stored_type
+from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
+from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
 from pipeline.taps import Tap, single_taps
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
     import lance
-
-    from pipeline.encoders import Encoder
 
 
 #: How the names of columns end that come with a representation or an encoder.
@@ -185,87 +183,6 @@ def every_representation(spec: ListsRepresentations) -> list[Representation]:
     return every
 
 
-@dataclass(frozen=True)
-class EncoderFacts:
-    """What the index must know of an encoder without loading it again."""
-
-    spec: dict[str, Any]
-    dim: int
-    pooled_dim: int | None
-    normalised: bool
-    has_spans: bool
-    has_extents: bool
-    fingerprint: str
-    prefix: str  # how the encoder's own columns begin (pooled vector and positions)
-    num_layers: int | None = None  # of a model that gives attention statistics
-    query_kinds: tuple[str, ...] = ("text",)  # what it reads as a query
-    has_confidence: bool = False
-
-    @classmethod
-    def of(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderFacts:
-        """The facts of a loaded encoder."""
-        names = ("dim", "pooled_dim", "normalised", "has_spans", "has_extents", "has_confidence")
-        names += ("fingerprint",)
-        known = {name: getattr(encoder, name) for name in names}
-        attention = encoder.attention(spec)
-        return cls(
-            dump(spec),
-            **known,
-            prefix=encoder.columns_prefix(spec),
-            num_layers=attention and attention.num_layers,
-            query_kinds=encoder.query_kinds(spec),
-        )
-
-    def about(self, aspect: str) -> EncoderFacts:
-        """The facts as they are of one aspect of the items: captions have columns of their own."""
-        if aspect == "content":
-            return self
-        return replace(
-            self, has_extents=False, has_confidence=False, prefix=f"{self.prefix}_{aspect}"
-        )
-
-
-def query_kinds(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a representation's encoder reads as a query, of `QUERY_KINDS`; none: only vectors."""
-    default = [] if about["encoder"]["name"] == "precomputed" else ["text"]  # of older indexes
-    return tuple(about.get("queries", default))
-
-
-def fitted_for(about: dict[str, Any]) -> dict[str, Any]:
-    """What of a representation's metadata its artefact is for."""
-    return {name: about[name] for name in ("fingerprint", "compressor")}
-
-
-def codec_fitted_for(about: dict[str, Any]) -> dict[str, Any]:
-    """What of a representation's metadata the artefact of its codec is for."""
-    return {name: about[name] for name in ("fingerprint", "compressor", "artefact", "codec")}
-
-
-def pooled_id(facts: EncoderFacts) -> str | None:
-    """The column of the encoder's single vectors, if it has any."""
-    return f"{facts.prefix}_pooled" if facts.pooled_dim else None
-
-
-def position_columns(facts: EncoderFacts) -> dict[str, pa.DataType]:
-    """The columns of token positions that the encoder's batches fill, by `TokenBatch` field.
-
-    Their types are those in use; `stored_type` says how they are stored.
-    """
-    columns = {}
-    if facts.has_spans:
-        columns["spans"] = pa.list_(pa.list_(pa.int32(), 2))
-    if facts.has_extents:
-        columns["extents"] = EXTENTS
-    if facts.has_confidence:
-        columns["confidence"] = WORD_CONFIDENCES
-    return columns
-
-
-def tap_column(facts: EncoderFacts, tap: Tap) -> str:
-    """The stored column of a tap of one layer."""
-    return f"{facts.prefix}_{tap.statistic}_{tap.heads}_{tap.layers}_tap"
-
-
 def needed_taps(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
     """The attention statistics that representations need, by their id."""
     compressors = {r.id: COMPRESSORS.build(r.compressor) for r in representations}
@@ -279,77 +196,73 @@ def taps_of(representations: Iterable[Representation], num_layers: int | None) -
 
 
 def encoder_fields(
-    facts: EncoderFacts, keep_positions: bool, keep_taps: Sequence[Tap] = ()
+    encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
-    """The columns an encoder fills once for all representations of an aspect of the items."""
-    about = {
+    """Returns the columns that an encoder fills once for all representations of a field."""
+    metadata = {
         "format_version": FORMAT_VERSION,
-        "encoder": facts.spec,
-        "fingerprint": facts.fingerprint,
+        "encoder": encoder_info.spec,
+        "fingerprint": encoder_info.fingerprint,
     }
     fields = []
-    if name := pooled_id(facts):
-        column = pa.field(name, pa.list_(pa.float16(), facts.pooled_dim))
-        fields.append(
-            with_metadata(
-                column, {**about, "role": "single", "dim": facts.pooled_dim, "normalised": True}
-            )
-        )
+    if name := encoder_info.pooled_column:
+        single = {"role": "single", "dim": encoder_info.pooled_dim, "normalised": True}
+        column = pa.field(name, pa.list_(pa.float16(), encoder_info.pooled_dim))
+        fields.append(with_metadata(column, {**metadata, **single}))
     if keep_positions:
-        for kind, type in position_columns(facts).items():
-            column = pa.field(f"{facts.prefix}_{kind}", stored_type(type))
-            fields.append(with_metadata(column, {**about, "role": "positions", "positions": kind}))
+        for kind, type in encoder_info.position_types.items():
+            column = pa.field(encoder_info.position_column(kind), stored_type(type))
+            position = {"role": "positions", "positions": kind}
+            fields.append(with_metadata(column, {**metadata, **position}))
     for tap in keep_taps:
-        column = pa.field(tap_column(facts, tap), pa.list_(pa.float32()))
-        fields.append(with_metadata(column, {**about, "role": "tap", "tap": tap.name}))
+        column = pa.field(encoder_info.tap_column(tap), pa.list_(pa.float32()))
+        fields.append(with_metadata(column, {**metadata, "role": "tap", "tap": tap.name}))
     return fields
 
 
 def representation_fields(
     representation: Representation,
-    facts: EncoderFacts,
+    encoder_info: EncoderInfo,
     artefact: str | None,
     codec_artefact: str | None = None,
 ) -> list[pa.Field]:
-    """The column of a representation, and that of its support where it has one.
+    """Returns the column of a representation, and that of its support if it has one.
 
     Args:
-        artefact: the name of what its compressor learned.
-        codec_artefact: the name of what its codec learned.
+        representation: Spec of the representation.
+        encoder_info: Encoder of the token vectors.
+        artefact: Name of the fitted state of the compressor.
+        codec_artefact: Name of the fitted state of the codec.
     """
     compressor = COMPRESSORS.build(representation.compressor)
-    dim = compressor.output_dim(facts.dim)
-    prefix, facts = facts.prefix, facts.about(representation.of)
-    about = {
-        "format_version": FORMAT_VERSION,
-        "role": "search",
-        "encoder": facts.spec,
-        "fingerprint": facts.fingerprint,
-        "compressor": dump(representation.compressor),
-        "codec": dump(representation.codec),
-        "artefact": artefact,
-        "codec_artefact": codec_artefact,
-        "dim": dim,
-        "query_dim": facts.dim,  # of what the encoder gives; the compressor makes `dim` of it
-        "normalised": compressor.normalised,
-        "score": "sum",
-        "of": representation.of,
-        "text": "text" if representation.of == "content" else representation.of,
-        "columns": prefix,
-        "pooled": pooled_id(facts),
-        "num_layers": facts.num_layers,
-        "queries": list(facts.query_kinds),
-        "positions": {kind: f"{facts.prefix}_{kind}" for kind in position_columns(facts)},
-    }
-    codec = CODECS.build(representation.codec)
-    fields = []
-    if has_support(representation):
-        about["support"] = representation.support_id
-        support = pa.field(representation.support_id, pa.list_(pa.uint16()))
-        form = {"role": "support", "form": compressor.support_form, "of": representation.id}
-        fields.append(with_metadata(support, {"format_version": FORMAT_VERSION, **form}))
-    column = pa.field(representation.id, codec.column_type(dim))
-    return [with_metadata(column, about), *fields]
+    of_field = encoder_info.for_field(representation.of)
+    info = RepresentationInfo(
+        name=representation.id,
+        encoder=encoder_info,
+        compressor=dump(representation.compressor),
+        codec=dump(representation.codec),
+        artefact=artefact,
+        codec_artefact=codec_artefact,
+        dim=compressor.output_dim(encoder_info.dim),
+        normalised=compressor.normalised,
+        field=representation.of,
+        text_column="text" if representation.of == "content" else representation.of,
+        pooled_column=of_field.pooled_column,
+        positions={kind: of_field.position_column(kind) for kind in of_field.position_types},
+        support_column=representation.support_id if has_support(representation) else None,
+    )
+    column_type = CODECS.build(representation.codec).column_type(info.dim)
+    fields = [with_metadata(pa.field(info.name, column_type), info.to_metadata())]
+    if info.support_column is not None:
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "role": "support",
+            "form": compressor.support_form,
+            "of": info.name,
+        }
+        column = pa.field(info.support_column, pa.list_(pa.uint16()))
+        fields.append(with_metadata(column, metadata))
+    return fields
 
 
 def aspects_of(representations: Iterable[Representation]) -> tuple[str, ...]:
@@ -359,36 +272,38 @@ def aspects_of(representations: Iterable[Representation]) -> tuple[str, ...]:
 
 
 def other_setting(
-    representation: Representation, facts: EncoderFacts, there: dict[str, Any]
-) -> tuple[str, Any] | None:
-    """The first setting, and its value here, in which a stored column differs from the spec.
+    representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
+) -> tuple[str, Any, Any] | None:
+    """Returns the first setting that differs in the index: its name, and its new and stored value.
 
     Args:
-        there: the metadata of the column of this name in the index.
+        representation: Spec of the representation.
+        encoder_info: Encoder of the token vectors.
+        stored: Column of the same name in the index.
     """
-    here = {
-        "fingerprint": facts.fingerprint,
-        "compressor": dump(representation.compressor),
-        "codec": dump(representation.codec),
-        "of": representation.of,
-    }
-    there = {"of": "content", **there}
+    compressor, codec = stored.compressor, stored.codec
     with contextlib.suppress(SpecError, KeyError):  # settings that are newer have their defaults
-        there["compressor"] = dump(COMPRESSORS.resolve(there["compressor"]))
-        there["codec"] = dump(CODECS.resolve(there["codec"]))
-    return next(((key, value) for key, value in here.items() if there.get(key) != value), None)
+        compressor = dump(COMPRESSORS.resolve(compressor))
+        codec = dump(CODECS.resolve(codec))
+    settings = (
+        ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
+        ("compressor", dump(representation.compressor), compressor),
+        ("codec", dump(representation.codec), codec),
+        ("of", representation.of, stored.field),
+    )
+    return next((setting for setting in settings if setting[1] != setting[2]), None)
 
 
 def refuse_other_settings(
-    representation: Representation, facts: EncoderFacts, there: dict[str, Any]
+    representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> None:
-    """Raises `SpecError` if a stored column was made otherwise than the spec says."""
-    if other := other_setting(representation, facts, there):
-        key, value = other
+    """Raises `SpecError` if the column in the index was made with other settings."""
+    if other := other_setting(representation, encoder_info, stored):
+        name, value, value_there = other
         raise SpecError(
-            f"representations.{representation.id}.{key}",
+            f"representations.{representation.id}.{name}",
             value,
-            f"{there.get(key)} as in the index, or another `id`",
+            f"{value_there} as in the index, or another `id`",
             "differs from the index's",
         )
 
@@ -402,8 +317,8 @@ def compressor_remarks(
     """
     ids_by_sentence: dict[str, list[str]] = {}
     for r in representations:
-        name = metadata_of(dataset.schema.field(r.id))["positions"].get("extents")
-        if name not in dataset.schema.names:
+        name = RepresentationInfo.from_schema(dataset.schema, r.id).positions.get("extents")
+        if name is None or name not in dataset.schema.names:
             continue
         first = dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1)[name]
         compressor = COMPRESSORS.build(r.compressor)
@@ -415,14 +330,3 @@ def compressor_remarks(
 def has_support(representation: Representation) -> bool:
     """Whether the representation stores its support: not where each token stands for itself."""
     return representation.keep_support and representation.compressor.name != "none"
-
-
-def by_role(schema: pa.Schema, *roles: str) -> dict[str, dict[str, Any]]:
-    """The metadata of the columns that have one of the roles, by column name."""
-    about = {column.name: metadata_of(column) for column in schema}
-    return {name: data for name, data in about.items() if data.get("role") in roles}
-
-
-def adapter_of(about: dict[str, Any]) -> str:
-    """The fingerprint of the adapter that wrote `rerank_tokens`, by its metadata."""
-    return about.get("adapter", {}).get("fingerprint", "unknown")

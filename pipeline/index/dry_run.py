@@ -13,8 +13,9 @@ import ray
 from pipeline.config import dump_yaml, within
 from pipeline.index import listing
 from pipeline.index.checks import check
-from pipeline.index.columns import EncoderFacts, every_representation
+from pipeline.index.columns import every_representation
 from pipeline.index.fitting import needs_fit
+from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Represent, Representer, TokenCompressor
@@ -95,16 +96,18 @@ def _try(spec: IndexSpec, items: pa.Table) -> Trial:
     bytes they take.
     """
     with within("encoder"):
-        facts = EncoderFacts.of(ENCODERS.build(spec.encoder), spec.encoder)
+        encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
     if spec.rerank is not None:
-        rerank_field(spec.rerank, facts)  # raises if the EDJE is of another encoder
+        rerank_field(spec.rerank, encoder_info)  # raises if the EDJE is of another encoder
     plain = CODECS.resolve("float16")
     wanted = every_representation(spec)
     codecs = {r.id: codec for r in wanted if (codec := CODECS.build(r.codec)).needs_fit}
     tried = [r.model_copy(update={"codec": plain}) if r.id in codecs else r for r in wanted]
     tried = [r for r in tried if not needs_fit(r)]
-    encode = encode_stage(spec, facts, tried, rerank=True)
-    compress = Compress(facts, tried, {}, [column.name for column in encoder_columns(spec, facts)])
+    encode = encode_stage(spec, encoder_info, tried, rerank=True)
+    compress = Compress(
+        encoder_info, tried, {}, [column.name for column in encoder_columns(spec, encoder_info)]
+    )
     compressor = CountingCompressor(compress)
     stage = Representer(encode.load(), compressor)
     start = time.perf_counter()

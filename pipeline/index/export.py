@@ -29,7 +29,7 @@ from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both, first_line
-from pipeline.schema import ITEM, METADATA_KEY, vectors_type
+from pipeline.schema import ITEM, METADATA_KEY, metadata_of, vectors_type
 from pipeline.sources.vector_files import NpyFiles
 
 Form = Literal["parquet", "npy"]
@@ -75,16 +75,16 @@ def export(
             output that is there or cannot be written.
     """
     index = Index(uri)
-    about = _about(index, representation)
+    metadata = _metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
     condition = both(where, f"`{representation}` IS NOT NULL")
     num_items = _count(index, condition, where, representation)
-    record = {**about, "index": absolute(uri), "version": index.version}
+    record = {**metadata, "index": absolute(uri), "version": index.version}
     record |= {"representation": representation, "where": where, "items": num_items}
     with _unfinished(filesystem, path) as unfinished:
         writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
         num_done, last = 0, time.monotonic()
-        for items, vectors, lengths in _rows(index, representation, about, condition):
+        for items, vectors, lengths in _rows(index, representation, condition):
             writer.write(items, vectors, lengths)
             num_done += len(items)
             if time.monotonic() - last > REPORT_SECONDS:
@@ -96,13 +96,17 @@ def export(
     return num_done
 
 
-def _about(index: Index, representation: str) -> dict[str, Any]:
-    """What the index says of a column of vectors."""
-    there = index.by_role("search", "single")
-    if representation not in there:
-        legal = ", ".join(there) or "none yet"
-        raise SpecError("representation", representation, legal, "is not in the index")
-    return there[representation]
+def _metadata(index: Index, representation: str) -> dict[str, Any]:
+    """Returns the stored metadata of a column of vectors."""
+    columns = [name for name in index.schema.names if _is_exportable(index, name)]
+    if representation not in columns:
+        valid = ", ".join(columns) or "none yet"
+        raise SpecError("representation", representation, valid, "is not in the index")
+    return metadata_of(index.schema.field(representation))
+
+
+def _is_exportable(index: Index, column: str) -> bool:
+    return column in index.representations() or column in index.pooled_columns
 
 
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
@@ -146,18 +150,18 @@ def _count(index: Index, condition: str, where: str | None, representation: str)
 
 
 def _rows(
-    index: Index, name: str, about: dict[str, Any], condition: str
+    index: Index, name: str, condition: str
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
     """(items, their vectors (T, D), how many each has), batch by batch."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
-    codec = None if about["role"] == "single" else index.codec(name)
+    codec = None if name in index.pooled_columns else index.codec(name)
     batches = index.batches([*columns, name], where=condition, batch_rows=BATCH_ROWS)
     for batch in batches:
         if codec is None:
             numbers = batch[name].flatten().to_numpy(zero_copy_only=False)
             vectors, lengths = numbers.reshape(len(batch), -1), np.ones(len(batch), np.int64)
         else:
-            vectors, lengths = codec.decode(batch[name], about["dim"])
+            vectors, lengths = codec.decode(batch[name], index.representation(name).dim)
         yield batch.select(columns), vectors, lengths
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +11,8 @@ import pyarrow as pa
 from pipeline.compression.random import drawn
 from pipeline.config import dump, within
 from pipeline.index.artefacts import Sample, load_artefact, load_sample, save_artefact
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    codec_fitted_for,
-    fitted_for,
-    representation_fields,
-)
+from pipeline.index.columns import Representation, representation_fields
+from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.registry import CODECS, COMPRESSORS
 from pipeline.tokens import TokenBatch
 
@@ -66,42 +61,38 @@ def fit(
 
 
 def fitted_fields(
-    index: str, representation: Representation, facts: EncoderFacts, learned: Learned
+    index: str, representation: Representation, encoder_info: EncoderInfo, learned: Learned
 ) -> list[pa.Field]:
     """Stores what was learned; gives the representation's columns, whose metadata names it."""
-    about = {"fingerprint": facts.fingerprint, "compressor": dump(representation.compressor)}
+    about = {"fingerprint": encoder_info.fingerprint, "compressor": dump(representation.compressor)}
     artefact = codec_artefact = None
     if learned.compressor is not None:
         artefact = save_artefact(index, learned.compressor, about, learned.sample)
     if learned.codec is not None:
         about |= {"artefact": artefact, "codec": dump(representation.codec)}
         codec_artefact = save_artefact(index, learned.codec, about, learned.sample)
-    return representation_fields(representation, facts, artefact, codec_artefact)
+    return representation_fields(representation, encoder_info, artefact, codec_artefact)
 
 
-def stored_learned(index: str, about: dict[str, Any]) -> Learned:
-    """What a stored representation had learned, by its metadata.
+def stored_learned(index: str, info: RepresentationInfo) -> Learned:
+    """Loads what the compressor and the codec of a stored representation learned.
 
     Raises:
-        SpecError: the index has lost it, or it was fitted for something else.
+        SpecError: The index has lost it, or it was fitted for something else.
     """
-    artefact, codec_artefact = about["artefact"], about.get("codec_artefact")
-    return Learned(
-        artefact and load_artefact(index, artefact, fitted_for(about)),
-        codec_artefact and load_artefact(index, codec_artefact, codec_fitted_for(about)),
-    )
+    compressor = codec = None
+    if info.artefact:
+        compressor = load_artefact(index, info.artefact, info.compressor_fit)
+    if info.codec_artefact:
+        codec = load_artefact(index, info.codec_artefact, info.codec_fit)
+    return Learned(compressor, codec)
 
 
-def is_fitted(about: dict[str, Any]) -> bool:
-    """Whether a stored representation has learned anything, by its metadata."""
-    return bool(about["artefact"] or about.get("codec_artefact"))
-
-
-def stored_sample(index: str, about: dict[str, Any]) -> Sample | None:
-    """Returns what a stored representation was fitted on, by its metadata.
+def stored_sample(index: str, info: RepresentationInfo) -> Sample | None:
+    """Returns the sample that a stored representation was fitted on.
 
     Returns:
         None if it has learned nothing, or an older version of this software did not record it.
     """
-    name = about["artefact"] or about.get("codec_artefact")
+    name = info.artefact or info.codec_artefact
     return load_sample(index, name) if name else None

@@ -221,6 +221,12 @@ class RepresentationInfo:
         }
 
     @property
+    def token_columns(self) -> list[str]:
+        """Columns beside the vectors: the assignment, if it is stored, and the positions."""
+        support = [] if self.support_column is None else [self.support_column]
+        return [*support, *self.positions.values()]
+
+    @property
     def is_uncompressed(self) -> bool:
         """Whether every token has a vector of its own."""
         return self.compressor["name"] == "none"
@@ -337,7 +343,7 @@ def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
     return {name: RerankInfo.from_schema(schema, name) for name in names}
 
 
-def stored_taps(schema: pa.Schema) -> list[str]:
+def tap_names(schema: pa.Schema) -> list[str]:
     """Returns the names of the attention statistics that the index stores, each once."""
     names = columns_with_role(schema, "tap")
     return list(dict.fromkeys(metadata_of(schema.field(name))["tap"] for name in names))

@@ -103,10 +103,12 @@ def run(
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
         # The encoder is loaded while the source is listed.
-        facts = tasks.encoder_facts.options(**resources.encode.of_a_task).remote(spec.encoder)
+        encoder_info = tasks.describe_encoder.options(**resources.encode.of_a_task).remote(
+            spec.encoder
+        )
         listing = list_source(context, limit, retry_rejects)
         with progress.phase("load encoder"):
-            columns = plan_columns(spec, ray.get(facts), session.writer)
+            columns = plan_columns(spec, ray.get(encoder_info), session.writer)
         learned = fit_columns(context, listing, columns)
         stream(context, listing, columns, learned)
         finish(context)
@@ -171,10 +173,10 @@ def fit_columns(context: Context, listing: Listing, columns: ColumnPlan) -> Mapp
     for r in columns.added:
         learned[r.id] = Learned()
         if r in fitted:
-            stage = encode_stage(spec, columns.facts, [r])
+            stage = encode_stage(spec, columns.encoder_info, [r])
             with context.progress.phase(f"fit {r.id}"):
                 learned[r.id] = ray.get(task.remote(job, num_shards, spec.fit, stage, r))
-        fields += fitted_fields(spec.index, r, columns.facts, learned[r.id])
+        fields += fitted_fields(spec.index, r, columns.encoder_info, learned[r.id])
     context.writer.add_columns([*columns.encoder_fields, *fields, *columns.rerank_fields])
     return learned
 
@@ -206,7 +208,7 @@ def stream(
         context.resources,
         listing.job,
         listing.shards_to_do,
-        columns.facts,
+        columns.encoder_info,
         learned,
         columns.encoder_columns,
     )

@@ -11,14 +11,19 @@ from pipeline.config import SpecError
 from pipeline.index.checks import refuse_other_encoders
 from pipeline.index.columns import (
     RERANK_TOKENS,
-    EncoderFacts,
     Representation,
-    by_role,
     every_representation,
     other_setting,
     refuse_other_settings,
 )
 from pipeline.index.fitting import Learned, stored_learned
+from pipeline.index.info import (
+    EncoderInfo,
+    RepresentationInfo,
+    RerankInfo,
+    columns_with_role,
+    representation_infos,
+)
 from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
 from pipeline.index.spec import IndexSpec
 from pipeline.index.stream import encoder_columns
@@ -31,7 +36,7 @@ class ColumnPlan:
     """The columns of the index, and those that are missing.
 
     Attributes:
-        facts: Facts of the encoder.
+        encoder_info: The encoder, without its weights.
         learned: Learned state of the stored representations, by id.
         added: Representations without a column.
         encoder_columns: Names of the encoder's own columns that are filled.
@@ -39,7 +44,7 @@ class ColumnPlan:
         rerank_fields: The column of an EDJE's tokens, if it is wanted and the index lacks it.
     """
 
-    facts: EncoderFacts
+    encoder_info: EncoderInfo
     learned: Mapping[str, Learned]
     added: tuple[Representation, ...]
     encoder_columns: tuple[str, ...]
@@ -47,7 +52,7 @@ class ColumnPlan:
     rerank_fields: tuple[pa.Field, ...]
 
 
-def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> ColumnPlan:
+def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter) -> ColumnPlan:
     """Compares the columns of the spec with those of the index.
 
     Columns that a run with another spec added to an index without rows are dropped.
@@ -57,23 +62,23 @@ def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> C
             an index that already has rows.
     """
     wanted = every_representation(spec)
-    rerank = [rerank_field(spec.rerank, facts)] if spec.rerank else []
+    rerank = [rerank_field(spec.rerank, encoder_info)] if spec.rerank else []
     is_empty = writer.dataset.count_rows() == 0
-    if is_empty and not _has_columns(writer.dataset.schema, facts, wanted, rerank):
+    if is_empty and not _has_columns(writer.dataset.schema, encoder_info, wanted, rerank):
         writer.drop_columns()  # of a run with another spec that committed nothing
     schema = writer.dataset.schema
-    refuse_other_encoders(schema, facts)
+    refuse_other_encoders(schema, encoder_info)
     added = [r for r in wanted if r.id not in schema.names]
     if added and not is_empty:
         raise SpecError(
             "representations",
             added[0].id,
-            f"{', '.join(by_role(schema, 'search'))}; add it with"
+            f"{', '.join(columns_with_role(schema, 'search'))}; add it with"
             f" `python -m jobs.recompress {spec.index}`, then index on",
             "is not in this index, which has rows already",
         )
     if spec.rerank and RERANK_TOKENS in schema.names:
-        refuse_other_adapter(spec.rerank, schema.field(RERANK_TOKENS))
+        refuse_other_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []
     elif rerank and not is_empty:
         legal = "null; add it with `python -m jobs.backfill` and this very spec, then index on"
@@ -82,10 +87,10 @@ def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> C
     learned = {}
     for r in wanted:
         if r.id in schema.names:
-            stored = metadata_of(schema.field(r.id))
-            refuse_other_settings(r, facts, stored)
+            stored = RepresentationInfo.from_schema(schema, r.id)
+            refuse_other_settings(r, encoder_info, stored)
             learned[r.id] = stored_learned(spec.index, stored)
-    own = encoder_columns(spec, facts)
+    own = encoder_columns(spec, encoder_info)
     missing = [column for column in own if column.name not in schema.names]
     for column in missing:
         tap = metadata_of(column).get("tap")
@@ -93,7 +98,7 @@ def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> C
             legal = "the attention that the index keeps, or a new index"
             raise SpecError("keep_taps", tap, legal, "is not in this index, which has rows")
     return ColumnPlan(
-        facts,
+        encoder_info,
         learned,
         tuple(added),
         tuple(column.name for column in own if is_empty or column.name in schema.names),
@@ -103,12 +108,16 @@ def plan_columns(spec: IndexSpec, facts: EncoderFacts, writer: IndexWriter) -> C
 
 
 def _has_columns(
-    schema: pa.Schema, facts: EncoderFacts, wanted: list[Representation], rerank: list[pa.Field]
+    schema: pa.Schema,
+    encoder_info: EncoderInfo,
+    wanted: list[Representation],
+    rerank: list[pa.Field],
 ) -> bool:
     """Returns whether a schema has exactly the wanted columns, with the same settings."""
-    stored = by_role(schema, "search")
-    if list(by_role(schema, "rerank").values()) != [metadata_of(column) for column in rerank]:
+    stored = representation_infos(schema)
+    stored_rerank = [schema.field(name) for name in columns_with_role(schema, "rerank")]
+    if [metadata_of(column) for column in stored_rerank] != [metadata_of(c) for c in rerank]:
         return False
     return set(stored) == {r.id for r in wanted} and not any(
-        other_setting(r, facts, stored[r.id]) for r in wanted
+        other_setting(r, encoder_info, stored[r.id]) for r in wanted
     )

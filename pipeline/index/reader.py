@@ -23,7 +23,15 @@ from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute, digest, within
 from pipeline.index import ITEMS, PARTS, REJECTS, no_index
 from pipeline.index.artefacts import load_artefact
-from pipeline.index.columns import by_role, codec_fitted_for
+from pipeline.index.info import (
+    PooledInfo,
+    RepresentationInfo,
+    RerankInfo,
+    newest_format,
+    pooled_infos,
+    representation_infos,
+    rerank_infos,
+)
 from pipeline.index.lease import Lease
 from pipeline.index.positions import as_used
 from pipeline.registry import CODECS
@@ -91,10 +99,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
                 "index", uri, f"a whole index ({first_line(error)})", "is damaged"
             ) from None
         raise no_index(uri) from None
-    versions = {
-        data.get("format_version", 0) for data in by_role(dataset.schema, "search").values()
-    }
-    if versions and max(versions) > FORMAT_VERSION:
+    if newest_format(dataset.schema) > FORMAT_VERSION:
         raise SpecError("index", uri, f"format {FORMAT_VERSION} or older", "has a newer format")
     return dataset
 
@@ -186,7 +191,6 @@ class Index:
     def __init__(self, uri: str, version: int | None = None):
         self.uri = uri
         self.dataset = open_dataset(uri, version)
-        self._by_role: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
         self._codecs: dict[str, Codec] = {}
 
     @property
@@ -209,37 +213,44 @@ class Index:
         """The columns of this version."""
         return self.dataset.schema
 
-    def by_role(self, *roles: str) -> dict[str, dict[str, Any]]:
-        """`columns.by_role` of this version, read once: an index may have hundreds of columns."""
-        if roles not in self._by_role:
-            self._by_role[roles] = by_role(self.schema, *roles)
-        return self._by_role[roles]
+    @functools.cached_property
+    def _representations(self) -> dict[str, RepresentationInfo]:
+        return representation_infos(self.schema)  # read once: there may be hundreds of columns
 
-    def representations(self) -> dict[str, dict[str, Any]]:
-        """The metadata of each searchable multi-vector column."""
-        return self.by_role("search")
+    def representations(self) -> dict[str, RepresentationInfo]:
+        """Returns the searchable multi-vector columns by name."""
+        return self._representations
 
-    def representation(self, name: str) -> dict[str, Any]:
-        """The metadata of one representation.
+    def representation(self, name: str) -> RepresentationInfo:
+        """Returns one representation.
 
         Raises:
-            SpecError: no such representation; the legal ones are listed.
+            SpecError: There is no such representation; the message lists the valid ones.
         """
-        there = self.representations()
-        if name not in there:
-            raise SpecError(
-                "representation", name, ", ".join(there) or "none yet", "is not in the index"
-            )
-        return there[name]
+        infos = self.representations()
+        if name not in infos:
+            valid = ", ".join(infos) or "none yet"
+            raise SpecError("representation", name, valid, "is not in the index")
+        return infos[name]
+
+    @functools.cached_property
+    def pooled_columns(self) -> dict[str, PooledInfo]:
+        """Columns of single vectors by name."""
+        return pooled_infos(self.schema)
+
+    @functools.cached_property
+    def rerank_columns(self) -> dict[str, RerankInfo]:
+        """Columns for reranking by name."""
+        return rerank_infos(self.schema)
 
     def codec(self, name: str) -> Codec:
         """What reads the vectors of a representation, with what it learned; built once."""
         if name not in self._codecs:
-            about = self.representation(name)
-            spec = CODECS.resolve(about["codec"])
-            artefact = about.get("codec_artefact")
-            learned = artefact and load_artefact(self.uri, artefact, codec_fitted_for(about))
-            self._codecs[name] = CODECS.build(spec, learned)
+            info = self.representation(name)
+            learned = None
+            if info.codec_artefact:
+                learned = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
+            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec), learned)
         return self._codecs[name]
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
@@ -311,12 +322,12 @@ class Index:
             (rows with item_id and parent_id, vectors (T, D) as `Codec.decode` gives them,
             lengths (B,) int64).
         """
-        about = self.representation(representation)
+        dim = self.representation(representation).dim
         codec = self.codec(representation)
         where = both(where, f"`{representation}` IS NOT NULL")
         ids = ["item_id", "parent_id"]
         for batch in self.batches([*ids, representation], where=where, batch_rows=batch_rows):
-            yield batch.select(ids), *codec.decode(batch[representation], about["dim"])
+            yield batch.select(ids), *codec.decode(batch[representation], dim)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
         """Returns the rows of the given items, in the given order; unknown ids are left out.

@@ -26,20 +26,17 @@ from pipeline.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.index.artefacts import Sample
 from pipeline.index.columns import (
-    EncoderFacts,
     Representation,
     Sweep,
-    by_role,
     compressor_remarks,
     every_representation,
     needed_taps,
-    query_kinds,
     refuse_other_settings,
-    tap_column,
     taps_of,
 )
 from pipeline.index.filters import matching_ids
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
+from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import as_used
 from pipeline.index.reader import Index, part
@@ -47,7 +44,6 @@ from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Found
 from pipeline.index.token_columns import TAP, batches_of, with_taps
 from pipeline.registry import COMPRESSORS
-from pipeline.schema import metadata_of
 from pipeline.stage import Resources
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, lists_of
@@ -120,18 +116,18 @@ def run(
     """
     wanted = every_representation(spec)
     index = Index(spec.index)
-    facts, aspect = stored_facts(index, spec.source)
+    encoder_info, aspect = stored_encoder(index, spec.source)
     for r in wanted:
         if r.of != aspect:
             legal = f"{aspect}, that of which {spec.source} holds the tokens"
             raise SpecError(f"representations.{r.id}.of", r.of, legal)
-    check_taps(index, facts.about(aspect), wanted)
+    check_taps(index, encoder_info.for_field(aspect), wanted)
     learning = [r for r in wanted if needs_fit(r)]
     if learning:
-        check_sample(spec, facts, aspect, learning)
+        check_sample(spec, encoder_info, aspect, learning)
     progress = Progress()
     with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
-        learned = _prepare_columns(session, spec, facts, wanted)
+        learned = _prepare_columns(session, spec, encoder_info, wanted)
         dataset = session.writer.dataset
         left = columns_left(dataset, [r.id for r in wanted])
         progress.fragments = len(dataset.get_fragments())
@@ -146,7 +142,7 @@ def run(
                 "index": part(spec.index),
                 "version": session.writer.dataset.version,
                 "source": spec.source,
-                "stage": Compress(facts, missing, learned, encoder_columns=()),
+                "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]
@@ -157,8 +153,8 @@ def run(
     return progress
 
 
-def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
-    """The encoder's facts as the index knows them, and the aspect of the items that `source` is of.
+def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
+    """Returns the encoder of a representation with all tokens, and its field of the items.
 
     Raises:
         SpecError: `source` is no representation with all tokens.
@@ -166,37 +162,20 @@ def stored_facts(index: Index, source: str) -> tuple[EncoderFacts, str]:
     there = index.representations()
     if source not in there:
         raise SpecError("source", source, ", ".join(there) or "none yet", "is not in the index")
-    about = there[source]
-    if about["compressor"]["name"] != "none":
+    info = there[source]
+    if not info.is_uncompressed:
         raise SpecError("source", source, "a representation by the compressor none", "lacks tokens")
-    schema = index.dataset.schema
-    pooled = about["pooled"]
-    positions = about["positions"]
-    facts = EncoderFacts(
-        spec=about["encoder"],
-        dim=about["dim"],
-        pooled_dim=schema.field(pooled).type.list_size if pooled in schema.names else None,
-        normalised=about["normalised"],
-        has_spans=positions.get("spans") in schema.names,
-        has_extents=positions.get("extents") in schema.names,
-        fingerprint=about["fingerprint"],
-        prefix=about.get("columns", about["encoder"]["name"]),
-        num_layers=about.get("num_layers"),
-        query_kinds=query_kinds(about),
-        has_confidence=positions.get("confidence") in schema.names,
-    )
-    return facts, about.get("of", "content")
+    return info.encoder, info.field
 
 
-def check_taps(index: Index, facts: EncoderFacts, wanted: Sequence[Representation]) -> None:
+def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Representation]) -> None:
     """Raises `SpecError` if a representation needs attention that the index does not keep."""
     schema = index.dataset.schema
     for name, taps in needed_taps(wanted).items():
         for tap in taps:
-            ones = tap.single(facts.num_layers) if facts.num_layers else ()
-            if not ones or any(tap_column(facts, one) not in schema.names for one in ones):
-                kept = by_role(schema, "tap").values()
-                there = ", ".join(dict.fromkeys(about["tap"] for about in kept)) or "none"
+            ones = tap.single(encoder_info.num_layers) if encoder_info.num_layers else ()
+            if not ones or any(encoder_info.tap_column(one) not in schema.names for one in ones):
+                there = ", ".join(tap_names(schema)) or "none"
                 legal = (
                     f"attention that the index keeps ({there}); index with"
                     f" `keep_taps: [{tap.statistic}/{tap.heads}/all]` to keep it"
@@ -205,18 +184,18 @@ def check_taps(index: Index, facts: EncoderFacts, wanted: Sequence[Representatio
 
 
 def check_sample(
-    spec: RecompressSpec, facts: EncoderFacts, aspect: str, wanted: Sequence[Representation]
+    spec: RecompressSpec, encoder_info: EncoderInfo, aspect: str, wanted: Sequence[Representation]
 ) -> None:
     """Raises `SpecError` if representations cannot be fitted on the sample that the spec names."""
     index = Index(spec.index)
     if spec.fit_index is not None:
         with _naming("fit_index", spec.fit_index):
             index = Index(spec.fit_index)
-            others, other = stored_facts(index, spec.source)
-            if (others.fingerprint, other) != (facts.fingerprint, aspect):
+            others, other = stored_encoder(index, spec.source)
+            if (others.fingerprint, other) != (encoder_info.fingerprint, aspect):
                 legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
                 raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
-            check_taps(index, others.about(aspect), wanted)
+            check_taps(index, others.for_field(aspect), wanted)
     if spec.fit_where is not None:
         with _naming("fit_where", spec.fit_where):
             there = matching_ids(index, spec.fit_where)
@@ -250,18 +229,21 @@ def columns_left(
 
 
 def _prepare_columns(
-    session: Session, spec: RecompressSpec, facts: EncoderFacts, wanted: Sequence[Representation]
+    session: Session,
+    spec: RecompressSpec,
+    encoder_info: EncoderInfo,
+    wanted: Sequence[Representation],
 ) -> dict[str, Learned]:
     schema = session.writer.dataset.schema
     learned, added = {}, []
     for r in wanted:
         if r.id in schema.names:
-            there = metadata_of(schema.field(r.id))
-            refuse_other_settings(r, facts, there)
+            there = RepresentationInfo.from_schema(schema, r.id)
+            refuse_other_settings(r, encoder_info, there)
             learned[r.id] = stored_learned(spec.index, there)
             continue
-        learned[r.id] = ray.get(_fit.remote(spec, facts, r)) if needs_fit(r) else Learned()
-        added += fitted_fields(spec.index, r, facts, learned[r.id])
+        learned[r.id] = ray.get(_fit.remote(spec, encoder_info, r)) if needs_fit(r) else Learned()
+        added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
     session.writer.add_columns(added)
     return learned
 
@@ -367,13 +349,13 @@ class FillFragment:
         start = time.perf_counter()
         fragment = self.index.dataset.get_fragment(number)
         with self.index.reading():
-            facts = self.stage.facts
-            taps = taps_of(self.stage.representations, facts.num_layers)
-            table = read_tokens(fragment, self.source, facts.about(self.aspect), taps)
-        table = with_vectors(table, self.index.codec(self.source), facts.dim)
+            encoder_info = self.stage.encoder_info
+            taps = taps_of(self.stage.representations, encoder_info.num_layers)
+            table = read_tokens(fragment, self.source, encoder_info.for_field(self.aspect), taps)
+        table = with_vectors(table, self.index.codec(self.source), encoder_info.dim)
         read = time.perf_counter()
         found = Found()
-        for rows, tokens in batches_of(table, self.stage.facts):
+        for rows, tokens in batches_of(table, self.stage.encoder_info):
             found.add(self.aspect, rows, self.compressor.columns(tokens, self.aspect))
         if table.num_rows:
             filled, _ = found.join(table.select(["_rowid"]), (self.aspect,))
@@ -395,7 +377,7 @@ class FillFragment:
 
 
 def read_tokens(
-    fragment: lance.LanceFragment, source: str, facts: EncoderFacts, taps: Sequence[Tap]
+    fragment: lance.LanceFragment, source: str, encoder_info: EncoderInfo, taps: Sequence[Tap]
 ) -> pa.Table:
     """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`.
 
@@ -404,9 +386,9 @@ def read_tokens(
     schema = fragment.schema
     columns = {"vectors": source}
     for kind in ("spans", "extents"):
-        if (name := f"{facts.prefix}_{kind}") in schema.names:
+        if (name := encoder_info.position_column(kind)) in schema.names:
             columns[kind] = name
-    columns |= {TAP + tap.name: tap_column(facts, tap) for tap in taps}
+    columns |= {TAP + tap.name: encoder_info.tap_column(tap) for tap in taps}
     table = fragment.to_table(
         columns=list(columns.values()), filter=f"`{source}` IS NOT NULL", with_row_id=True
     )
@@ -422,21 +404,27 @@ def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
 
 
 @ray.remote
-def _fit(spec: RecompressSpec, facts: EncoderFacts, representation: Representation) -> Learned:
+def _fit(
+    spec: RecompressSpec, encoder_info: EncoderInfo, representation: Representation
+) -> Learned:
     index = Index(spec.fit_index or spec.index)
-    own = facts.about(representation.of)
+    own = encoder_info.for_field(representation.of)
     columns = {"vectors": spec.source}
-    taps = taps_of([representation], facts.num_layers)
-    columns |= {TAP + tap.name: tap_column(own, tap) for tap in taps}
+    taps = taps_of([representation], encoder_info.num_layers)
+    columns |= {TAP + tap.name: own.tap_column(tap) for tap in taps}
     columns |= {name: name for name in CONTENT}
     table = _sample(index, spec, list(columns.values())).rename_columns(list(columns))
     table = table.filter(pa.compute.field("vectors").is_valid())
     content_N = np.unique(content_hashes(table))
-    table = with_vectors(table.drop_columns(list(CONTENT)), index.codec(spec.source), facts.dim)
+    table = with_vectors(
+        table.drop_columns(list(CONTENT)), index.codec(spec.source), encoder_info.dim
+    )
     taps = COMPRESSORS.build(representation.compressor).needs_taps
 
     def sample() -> Iterator[TokenBatch]:
-        return (with_taps(batch, taps, facts) for _, batch in batches_of(table, facts))
+        return (
+            with_taps(batch, taps, encoder_info) for _, batch in batches_of(table, encoder_info)
+        )
 
     origin = {"index": spec.fit_index, "where": spec.fit_where}
     origin = {name: value for name, value in origin.items() if value is not None}

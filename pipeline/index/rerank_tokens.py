@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.index.columns import RERANK_TOKENS, EncoderFacts, adapter_of
-from pipeline.schema import FORMAT_VERSION, metadata_of, vectors_type, with_metadata
+from pipeline.index.columns import RERANK_TOKENS
+from pipeline.index.info import EncoderInfo, RerankInfo
+from pipeline.schema import FORMAT_VERSION, vectors_type, with_metadata
 from pipeline.tokens import ragged_to_arrow
 
 if TYPE_CHECKING:
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
     from pipeline.tokens import TokenBatch
 
 
-def rerank_field(folder: str, facts: EncoderFacts) -> pa.Field:
+def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
     """The column of an adapter's tokens, `list<fixed_size_list<float16>[d_language]>`.
 
     Raises:
         SpecError: for `rerank`: the folder is no EDJE's, or one of another encoder.
     """
     about = edje_of(folder)
-    if about["vision"]["fingerprint"] != facts.fingerprint:
-        legal = f"an EDJE of the encoder {facts.spec['name']} with the index's settings"
-        legal += f" (fingerprint {facts.fingerprint})"
+    if about["vision"]["fingerprint"] != encoder_info.fingerprint:
+        legal = f"an EDJE of the encoder {encoder_info.spec['name']} with the index's settings"
+        legal += f" (fingerprint {encoder_info.fingerprint})"
         problem = f"reads another encoder (fingerprint {about['vision']['fingerprint']})"
         raise SpecError("rerank", folder, legal, problem)
     metadata = {
         "format_version": FORMAT_VERSION,
         "role": "rerank",
-        "encoder": facts.spec,
-        "fingerprint": facts.fingerprint,
+        "encoder": encoder_info.spec,
+        "fingerprint": encoder_info.fingerprint,
         "adapter": {**about["adapter"], "fingerprint": about["fingerprints"]["adapter"]},
         "dim": about["dim"],
         "normalised": False,
@@ -53,11 +54,11 @@ def edje_of(folder: str) -> dict[str, Any]:
     return about_of(folder, "rerank")
 
 
-def refuse_other_adapter(folder: str, stored: pa.Field) -> None:
+def refuse_other_adapter(folder: str, stored: RerankInfo) -> None:
     """Raises `SpecError` if the tokens of a stored column are another adapter's."""
     from pipeline.rerank.edje import check_tokens
 
-    check_tokens(folder, adapter_of(metadata_of(stored)), "rerank")
+    check_tokens(folder, stored.adapter, "rerank")
 
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:

@@ -17,16 +17,13 @@ from pipeline.config import ComponentSpec, digest, dump
 from pipeline.encoders import Encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
-    EncoderFacts,
     Representation,
     aspects_of,
     has_support,
-    pooled_id,
-    position_columns,
-    tap_column,
     token_column,
 )
 from pipeline.index.fitting import Learned
+from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.token_columns import (
     TAP,
@@ -112,7 +109,7 @@ class Encode(Stage):
     """
 
     spec: ComponentSpec
-    facts: EncoderFacts
+    encoder_info: EncoderInfo
     aspects: Sequence[str] = ("content",)
     taps: Sequence[Tap] = ()
     rerank: str | None = None
@@ -133,7 +130,7 @@ class Encode(Stage):
         tokens = (
             token_column(aspect, name)
             for aspect in self.aspects
-            for name in (*token_columns_of(self.facts.about(aspect)), *taps)
+            for name in (*token_columns_of(self.encoder_info.for_field(aspect)), *taps)
         )
         return (*tokens, *self.adds_for_rerank)
 
@@ -218,9 +215,9 @@ class TokenEncoder(LoadedStage):
         for encoded in self.batches(items):
             aspect, rows, batch, problems = encoded
             columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
-            for kind, type in position_columns(self.stage.facts.about(aspect)).items():
+            for kind, type in self.stage.encoder_info.for_field(aspect).position_types.items():
                 columns[kind] = positions_column(batch, kind, type)
-            if self.stage.facts.pooled_dim:
+            if self.stage.encoder_info.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
             for tap in self.stage.taps:
                 columns[TAP + tap.name] = tap_values(batch, tap)
@@ -241,7 +238,7 @@ class Compress(Stage):
         encoder_columns: The encoder's own columns that are stored.
     """
 
-    facts: EncoderFacts
+    encoder_info: EncoderInfo
     representations: Sequence[Representation]
     learned: Mapping[str, Learned]
     encoder_columns: Sequence[str]
@@ -298,20 +295,20 @@ class TokenCompressor(LoadedStage):
     def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
         """Returns the stored columns of a batch of token vectors of an aspect of the items."""
         columns: dict[str, pa.Array] = {}
-        facts, stored = self.stage.facts.about(aspect), self.stage.encoder_columns
-        if (pooled := pooled_id(facts)) is not None and pooled in stored:
+        encoder_info, stored = self.stage.encoder_info.for_field(aspect), self.stage.encoder_columns
+        if (pooled := encoder_info.pooled_column) is not None and pooled in stored:
             columns[pooled] = fixed_lists(batch.pooled, pa.float16())
-        for kind, type in position_columns(facts).items():
-            if (name := f"{facts.prefix}_{kind}") in stored:
+        for kind, type in encoder_info.position_types.items():
+            if (name := encoder_info.position_column(kind)) in stored:
                 columns[name] = positions_column(batch, kind, type)
         for name in batch.taps:
-            if (column := tap_column(facts, Tap.parse(name))) in stored:
+            if (column := encoder_info.tap_column(Tap.parse(name))) in stored:
                 columns[column] = tap_values(batch, Tap.parse(name))
         for method in self._methods:
             if method.aspect != aspect:
                 continue
             compressor = method.compressor
-            result = compressor.compress(with_taps(batch, compressor.needs_taps, facts))
+            result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
             for representation, codec in method.outputs:
                 columns[representation.id] = codec.encode(result)
                 if has_support(representation):
@@ -321,7 +318,7 @@ class TokenCompressor(LoadedStage):
     def process(self, items: pa.Table) -> Processed:
         found = Found()
         for aspect in self.stage.aspects:
-            for rows, batch in batches_of(items, self.stage.facts, aspect):
+            for rows, batch in batches_of(items, self.stage.encoder_info, aspect):
                 found.add(aspect, rows, self.columns(batch, aspect))
         others = items.drop_columns(list(token_columns(items)))
         return Processed(*found.join(others, self.stage.aspects))
@@ -373,9 +370,13 @@ class Representer(LoadedStage):
         return Processed(*found.join(items.select(ITEM.names), aspects, nothing), seconds)
 
 
-def token_columns_of(facts: EncoderFacts) -> tuple[str, ...]:
+def token_columns_of(encoder_info: EncoderInfo) -> tuple[str, ...]:
     """Returns the token columns that an encoder's batches fill."""
-    return ("vectors", *position_columns(facts), *(["pooled"] if facts.pooled_dim else []))
+    return (
+        "vectors",
+        *encoder_info.position_types,
+        *(["pooled"] if encoder_info.pooled_dim else []),
+    )
 
 
 def _items_of(items: pa.Table, aspect: str) -> tuple[np.ndarray, pa.Table]:

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow.compute as pc
 
 from pipeline.index import JOBS
-from pipeline.index.columns import RERANK_TOKENS, adapter_of, codec_name
+from pipeline.index.columns import RERANK_TOKENS, codec_name
+from pipeline.index.info import tap_names
 from pipeline.index.positions import bytes_of_element, stored_bytes
 from pipeline.index.reader import Index, open_folder
 
@@ -24,10 +25,9 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     """
     index = Index(uri)
     lease = index.lease()
-    encoders = {
-        (about["encoder"]["name"], about["fingerprint"])
-        for about in index.by_role("search", "single").values()
-    }
+    infos, pooled = index.representations().values(), index.pooled_columns.values()
+    encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
+    encoders |= {(info.encoder["name"], info.fingerprint) for info in pooled}
     reasons = Counter(index.rejects()["reason"].to_pylist())
     return {
         "index": uri,
@@ -37,7 +37,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {name: stored(index, name) for name in index.representations()},
-        "taps": list(dict.fromkeys(about["tap"] for about in index.by_role("tap").values())),
+        "taps": tap_names(index.schema),
         "rerank_tokens": stored_tokens(index),
         "rejects": dict(reasons.most_common()),
         "jobs": last_jobs(uri, num_jobs, lease and lease.job),
@@ -53,10 +53,8 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         stand, which all representations of an encoder share) and `bytes_all`, their sum; `filled`:
         share of the items that have it.
     """
-    about = index.representation(representation)
-    schema = index.dataset.schema
-    others = [about.get("support"), *about["positions"].values()]
-    others = [name for name in others if name in schema.names]
+    info = index.representation(representation)
+    others = [name for name in info.token_columns if name in index.schema.names]
     num_rows = num_filled = num_vectors = 0
     num_bytes = Counter()
     columns = [representation, *others]
@@ -70,18 +68,18 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
         num_vectors += int(lengths.to_numpy()[filled].sum())
     per_item = max(1, num_filled)
     return {
-        "method": about["compressor"]["name"],
-        "num_vectors": about["compressor"].get("num_vectors"),
-        "ratio": about["compressor"].get("ratio"),
-        "codec": codec_name(about["codec"]),
+        "method": info.compressor["name"],
+        "num_vectors": info.compressor.get("num_vectors"),
+        "ratio": info.compressor.get("ratio"),
+        "codec": codec_name(info.codec),
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,
-        "bytes_assignment": num_bytes[about.get("support")] / per_item,
-        "bytes_positions": sum(num_bytes[p] for p in about["positions"].values()) / per_item,
+        "bytes_assignment": num_bytes[info.support_column or ""] / per_item,
+        "bytes_positions": sum(num_bytes[p] for p in info.positions.values()) / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,
         "filled": num_filled / max(1, num_rows),
-        "artefact": about["artefact"],
-        "codec_artefact": about.get("codec_artefact"),
+        "artefact": info.artefact,
+        "codec_artefact": info.codec_artefact,
     }
 
 
@@ -91,8 +89,8 @@ def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | No
     Returns:
         `tokens` and `bytes`: mean over the items that have any; `filled`; the `adapter`.
     """
-    about = index.by_role("rerank").get(RERANK_TOKENS)
-    if about is None:
+    info = index.rerank_columns.get(RERANK_TOKENS)
+    if info is None:
         return None
     num_rows = num_filled = num_tokens = 0
     for batch in index.batches([RERANK_TOKENS], where=where):
@@ -102,7 +100,7 @@ def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | No
     per_item = num_tokens / max(1, num_filled)
     element = index.schema.field(RERANK_TOKENS).type
     return {
-        "adapter": adapter_of(about),
+        "adapter": info.adapter,
         "tokens": per_item,
         "bytes": per_item * bytes_of_element(element),
         "filled": num_filled / max(1, num_rows),

@@ -13,7 +13,6 @@ import ray
 from pipeline.decoding.process import keep_memory
 from pipeline.index import listing
 from pipeline.index.columns import (
-    EncoderFacts,
     Representation,
     aspects_of,
     encoder_fields,
@@ -22,6 +21,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.fitting import Learned
 from pipeline.index.fragments import WriteFragments
+from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part
 from pipeline.index.session import configure_ray_data
@@ -32,21 +32,25 @@ from pipeline.stage import Resources, Stage, chain, packed_table
 from pipeline.taps import Tap, single_taps
 
 
-def stored_taps(spec: IndexSpec, facts: EncoderFacts) -> tuple[Tap, ...]:
+def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:
     """Returns the attention statistics to store, of one layer each."""
-    return single_taps(map(Tap.parse, spec.keep_taps), facts.num_layers or 0)
+    return single_taps(map(Tap.parse, spec.keep_taps), encoder_info.num_layers or 0)
 
 
-def encoder_columns(spec: IndexSpec, facts: EncoderFacts) -> list[pa.Field]:
+def encoder_columns(spec: IndexSpec, encoder_info: EncoderInfo) -> list[pa.Field]:
     """Returns the columns that the encoder fills once for all representations."""
     aspects = aspects_of(every_representation(spec))
-    taps = stored_taps(spec, facts)
-    return [f for a in aspects for f in encoder_fields(facts.about(a), spec.keep_positions, taps)]
+    taps = stored_taps(spec, encoder_info)
+    return [
+        f
+        for a in aspects
+        for f in encoder_fields(encoder_info.for_field(a), spec.keep_positions, taps)
+    ]
 
 
 def encode_stage(
     spec: IndexSpec,
-    facts: EncoderFacts,
+    encoder_info: EncoderInfo,
     representations: Sequence[Representation],
     *,
     rerank: bool = False,
@@ -62,9 +66,11 @@ def encode_stage(
     """
     return Encode(
         spec.encoder,
-        facts,
+        encoder_info,
         aspects_of(representations),
-        sorted({*taps_of(representations, facts.num_layers), *stored_taps(spec, facts)}),
+        sorted(
+            {*taps_of(representations, encoder_info.num_layers), *stored_taps(spec, encoder_info)}
+        ),
         spec.rerank if rerank else None,
         prepare,
         placement or {},
@@ -99,7 +105,7 @@ def written_fragments(
     resources: IndexResources,
     listing_job: ListingJob,
     shards: Sequence[int],
-    facts: EncoderFacts,
+    encoder_info: EncoderInfo,
     learned: Mapping[str, Learned],
     stored_columns: Sequence[str],
 ) -> ray.data.Dataset:
@@ -119,13 +125,13 @@ def written_fragments(
         groups.append(([Prepare(spec.encoder)], prepare))
     encode = encode_stage(
         spec,
-        facts,
+        encoder_info,
         representations,
         rerank=True,
         prepare=prepare is None,
         placement=resources.placement,
     )
-    compress = Compress(facts, representations, learned, stored_columns)
+    compress = Compress(encoder_info, representations, learned, stored_columns)
     if resources.compress is None:
         groups.append(([Represent(encode, compress)], resources.encode))
     else:

@@ -15,13 +15,9 @@ from pipeline.config import ComponentSpec, SpecError, dump, within
 from pipeline.decoding import Unreadable
 from pipeline.index import listing
 from pipeline.index.artefacts import Sample
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    compressor_remarks,
-    every_representation,
-)
+from pipeline.index.columns import Representation, compressor_remarks, every_representation
 from pipeline.index.fitting import Learned, fit
+from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, quote
 from pipeline.index.spec import FitSample, IndexSpec
@@ -63,10 +59,10 @@ def map_shards(
 
 
 @ray.remote
-def encoder_facts(spec: ComponentSpec) -> EncoderFacts:
-    """Loads an encoder and returns its facts."""
+def describe_encoder(spec: ComponentSpec) -> EncoderInfo:
+    """Loads an encoder and describes it."""
     with within("encoder"):
-        return EncoderFacts.of(ENCODERS.build(spec), spec)
+        return EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
 
 
 @ray.remote
@@ -129,7 +125,7 @@ def fit_representation(
                 for _, rows, batch, _ in encoder.batches(prepared):
                     if len(batch):
                         hashes.update(content_N[rows].tolist())
-                        yield with_taps(batch, taps, stage.facts)
+                        yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
             legal = "a source with at least one item that can be read"
             problem = f"has nothing to fit {representation.id} on"

@@ -10,7 +10,8 @@ import pyarrow as pa
 import torch
 
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.index.columns import ASPECTS, TOKEN_COLUMNS, EncoderFacts, token_column
+from pipeline.index.columns import ASPECTS, TOKEN_COLUMNS, token_column
+from pipeline.index.info import EncoderInfo
 from pipeline.taps import Tap, average
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
@@ -21,11 +22,13 @@ COMPRESS_NUMBERS = 1 << 26
 TAP = "tap "
 
 
-def with_taps(batch: TokenBatch, taps: Sequence[Tap], facts: EncoderFacts) -> TokenBatch:
+def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo) -> TokenBatch:
     """Returns the batch with the taps that a compressor needs, averaged from taps of one layer."""
     if not taps:
         return batch
-    return replace(batch, taps={t.name: average(t, batch.taps, facts.num_layers) for t in taps})
+    return replace(
+        batch, taps={t.name: average(t, batch.taps, encoder_info.num_layers) for t in taps}
+    )
 
 
 def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
@@ -87,7 +90,7 @@ def token_columns(items: pa.Table, aspects: Sequence[str] = ASPECTS) -> dict[str
 
 
 def batches_of(
-    items: pa.Table, facts: EncoderFacts, aspect: str = "content"
+    items: pa.Table, encoder_info: EncoderInfo, aspect: str = "content"
 ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
     """Yields padded batches from the token columns of `Encode`, of items of similar length.
 
@@ -104,15 +107,15 @@ def batches_of(
     while start < len(by_length):
         stop = start + 1
         while stop < len(by_length) and (
-            (stop + 1 - start) * lengths[by_length[stop]] * facts.dim <= COMPRESS_NUMBERS
+            (stop + 1 - start) * lengths[by_length[stop]] * encoder_info.dim <= COMPRESS_NUMBERS
         ):
             stop += 1
         rows = by_length[start:stop]
-        yield rows, batch_from(own.take(rows), facts)
+        yield rows, batch_from(own.take(rows), encoder_info)
         start = stop
 
 
-def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
+def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
     """Returns the token columns of a table as one padded batch."""
     vectors, mask = pad(*flat_from_arrow(items["vectors"]))
     others = {
@@ -129,7 +132,9 @@ def batch_from(items: pa.Table, facts: EncoderFacts) -> TokenBatch:
         for name in items.column_names
         if name.startswith(TAP)
     }
-    return TokenBatch(vectors.float(), mask, facts.normalised, pooled=pooled, taps=taps, **others)
+    return TokenBatch(
+        vectors.float(), mask, encoder_info.normalised, pooled=pooled, taps=taps, **others
+    )
 
 
 def padded_positions(

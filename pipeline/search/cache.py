@@ -87,7 +87,7 @@ class Column:
     @functools.cached_property
     def dim(self) -> int:
         """D, of the vectors that the stored ones stand for."""
-        return self._size or self.index.representation(self.name)["dim"]
+        return self._size or self.index.representation(self.name).dim
 
     @functools.cached_property
     def _fields(self) -> list[int]:
@@ -96,9 +96,9 @@ class Column:
     @functools.cached_property
     def _meaning(self) -> list:
         """What the bytes of a vector mean: it enters the names of files."""
-        about = {} if self._size else self.index.representation(self.name)
+        artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
-        return [dump(self.codec.spec), about.get("codec_artefact"), self.dim, layout]
+        return [dump(self.codec.spec), artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:

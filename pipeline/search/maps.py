@@ -24,6 +24,7 @@ from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
 from pipeline.index import JOBS
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, first_line, open_folder
 from pipeline.registry import SOURCES
 from pipeline.schema import Hit, Passage
@@ -195,11 +196,11 @@ def similarity_map(
         SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the
             vectors, the support of compressed ones.
     """
-    name, about = searcher.representation(representation)
+    name, info = searcher.representation(representation)
     queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
-    row = _row(searcher, item_id, name, about)
-    output_T = _outputs(searcher, row, about, name)
-    stored = searcher.index.codec(name).decode(row[name], about["dim"])[0]
+    row = _row(searcher, item_id, name, info)
+    output_T = _outputs(searcher, row, info, name)
+    stored = searcher.index.codec(name).decode(row[name], info.dim)[0]
     vectors_ND = torch.from_numpy(stored.astype(np.float32))
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
 
@@ -210,8 +211,8 @@ def similarity_map(
         np.where(output_T < 0, 0.0, np.bincount(best_M, parts_M, len(vectors_ND))[output_T])
         for parts_M in (sim_MN.max(axis=1), contribution_M)
     )
-    text = row[about.get("text", "text")][0].as_py()
-    spans_T2, extents_T6 = _positions(row, about["positions"])
+    text = row[info.text_column][0].as_py()
+    spans_T2, extents_T6 = _positions(row, info.positions)
     words = _words(text, spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
     passages = find_passages(tokens, sim_MN, output_T, spans_T2, extents_T6, text)
@@ -640,12 +641,12 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
     return max(float(np.median(finite)), 0.0), float(finite.max())
 
 
-def _row(searcher: Searcher, item_id: str, name: str, about: dict[str, Any]) -> Any:
+def _row(searcher: Searcher, item_id: str, name: str, info: RepresentationInfo) -> Any:
     """The stored columns of an item that a map needs, as a table of one row."""
     schema = searcher.index.schema
-    positions = about["positions"]
-    needed = [positions.get("extents"), positions.get("spans"), about.get("support"), name]
-    needed.append(about.get("text", "text"))
+    positions = info.positions
+    needed = [positions.get("extents"), positions.get("spans"), info.support_column, name]
+    needed.append(info.text_column)
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
     if not table.num_rows:
         raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
@@ -665,16 +666,16 @@ def _num_tokens(row: Any, positions: Mapping[str, str]) -> int | None:
     return None
 
 
-def _outputs(searcher: Searcher, row: Any, about: dict[str, Any], name: str) -> np.ndarray:
+def _outputs(searcher: Searcher, row: Any, info: RepresentationInfo, name: str) -> np.ndarray:
     """(T,) for each input token the vector that stands for it, or -1."""
-    num_tokens = _num_tokens(row, about["positions"])
-    if about["compressor"]["name"] == "none":
+    num_tokens = _num_tokens(row, info.positions)
+    if info.is_uncompressed:
         return np.arange(num_tokens)
-    if about.get("support") not in row.column_names:
+    if info.support_column not in row.column_names:
         legal = "a representation with its support (keep_support)"
         raise SpecError("representation", name, legal, "has no support")
-    form = searcher.index.by_role("support")[about["support"]]["form"]
-    return outputs_of(row[about["support"]][0].as_py(), form, num_tokens)
+    form = info.support_form
+    return outputs_of(row[info.support_column][0].as_py(), form, num_tokens)
 
 
 def _positions(row: Any, positions: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:

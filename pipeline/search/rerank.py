@@ -21,7 +21,7 @@ import torch
 from pipeline.config import SpecError, absolute
 from pipeline.encoders import Encoder
 from pipeline.encoders.images import open_query_image
-from pipeline.index.columns import RERANK_TOKENS, adapter_of
+from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import (
@@ -176,7 +176,7 @@ class Reranker:
         if self._vision is None:
             wanted = self.about["vision"]["fingerprint"]
             representations = searcher.index.representations().items()
-            same = [name for name, about in representations if about["fingerprint"] == wanted]
+            same = [name for name, info in representations if info.encoder.fingerprint == wanted]
             self._vision = searcher.encoder(same[0]) if same else self._own_encoder()
         return self._vision
 
@@ -205,14 +205,14 @@ def check_stored(
         about: what `about_of` gives of the EDJE's folder.
         field: what the user names the folder by.
     """
-    there = index.by_role("rerank")
+    there = index.rerank_columns
     if RERANK_TOKENS not in there:
         legal = (
             "an index with rerank_tokens; add them by"
             f" `python -m jobs.backfill SPEC.yaml rerank={folder}`"
         )
         raise SpecError(field, folder, legal, "cannot be used: there are none")
-    check_adapter(about, folder, adapter_of(there[RERANK_TOKENS]), field)
+    check_adapter(about, folder, there[RERANK_TOKENS].adapter, field)
 
 
 def reordered(

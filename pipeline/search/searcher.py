@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -32,8 +32,8 @@ from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.index.artefacts import load_artefact
-from pipeline.index.columns import fitted_for
 from pipeline.index.filters import matching_ids
+from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Composed, Hit, Match, Parts, Passage, Place, Reranked
@@ -204,7 +204,7 @@ class Searcher:
         Raises:
             SpecError: an argument is not legal, or the index needs another query encoder.
         """
-        name, about = self.representation(representation)
+        name, info = self.representation(representation)
         rows = self._rows(where, ids, parents)  # what is wrong there needs no encoder to be said
         alone = isinstance(query, AnyQuery)
         given = [query] if alone else query
@@ -214,7 +214,7 @@ class Searcher:
             rerank.check(self.index, given)
             depth = max(k, rerank.pool)
         queries = self.queries(given, name)
-        rankings = self._rank(queries, name, about, depth, score, weights, group_by, rows)
+        rankings = self._rank(queries, name, info, depth, score, weights, group_by, rows)
         if rerank is not None:
             rankings = rerank.rerank(self, given, rankings, k)
         hits = self.hits(rankings, queries, name, explain=explain)
@@ -234,9 +234,9 @@ class Searcher:
         parents: Collection[str] | None = None,
     ) -> list[Ranking]:
         """What `search` finds as ids and scores alone: for runs over many queries."""
-        name, about = self.representation(representation)
+        name, info = self.representation(representation)
         rows, queries = self._rows(where, ids, parents), self.queries(queries, name)
-        return self._rank(queries, name, about, k, score, weights, group_by, rows)
+        return self._rank(queries, name, info, k, score, weights, group_by, rows)
 
     def rank_in_slices(
         self,
@@ -255,8 +255,8 @@ class Searcher:
             queries: What `transformed` returned for the representation.
             rows: Ascending positions of the items that can be hits; None for all.
         """
-        name, about = self.representation(representation)
-        arguments = name, about, k, score, weights, group_by, rows
+        name, info = self.representation(representation)
+        arguments = name, info, k, score, weights, group_by, rows
         return (yield from self._rank_in_slices(queries, *arguments, slice_pairs=SLICE_PAIRS))
 
     def num_items(
@@ -279,7 +279,7 @@ class Searcher:
         named = pc.unique(_id_array(field, ids))
         return pc.sum(pc.is_in(named, value_set=self._ids[ID_COLUMNS[field]])).as_py() or 0
 
-    def representation(self, name: str | None = None) -> tuple[str, dict[str, Any]]:
+    def representation(self, name: str | None = None) -> tuple[str, RepresentationInfo]:
         """The name and the metadata of a representation; default `full`, else the first.
 
         Raises:
@@ -292,7 +292,7 @@ class Searcher:
                 legal = "an index, or a version of it, with at least one representation"
                 raise SpecError("index", self.index.uri, legal, problem)
             name = "full" if "full" in there else next(iter(there))
-        if name in self.index.by_role("rerank"):
+        if name in self.index.rerank_columns:
             raise SpecError("representation", name, ", ".join(there), "is for reranking alone")
         return name, self.index.representation(name)
 
@@ -302,11 +302,11 @@ class Searcher:
         Raises:
             SpecError: it cannot be built here, or is not the one that made the representation.
         """
-        name, about = self.representation(representation)
-        key = digest(about["encoder"])
+        name, info = self.representation(representation)
+        key = digest(info.encoder.spec)
         if key not in self._encoders:
-            self._encoders[key] = query_encoder(about)
-        check_fingerprint(self._encoders[key], name, about)
+            self._encoders[key] = query_encoder(info.encoder)
+        check_fingerprint(self._encoders[key], name, info.encoder)
         return self._encoders[key]
 
     def queries(
@@ -339,36 +339,36 @@ class Searcher:
         Raises:
             SpecError: they are of another dimension.
         """
-        name, about = self.representation(representation)
-        dim = about.get("query_dim", about["dim"])
+        name, info = self.representation(representation)
+        dim = info.encoder.dim
         for place, tokens in enumerate(queries.tokens):
             if tokens.shape[1] != dim:
                 value = f"vectors of {tokens.shape[1]} numbers"
                 raise bad_query(value, str(dim), place, len(queries))
-        compressor, codec = self._compressor(about), self.index.codec(name)
+        compressor, codec = self._compressor(info), self.index.codec(name)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
         return replace(queries, tokens=tokens)
 
-    def _compressor(self, about: dict[str, Any]) -> Compressor:
+    def _compressor(self, info: RepresentationInfo) -> Compressor:
         """What made a representation, for how it compares queries."""
-        key = digest([about["compressor"], about["artefact"]])
+        key = digest([info.compressor, info.artefact])
         if key not in self._compressors:
-            name = about["artefact"]
-            artefact = name and load_artefact(self.index.uri, name, fitted_for(about))
-            spec = COMPRESSORS.resolve(about["compressor"])
+            name = info.artefact
+            artefact = name and load_artefact(self.index.uri, name, info.compressor_fit)
+            spec = COMPRESSORS.resolve(info.compressor)
             self._compressors[key] = COMPRESSORS.build(spec, artefact)
         return self._compressors[key]
 
     def load(self, representation: str | None = None, score: Score = "late") -> None:
         """Reads into memory now what a search with this score needs of the items."""
-        name, about = self.representation(representation)
-        for column in _columns(name, about, score):
+        name, info = self.representation(representation)
+        for column in _columns(name, info, score):
             self._vectors(column)
 
     def has_loaded(self, representation: str, score: Score = "late") -> bool:
         """Returns whether `load` has nothing to do."""
-        name, about = self.representation(representation)
-        return all(column in self._packed for column in _columns(name, about, score))
+        name, info = self.representation(representation)
+        return all(column in self._packed for column in _columns(name, info, score))
 
     def packed(self, representation: str | None = None) -> PackedVectors:
         """The vectors of a representation, for what looks at them otherwise than by a score."""
@@ -378,7 +378,7 @@ class Searcher:
         self,
         queries: Queries,
         name: str,
-        about: dict[str, Any],
+        info: RepresentationInfo,
         k: int,
         score: str,
         weights: Weights,
@@ -386,14 +386,14 @@ class Searcher:
         rows: np.ndarray | None,
     ) -> list[Ranking]:
         return _finished(
-            self._rank_in_slices(queries, name, about, k, score, weights, group_by, rows)
+            self._rank_in_slices(queries, name, info, k, score, weights, group_by, rows)
         )
 
     def _rank_in_slices(
         self,
         queries: Queries,
         name: str,
-        about: dict[str, Any],
+        info: RepresentationInfo,
         k: int,
         score: str,
         weights: Weights,
@@ -401,7 +401,7 @@ class Searcher:
         rows: np.ndarray | None,
         slice_pairs: int | None = None,
     ) -> Generator[None, None, list[Ranking]]:
-        check_options(queries, about, k, score, weights, group_by)
+        check_options(queries, info, k, score, weights, group_by)
         parents = self._parents if group_by else None
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
@@ -409,7 +409,7 @@ class Searcher:
                 yield
             batch = slice(first, first + QUERY_BATCH)
             scores = yield from self._scores(
-                queries, batch, name, about, score, weights, rows, slice_pairs
+                queries, batch, name, info, score, weights, rows, slice_pairs
             )
             for query, total in enumerate(scores.total):
                 best = top_rows(total, rows, self._order, k, parents)
@@ -421,7 +421,7 @@ class Searcher:
         queries: Queries,
         batch: slice,
         name: str,
-        about: dict[str, Any],
+        info: RepresentationInfo,
         score: str,
         weights: Weights,
         rows: np.ndarray | None,
@@ -435,7 +435,7 @@ class Searcher:
             late = yield from _maxsim(tokens, self._vectors(name), items, slice_pairs)
         if score in ("single", "hybrid"):
             # One vector each: MaxSim of a one-token query with a one-token item.
-            pooled, ones = self._vectors(about["pooled"]), queries.pooled[batch].unsqueeze(1)
+            pooled, ones = self._vectors(info.pooled_column), queries.pooled[batch].unsqueeze(1)
             single = yield from _maxsim(list(ones), pooled, items, slice_pairs)
         if score == "hybrid":
             mean = late / torch.tensor([[max(len(query), 1)] for query in tokens])
@@ -571,12 +571,11 @@ class Searcher:
         explain: bool = True,
     ) -> Generator[None, None, list[list[Hit]]]:
         """Describes as `hits` does, and yields after each fraction of a second's work."""
-        name, about = self.representation(representation)
-        text = about.get("text", "text")
+        name, info = self.representation(representation)
+        text = info.text_column
         wanted = ["title", text, "span"]
         if explain:
-            positions = about["positions"].values()
-            wanted += [column for column in (about.get("support"), *positions) if column]
+            wanted += info.token_columns
         there = [column for column in wanted if column in self.index.schema.names]
         item_ids = sorted({item_id for ranking in rankings for item_id in ranking.item_ids})
         found = self.index.items(item_ids, there) if item_ids else pa.table({"item_id": []})
@@ -603,10 +602,10 @@ class Searcher:
                     reranked=ranking.reranked and ranking.reranked[i],
                 )
                 if explain and len(vectors[i]):  # else it was found by its pooled vector alone
-                    inputs, positions = self._inputs_of(row, about), _positions(row, about)
+                    inputs, positions = self._inputs_of(row, info), _positions(row, info)
                     sim_MN = (queries.tokens[query] @ vectors[i].T).numpy()
                     tokens = queries.token_texts[query]
-                    outputs = self._outputs_of(row, about, positions.num_tokens)
+                    outputs = self._outputs_of(row, info, positions.num_tokens)
                     hit = replace(
                         hit,
                         matches=_matches(tokens, sim_MN, inputs, positions),
@@ -616,29 +615,27 @@ class Searcher:
         return hits
 
     def _inputs_of(
-        self, row: dict[str, Any], about: dict[str, Any]
+        self, row: dict[str, Any], info: RepresentationInfo
     ) -> Callable[[int], Sequence[int]]:
         """A function from an item's vector to the input tokens it stands for, if that is stored."""
-        if about["compressor"]["name"] == "none":
+        if info.is_uncompressed:
             return lambda token: [token]
-        support = row.get(about.get("support"))
+        support = row.get(info.support_column)
         if support is None:
             return lambda token: []
-        form = self.index.by_role("support")[about["support"]]["form"]
+        form = info.support_form
         return lambda token: input_tokens(token, support, form)
 
     def _outputs_of(
-        self, row: dict[str, Any], about: dict[str, Any], num_tokens: int
+        self, row: dict[str, Any], info: RepresentationInfo, num_tokens: int
     ) -> np.ndarray | None:
         """Returns the vector of each input token, or -1: (T,); None if that is not stored."""
-        if about["compressor"]["name"] == "none":
+        if info.is_uncompressed:
             return np.arange(num_tokens)
-        support = row.get(about.get("support"))
+        support = row.get(info.support_column)
         if support is None or not num_tokens:
             return None
-        return outputs_of(
-            support, self.index.by_role("support")[about["support"]]["form"], num_tokens
-        )
+        return outputs_of(support, info.support_form, num_tokens)
 
 
 def _finished(slices: Generator[None, None, T]) -> T:
@@ -685,25 +682,25 @@ def check_texts(texts: Sequence[str]) -> None:
             raise bad_query(text, "a text in UTF-8", place, len(texts))
 
 
-def query_encoder(about: Mapping[str, Any]) -> Encoder:
+def query_encoder(info: EncoderInfo) -> Encoder:
     """The encoder that a representation's metadata names, for queries.
 
     Raises:
         SpecError: it cannot be built here.
     """
-    spec = ENCODERS.resolve(about["encoder"])
+    spec = ENCODERS.resolve(info.spec)
     ENCODERS.load(spec.name).check_queries(spec)
     return ENCODERS.build(spec)
 
 
-def check_fingerprint(encoder: Encoder, representation: str, about: Mapping[str, Any]) -> None:
+def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) -> None:
     """Raises `SpecError` if another encoder made the representation."""
-    if encoder.fingerprint != about["fingerprint"]:
+    if encoder.fingerprint != info.fingerprint:
         problem = (
-            f"was made by another encoder (fingerprint {about['fingerprint']}, "
+            f"was made by another encoder (fingerprint {info.fingerprint}, "
             f"this one has {encoder.fingerprint})"
         )
-        legal = f"the weights and settings of {about['encoder']['name']} that made it"
+        legal = f"the weights and settings of {info.name} that made it"
         raise SpecError("representation", representation, legal, problem)
 
 
@@ -770,9 +767,9 @@ class _Positions:
         return tuple(sorted(places, key=lambda place: place.span))
 
 
-def _positions(row: dict[str, Any], about: dict[str, Any]) -> _Positions:
+def _positions(row: dict[str, Any], info: RepresentationInfo) -> _Positions:
     kinds = ("spans", "extents", "confidence")
-    return _Positions(*(row.get(about["positions"].get(kind)) for kind in kinds))
+    return _Positions(*(row.get(info.positions.get(kind)) for kind in kinds))
 
 
 def _matches(
@@ -792,10 +789,10 @@ def _matches(
     return tuple(matches)
 
 
-def _columns(name: str, about: dict[str, Any], score: str) -> list[str]:
+def _columns(name: str, info: RepresentationInfo, score: str) -> list[str]:
     """The columns of vectors that a score reads."""
     late, single = score in ("late", "hybrid"), score in ("single", "hybrid")
-    return [name] * late + [about["pooled"]] * (single and about["pooled"] is not None)
+    return [name] * late + [info.pooled_column] * (single and info.pooled_column is not None)
 
 
 def check_k(k: int) -> None:
@@ -805,17 +802,17 @@ def check_k(k: int) -> None:
 
 
 def check_options(
-    queries: Queries, about: dict[str, Any], k: int, score: str, weights: Weights, group_by: Any
+    queries: Queries, info: RepresentationInfo, k: int, score: str, weights: Weights, group_by: Any
 ) -> None:
     """Raises `SpecError` if a search of a representation cannot be done in this way."""
     check_k(k)
     if group_by not in (None, "parent"):
         raise SpecError("group_by", group_by, "parent, or nothing")
-    _check_score(score, about, queries)
+    _check_score(score, info, queries)
     check_weights(weights, score)
 
 
-def _check_score(score: str, about: dict[str, Any], queries: Queries) -> None:
+def _check_score(score: str, info: RepresentationInfo, queries: Queries) -> None:
     if score not in SCORES:
         raise SpecError("score", score, ", ".join(SCORES))
     if score != "single" and not all(map(len, queries.tokens)):
@@ -824,7 +821,7 @@ def _check_score(score: str, about: dict[str, Any], queries: Queries) -> None:
         )
     if score == "late":
         return
-    if about["pooled"] is None:
+    if info.pooled_column is None:
         raise SpecError("score", score, "late", "needs single vectors, and the index has none")
     if queries.pooled is None:
         raise SpecError("score", score, "late", "needs a single vector of the query, given as text")

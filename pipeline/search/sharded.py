@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from pipeline.config import JobError, SpecError, absolute
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.search.queries import Queries
 from pipeline.search.searcher import Ranking, Score, Searcher, Weights, check_options
@@ -120,7 +121,7 @@ class ShardedSearcher(Searcher):
         self,
         queries: Queries,
         name: str,
-        about: dict[str, Any],
+        info: RepresentationInfo,
         k: int,
         score: str,
         weights: Weights,
@@ -128,7 +129,7 @@ class ShardedSearcher(Searcher):
         rows: np.ndarray | None,
     ) -> list[Ranking]:
         # Here and not by the actors alone: Ray prints errors of those that are not waited for.
-        check_options(queries, about, k, score, weights, group_by)
+        check_options(queries, info, k, score, weights, group_by)
         shared = ray.put(queries)
         options = name, k, score, weights, group_by
         asked = [

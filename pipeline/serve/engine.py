@@ -26,7 +26,7 @@ from ray.serve.handle import DeploymentResponse
 
 from pipeline.config import SpecError
 from pipeline.encoders import QUERY_KINDS, not_read
-from pipeline.index.columns import query_kinds
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.schema import Composed, Reranked
 from pipeline.schema import Hit as Found
@@ -116,7 +116,7 @@ class Served:
         """The Lance version."""
         return self.edition.version
 
-    def representation(self, name: str | None) -> tuple[str, dict[str, Any]]:
+    def representation(self, name: str | None) -> tuple[str, RepresentationInfo]:
         """The name and metadata of a representation that can be searched.
 
         Raises:
@@ -239,12 +239,12 @@ class Engine:
         Returns:
             The representation, whether hits were reranked, those of each query, and warnings.
         """
-        name, about = served.representation(asked.representation)
+        name, info = served.representation(asked.representation)
         options = _options(served, name, asked)
         depth = max(asked.rerank.pool, asked.k) if asked.rerank else asked.k
         again = self._again(served, queries, asked, key) if asked.rerank else None
         with timer.stage("encode"):
-            encoded = await self.encode(queries, name, about, key)
+            encoded = await self.encode(queries, name, info, key)
         if again is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
                 hits = await self._search(served, encoded, options, asked, key)
@@ -303,14 +303,14 @@ class Engine:
                 error = bad_query(QUERY_KINDS.get(kind, kind), legal, place, len(queries))
                 raise of_spec_error(error)
 
-    def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, dict[str, Any]]:
+    def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, RepresentationInfo]:
         try:
             return served.representation(asked.representation)
         except ApiError as error:
             raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
 
     async def encode(
-        self, queries: Sequence[wire.Query], name: str, about: Mapping[str, Any], key: str
+        self, queries: Sequence[wire.Query], name: str, info: RepresentationInfo, key: str
     ) -> list[Encoded]:
         """Queries as vectors for a representation.
 
@@ -318,7 +318,7 @@ class Engine:
             ApiError: one is none, or the encoder does not take it.
         """
         try:
-            read = [await asyncio.to_thread(self._read, q, name, about) for q in queries]
+            read = [await asyncio.to_thread(self._read, q, name, info) for q in queries]
         except SpecError as error:
             raise of_spec_error(error) from None
         ready = {place: each for place, each in enumerate(read) if isinstance(each, Encoded)}
@@ -326,22 +326,21 @@ class Engine:
             places = [place for place, each in enumerate(read) if isinstance(each, kind)]
             if places:
                 some = [read[place] for place in places]
-                found = await self._encode(some, name, about, key)
+                found = await self._encode(some, name, info, key)
                 ready |= zip(places, found, strict=True)
         return [ready[place] for place in range(len(queries))]
 
     async def _encode(
-        self, queries: Sequence[Unencoded], name: str, about: Mapping[str, Any], key: str
+        self, queries: Sequence[Unencoded], name: str, info: RepresentationInfo, key: str
     ) -> list[Encoded]:
-        needed = {key: about[key] for key in ("encoder", "fingerprint")}
         call = self._stages.encoder.encode.remote
         return await self.ask(
             "encode",
-            lambda caller: call(name, needed, queries, caller),
+            lambda caller: call(name, info.encoder, queries, caller),
             Caller(key, self.settings.seconds.encode),
         )
 
-    def _read(self, query: wire.Query, name: str, about: Mapping[str, Any]) -> Encoded | Unencoded:
+    def _read(self, query: wire.Query, name: str, info: RepresentationInfo) -> Encoded | Unencoded:
         """A query as vectors; or what an encoder reads, after a look at whether it is that.
 
         Raises:
@@ -351,7 +350,7 @@ class Engine:
             return Encoded.of_vectors(query.vectors)
         written = self._written(query)
         kind = {bytes: "image", Composed: "composed"}.get(type(written))
-        if kind and kind not in (kinds := query_kinds(about)):
+        if kind and kind not in (kinds := info.encoder.query_kinds):
             raise not_read(kind, kinds, f"the encoder of {name}")
         return written
 
@@ -443,14 +442,15 @@ class Engine:
         served: Served,
         queries: Sequence[wire.Query],
         outcomes: Sequence[_Outcome],
-        second: tuple[str, dict[str, Any]],
+        second: tuple[str, RepresentationInfo],
         asked: wire.SearchOptions,
         key: str,
     ) -> list[_Outcome]:
         """Scores the hits again; those of which the second stage has no vectors are left out."""
-        _, about = served.representation(outcomes[0].options.representation)
+        _, info = served.representation(outcomes[0].options.representation)
         encoded: Sequence[Encoded] | None = [outcome.encoded for outcome in outcomes]
-        if any(about[part] != second[1][part] for part in ("encoder", "fingerprint")):
+        again = second[1].encoder
+        if (info.encoder.spec, info.encoder.fingerprint) != (again.spec, again.fingerprint):
             encoded = None
         found = [outcome.ranking.item_ids for outcome in outcomes]
         scores = await self.score_again(served, queries, encoded, second, found, key)
@@ -518,7 +518,7 @@ class Engine:
         served: Served,
         queries: Sequence[wire.Query],
         encoded: Sequence[Encoded] | None,
-        second: tuple[str, dict[str, Any]],
+        second: tuple[str, RepresentationInfo],
         item_ids: Sequence[Sequence[str]],
         key: str,
     ) -> list[dict[str, float]]:
@@ -528,9 +528,9 @@ class Engine:
             encoded: the queries as the first stage had them, where both have one encoder.
             second: the representation by which they are scored.
         """
-        name, about = second
+        name, info = second
         if encoded is None:
-            encoded = await self.encode(queries, name, about, key)
+            encoded = await self.encode(queries, name, info, key)
         unique = [tuple(dict.fromkeys(own)) for own in item_ids]
         options = [Options(served.edition, name, k=max(len(own), 1), ids=own) for own in unique]
         rank = self._stages.rerankers[served.name].rank_each.remote

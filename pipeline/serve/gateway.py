@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pipeline
 from pipeline.config import SpecError
-from pipeline.index.columns import query_kinds
+from pipeline.index.info import RepresentationInfo
 from pipeline.schema import ITEM
 from pipeline.search.searcher import check_weights
 from pipeline.serve import wire
@@ -499,13 +499,13 @@ async def encode(
     served = gateway.served(key, asked.index)
     request_id = _about(request, index=served.name, queries=len(asked.queries))
     _check_many(gateway, asked.queries)
-    name, about = served.representation(asked.representation)
-    encoded = await gateway.engine.encode(asked.queries, name, about, key.name)
+    name, info = served.representation(asked.representation)
+    encoded = await gateway.engine.encode(asked.queries, name, info, key.name)
     return wire.EncodeAnswer(
         request_id=request_id,
         index=served.name,
         representation=name,
-        fingerprint=about["fingerprint"],
+        fingerprint=info.encoder.fingerprint,
         queries=[
             wire.EncodedQuery(
                 vectors=e.tokens_MD.tolist(),
@@ -560,11 +560,20 @@ async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
 
 def _index_info(served: Served) -> wire.IndexInfo:
     index = served.searcher.index
-    representations = [
-        _representation(name, role, about)
-        for role in ("search", "rerank")
-        for name, about in index.by_role(role).items()
-    ]
+    representations = [_representation(info) for info in index.representations().values()]
+    for info in index.rerank_columns.values():
+        representations.append(
+            wire.Representation(
+                name=info.name,
+                role="rerank",
+                dim=info.dim,
+                scores=[],
+                queries=[],
+                encoder=info.encoder,
+                compressor=None,
+                codec=None,
+            )
+        )
     return wire.IndexInfo(
         name=served.name,
         version=served.version,
@@ -578,18 +587,17 @@ def _index_info(served: Served) -> wire.IndexInfo:
     )
 
 
-def _representation(name: str, role: str, about: Mapping[str, Any]) -> wire.Representation:
-    """A representation; of one for reranking alone less is known."""
-    made = {part: about.get(part, {}).get("name") for part in ("encoder", "compressor", "codec")}
-    scores = ["late", "single", "hybrid"] if about.get("pooled") else ["late"]
-    queries = [*query_kinds(about), "vectors"] if role == "search" else []
+def _representation(info: RepresentationInfo) -> wire.Representation:
+    """Describes a searchable representation."""
     return wire.Representation(
-        name=name,
-        role=role,
-        dim=about.get("dim"),
-        scores=scores if role == "search" else [],
-        queries=queries,
-        **made,
+        name=info.name,
+        role="search",
+        dim=info.dim,
+        scores=["late", "single", "hybrid"] if info.pooled_column else ["late"],
+        queries=[*info.encoder.query_kinds, "vectors"],
+        encoder=info.encoder.name,
+        compressor=info.compressor["name"],
+        codec=info.codec["name"],
     )
 
 

@@ -33,6 +33,7 @@ import torch
 
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Edition, open_edition
 from pipeline.schema import ITEM, Hit
 from pipeline.search.maps import Previews, SimilarityMap, similarity_map
@@ -157,16 +158,16 @@ def _joined(encoded: Sequence[Encoded]) -> Queries:
 class QueryEncoder:
     """Encodes queries with the encoders of the representations, each loaded once."""
 
-    def __init__(self, scale: Scale, preload: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, scale: Scale, preload: Sequence[EncoderInfo] = ()):
         bind_to_loopback()
         limit_threads(scale)
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
-        self._needs: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
+        self._needs: dict[tuple[str, str], tuple[str, EncoderInfo]] = {}
         size = batch_sizes("encode").observe
         self._turns = Turns(self._encode, _chars, PORTION_CHARS, observe=size)
-        for about in preload:
-            self._encoder(about)
+        for info in preload:
+            self._encoder(info)
 
     async def is_there(self) -> bool:
         """Whether it answers."""
@@ -176,14 +177,14 @@ class QueryEncoder:
     async def encode(
         self,
         name: str,
-        about: Mapping[str, Any],
+        info: EncoderInfo,
         queries: Sequence[Unencoded],
         caller: Caller,
     ) -> list[Encoded]:
         """Queries' vectors for a representation.
 
         Args:
-            about: the encoder and the fingerprint of the representation.
+            info: Encoder of the representation.
             queries: texts, files of pictures, or both together; all of one kind.
 
         Raises:
@@ -191,24 +192,24 @@ class QueryEncoder:
             TimeoutError: it is not done in time.
         """
         with logged("encode", queries=len(queries)):
-            group = digest(about), type(queries[0]).__name__
-            self._needs[group] = name, about
+            group = digest([info.spec, info.fingerprint]), type(queries[0]).__name__
+            self._needs[group] = name, info
             return await self._turns.ask(caller, group, queries)
 
     def _encode(
         self, group: tuple[str, str], queries: list[Unencoded]
     ) -> Generator[None, None, list[Encoded]]:
-        name, about = self._needs[group]
-        encoder = self._encoder(about)
+        name, info = self._needs[group]
+        encoder = self._encoder(info)
         yield  # loading it may have taken long
-        check_fingerprint(encoder, name, about)
+        check_fingerprint(encoder, name, info)
         return _each(encoded_by(encoder, queries))
 
-    def _encoder(self, about: Mapping[str, Any]) -> Encoder:
-        key = digest(about["encoder"])
+    def _encoder(self, info: EncoderInfo) -> Encoder:
+        key = digest(info.spec)
         with self._lock:
             if key not in self._encoders:
-                self._encoders[key] = query_encoder(about)
+                self._encoders[key] = query_encoder(info)
             return self._encoders[key]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -203,11 +204,11 @@ def test_a_text_that_cannot_be_compared_with_patches_has_its_single_vector_alone
     queries = Queries.of_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
     assert [tuple(tokens.shape) for tokens in queries.tokens] == [(0, 32), (0, 32)]
     assert queries.pooled.shape == (2, 24)
-    about = {"pooled": "clip_pooled", "dim": 32}
-    check_options(queries, about, 10, "single", (1.0, 1.0), None)
+    info = SimpleNamespace(pooled_column="clip_pooled", dim=32)
+    check_options(queries, info, 10, "single", (1.0, 1.0), None)
     for score in ("late", "hybrid"):
         with pytest.raises(SpecError, match="needs token vectors of the query"):
-            check_options(queries, about, 10, score, (1.0, 1.0), None)
+            check_options(queries, info, 10, score, (1.0, 1.0), None)
 
 
 def test_case_does_not_matter_unless_it_is_asked_for(build):

@@ -160,7 +160,7 @@ def test_an_index_through_an_adapter_is_searched_through_it(cluster, tmp_path):
     }
     job.run(config.parse(IndexSpec, given), IndexResources(), job="1", report=lambda _: 0)
     searcher = open_index(str(tmp_path / "index"))
-    assert searcher.index.representation("full")["dim"] == 32
+    assert searcher.index.representation("full").dim == 32
     assert searcher.search("lift of a wing", k=1)[0].item_id == "wing.txt"
     Adapter(384, 32).save(tmp_path)  # another one in its place
     with pytest.raises(SpecError, match="encoder"):

@@ -159,8 +159,8 @@ def test_measures_follow_from_what_is_stored(uri, name):
     searcher = open_index(uri)
     phrase = Phrase("a.pdf#page=1", "fresh fish", [[0.25, 0.4, 0.6, 0.6]])
     numbers = Grounder(searcher, [phrase]).measure(name)
-    about = searcher.index.representation(name)
-    extents, support = about["positions"]["extents"], about.get("support")
+    info = searcher.index.representation(name)
+    extents, support = info.positions["extents"], info.support_column
     columns = [name, extents, *([support] if support else [])]
     (row,) = searcher.index.items([phrase.item_id], columns).to_pylist()
     (query,) = searcher.queries([phrase.text], name).tokens

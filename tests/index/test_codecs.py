@@ -17,7 +17,7 @@ from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, every_representation
 from pipeline.index.dry_run import dry_run
 from pipeline.index.export import export
-from pipeline.index.fitting import is_fitted, stored_sample
+from pipeline.index.fitting import stored_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -122,13 +122,13 @@ def uri(original: Path, tmp_path: Path) -> Path:
 
 def test_one_codebook_is_fitted_and_used_by_every_run(uri):
     index = Index(str(uri))
-    about = index.representation("residual")
-    assert about["artefact"] is None and about["codec_artefact"] in artefacts(uri)
-    assert index.representation("full")["codec_artefact"] is None
-    assert index.representation("pooled_residual")["codec_artefact"] != about["codec_artefact"]
-    learned = load_artefact(str(uri), about["codec_artefact"], {})
+    info = index.representation("residual")
+    assert info.artefact is None and info.codec_artefact in artefacts(uri)
+    assert index.representation("full").codec_artefact is None
+    assert index.representation("pooled_residual").codec_artefact != info.codec_artefact
+    learned = load_artefact(str(uri), info.codec_artefact, {})
     assert learned["centroids"].shape == (8, DIM) and bool(learned["normalised"])
-    codec = CODECS.build(CODECS.resolve(about["codec"]), learned)
+    codec = CODECS.build(CODECS.resolve(info.codec), learned)
 
     # Every row, of either run, is what this codebook makes of the full tokens.
     assert len(index) == len(DOCUMENTS)
@@ -141,7 +141,7 @@ def test_one_codebook_is_fitted_and_used_by_every_run(uri):
         assert np.isclose(found[item_id], expected, atol=1e-3).mean() > 0.97
     stored = status(str(uri))["representations"]["residual"]
     assert stored["codec"] == "residual bits=4 num_centroids=8"
-    assert stored["codec_artefact"] == about["codec_artefact"]
+    assert stored["codec_artefact"] == info.codec_artefact
     assert stored["bytes_vectors"] == NUM_TOKENS * (4 + DIM // 2)
 
 
@@ -161,11 +161,11 @@ def test_recompress_fits_and_resumes(uri):
     more = {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": CODEC, "id": "more"}
     before = artefacts(uri)
     assert run_recompress(uri, more, fit_items=6).rows == len(DOCUMENTS)
-    about = Index(str(uri)).representation("more")
-    assert artefacts(uri) - before == {about["codec_artefact"]}
+    info = Index(str(uri)).representation("more")
+    assert artefacts(uri) - before == {info.codec_artefact}
     there = vectors(uri, "more")
     progress = run_recompress(uri, more, fit_items=3)  # nothing is left, nothing is fitted
-    assert progress.rows == 0 and artefacts(uri) - before == {about["codec_artefact"]}
+    assert progress.rows == 0 and artefacts(uri) - before == {info.codec_artefact}
     found = vectors(uri, "more")
     assert all(np.array_equal(found[item_id], there[item_id]) for item_id in there)
 
@@ -184,7 +184,7 @@ def test_the_sample_is_recorded(uri):
     sample = sample_of(uri, "residual")
     assert sample.origin == {} and len(sample.items_N) == 4  # one of the five came later
     assert set(sample.items_N.tolist()) <= hashes(uri)
-    assert not is_fitted(Index(str(uri)).representation("full"))
+    assert not Index(str(uri)).representation("full").is_fitted
 
 
 @pytest.mark.heavy
@@ -257,12 +257,11 @@ def test_a_fitted_compressor_and_a_fitted_codec(cluster, tmp_path, collection):
         encoder="minilm",
     )
     make_index(spec)
-    (about,) = Index(str(tmp_path / "index")).representations().values()
-    assert artefacts(tmp_path / "index") == {about["artefact"], about["codec_artefact"]}
-    fitted_for = {name: about[name] for name in ("fingerprint", "compressor", "artefact", "codec")}
-    learned = load_artefact(str(tmp_path / "index"), about["codec_artefact"], fitted_for)
+    (info,) = Index(str(tmp_path / "index")).representations().values()
+    assert artefacts(tmp_path / "index") == {info.artefact, info.codec_artefact}
+    learned = load_artefact(str(tmp_path / "index"), info.codec_artefact, info.codec_fit)
     # A codec sees what the compressor makes: centroids of its centroids.
-    words = load_artefact(str(tmp_path / "index"), about["artefact"], {})["codebook"]
+    words = load_artefact(str(tmp_path / "index"), info.artefact, {})["codebook"]
     likeness = learned["centroids"] @ words.T
     assert likeness.max() == pytest.approx(1.0, abs=1e-3)
 
@@ -315,8 +314,8 @@ def test_other_settings_and_damaged_codebooks_are_refused(uri):
         SpecError, match=rf"representations.{name}.codec: .* differs from the index"
     ):
         run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
-    artefact = Index(str(uri)).representation(name)["codec_artefact"]
-    other = Index(str(uri)).representation("pooled_residual")["codec_artefact"]
+    artefact = Index(str(uri)).representation(name).codec_artefact
+    other = Index(str(uri)).representation("pooled_residual").codec_artefact
     shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
     with pytest.raises(SpecError, match="holds another artefact"):
         open_index(str(uri)).load(name)

@@ -3,18 +3,14 @@
 import lance
 import pyarrow as pa
 
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    compressor_remarks,
-    representation_fields,
-)
+from pipeline.index.columns import Representation, compressor_remarks, representation_fields
+from pipeline.index.info import EncoderInfo
 from tests.compression.test_seeds import grid_extents
 
 
 def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path):
     """In one sentence for all representations that have it, judged by the stored extents."""
-    facts = EncoderFacts(
+    encoder_info = EncoderInfo(
         spec={"name": "colpali"},
         dim=4,
         pooled_dim=None,
@@ -31,7 +27,7 @@ def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path):
         for name in ("samer", "spatial")
         for budget, seeds in ((8, {}), (9, {}), (8, {"seeds": "lattice"}))
     ]
-    fields = [field for r in wanted for field in representation_fields(r, facts, None)]
+    fields = [field for r in wanted for field in representation_fields(r, encoder_info, None)]
     extents = pa.field("colpali_extents", pa.list_(pa.list_(pa.float32(), 6)))
     rows = [None, grid_extents(14, 14).tolist()]
     table = pa.table([pa.array(rows, extents.type)], schema=pa.schema([extents]))

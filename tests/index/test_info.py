@@ -21,7 +21,7 @@ from pipeline.index.info import (
     pooled_infos,
     representation_infos,
     rerank_infos,
-    stored_taps,
+    tap_names,
 )
 from pipeline.schema import metadata_of, with_metadata
 from pipeline.taps import Tap
@@ -94,7 +94,7 @@ def test_other_columns(schema):
     first = pooled["minilm_pooled"]
     encoder = representation_infos(schema)["full"].encoder
     assert first == PooledInfo("minilm_pooled", encoder.spec, encoder.fingerprint, 384)
-    assert stored_taps(schema) == ["eos_row/mean/5"]
+    assert tap_names(schema) == ["eos_row/mean/5"]
     assert rerank_infos(schema) == {}
     adapter = {"role": "rerank", "encoder": {"name": "dual"}, "adapter": {"fingerprint": "a"}}
     for metadata, expected in (

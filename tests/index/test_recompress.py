@@ -127,12 +127,16 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
     a_spec = spec(uri, HPOOL)
     # A run that came as far as one committed fragment, and died.
     writer = IndexWriter(str(uri), "died")
-    facts, _ = recompress.stored_facts(Index(str(uri)), "full")
+    encoder_info, _ = recompress.stored_encoder(Index(str(uri)), "full")
     (wanted,) = every_representation(a_spec)
-    writer.add_columns(representation_fields(wanted, facts, None))
+    writer.add_columns(representation_fields(wanted, encoder_info, None))
     assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
     fill = recompress.FillFragment(
-        str(uri), writer.dataset.version, "full", Compress(facts, [wanted], {}, ()), num_threads=1
+        str(uri),
+        writer.dataset.version,
+        "full",
+        Compress(encoder_info, [wanted], {}, ()),
+        num_threads=1,
     )
     filled = fill.fill(1)
     fragment = recompress.FragmentMetadata.from_json(json.dumps(filled["fragment"]))

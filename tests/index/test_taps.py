@@ -106,8 +106,8 @@ def test_every_method_is_a_column(at_once):
 def test_bits_are_searched_with_the_bits_of_the_query(at_once):
     name = "hpc_num_centroids8_binary_4"
     searcher = open_index(str(at_once))
-    about = searcher.index.representation(name)
-    assert (about["dim"], about["query_dim"]) == (3, 384)
+    info = searcher.index.representation(name)
+    assert (info.dim, info.encoder.dim) == (3, 384)
     text = TEXTS["shell/1"]
     (hits,) = searcher.search([text], name, k=16)
     (query,) = searcher.queries([text], name).tokens

@@ -4,6 +4,7 @@ import csv
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import lance
 import numpy as np
@@ -22,7 +23,6 @@ from pipeline.eval.metrics import means, per_query, read_run
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.artefacts import Sample, save_artefact
-from pipeline.index.columns import fitted_for
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import ITEMS, Index
 from pipeline.registry import ENCODERS
@@ -144,15 +144,16 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     """The sample of an artefact is held against the items that are evaluated."""
     lance.dataset(f"{own_index}/{ITEMS}").update({"revision": "item_id"})  # as if of the content
     index = Index(own_index)
-    about = index.representation("hpool_4")
+    info = index.representation("hpool_4")
     (batch,) = index.batches(
         ["item_id", *CONTENT], where="item_id LIKE 'wing%' OR item_id = 'flow'"
     )
     lost = np.array([7], np.uint64)  # of an item that the index has no more
     sample = Sample({}, np.sort(np.concatenate([content_hashes(batch), lost])))
-    artefact = save_artefact(own_index, {"k": np.zeros(1)}, fitted_for(about), sample)
+    artefact = save_artefact(own_index, {"k": np.zeros(1)}, info.compressor_fit, sample)
     dataset = lance.dataset(f"{own_index}/{ITEMS}")
-    field = with_metadata(dataset.schema.field("hpool_4"), {**about, "artefact": artefact})
+    fitted = replace(info, artefact=artefact).to_metadata()
+    field = with_metadata(dataset.schema.field("hpool_4"), fitted)
     table = dataset.to_table(columns=["hpool_4"]).rename_columns(["fitted"])
     schema = pa.schema([field.with_name("fitted")])
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())

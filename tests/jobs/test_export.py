@@ -76,7 +76,7 @@ def test_what_parquet_says_of_items_and_of_the_representation(index_uri, tmp_pat
     assert table.schema.names[:4] == ["id", "vectors", "parent_id", "source"]
     assert str(table.schema.field("vectors").type.value_type.value_type) == "halffloat"
     said = json.loads(table.schema.metadata[METADATA_KEY])
-    assert said.items() >= Index(index_uri).representation("hpool_4").items()
+    assert said.items() >= Index(index_uri).representation("hpool_4").to_metadata().items()
     assert (said["representation"], said["items"], said["where"]) == ("hpool_4", 8, None)
     assert {"span", "metadata", "text", "title", "revision"} <= set(table.schema.names)
 
@@ -91,7 +91,7 @@ def test_what_npy_says_of_items_and_of_the_representation(index_uri, tmp_path, t
     assert [item["text"] for item in items] == list(texts.values())
     assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
     said = json.loads((tmp_path / "a/metadata.json").read_text())
-    assert said["fingerprint"] == Index(index_uri).representation("full")["fingerprint"]
+    assert said["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
 
 
 def test_single_vectors(index_uri, output, form):

@@ -9,18 +9,14 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import parse
-from pipeline.index.columns import (
-    EncoderFacts,
-    Representation,
-    encoder_fields,
-    representation_fields,
-)
+from pipeline.index.columns import Representation, encoder_fields, representation_fields
+from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import ITEMS
 from pipeline.schema import ITEM, Item
 from pipeline.tokens import lists_of
 
 DIM = 16
-FACTS = EncoderFacts(
+ENCODER = EncoderInfo(
     spec={"name": "minilm"},
     dim=DIM,
     pooled_dim=DIM,
@@ -31,8 +27,8 @@ FACTS = EncoderFacts(
     prefix="minilm",
 )
 COLUMNS = [
-    *encoder_fields(FACTS, keep_positions=False),
-    *representation_fields(parse(Representation, {"compressor": "none"}), FACTS, None),
+    *encoder_fields(ENCODER, keep_positions=False),
+    *representation_fields(parse(Representation, {"compressor": "none"}), ENCODER, None),
 ]
 SCHEMA = pa.schema([*ITEM, *COLUMNS])
 

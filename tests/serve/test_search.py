@@ -154,7 +154,7 @@ def test_reranking_given_items(client, searcher):
 def test_encoding(client, searcher):
     found = client.encode(QUERIES, index="texts")
     expected = searcher.queries(QUERIES)
-    assert found.fingerprint == searcher.index.representation("full")["fingerprint"]
+    assert found.fingerprint == searcher.index.representation("full").encoder.fingerprint
     for query, tokens, texts in zip(
         found.queries, expected.tokens, expected.token_texts, strict=True
     ):

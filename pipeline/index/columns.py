@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.index.info import EncoderInfo, RepresentationInfo
-from pipeline.index.positions import stored_type
+from pipeline.index.positions import as_used, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
 from pipeline.taps import Tap, single_taps
@@ -320,7 +320,7 @@ def compressor_remarks(
         name = RepresentationInfo.from_schema(dataset.schema, r.id).positions.get("extents")
         if name is None or name not in dataset.schema.names:
             continue
-        first = dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1)[name]
+        first = as_used(dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1))[name]
         compressor = COMPRESSORS.build(r.compressor)
         if len(first) and (sentence := compressor.remark(np.array(first[0].as_py()))):
             ids_by_sentence.setdefault(sentence, []).append(r.id)

@@ -2,13 +2,16 @@
 
 import lance
 import pyarrow as pa
+import pytest
 
 from pipeline.index.columns import Representation, compressor_remarks, representation_fields
 from pipeline.index.info import EncoderInfo
+from pipeline.index.positions import EXTENTS, STORED_EXTENTS, as_stored
 from tests.compression.test_seeds import grid_extents
 
 
-def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path):
+@pytest.mark.parametrize("form", [EXTENTS, STORED_EXTENTS])
+def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path, form):
     """In one sentence for all representations that have it, judged by the stored extents."""
     encoder_info = EncoderInfo(
         spec={"name": "colpali"},
@@ -28,9 +31,9 @@ def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path):
         for budget, seeds in ((8, {}), (9, {}), (8, {"seeds": "lattice"}))
     ]
     fields = [field for r in wanted for field in representation_fields(r, encoder_info, None)]
-    extents = pa.field("colpali_extents", pa.list_(pa.list_(pa.float32(), 6)))
-    rows = [None, grid_extents(14, 14).tolist()]
-    table = pa.table([pa.array(rows, extents.type)], schema=pa.schema([extents]))
+    rows = pa.array([None, grid_extents(14, 14).tolist()], EXTENTS)
+    schema = pa.schema([pa.field("colpali_extents", form)])
+    table = as_stored(pa.table({"colpali_extents": rows}), schema)
     for field in fields:
         table = table.append_column(field, pa.nulls(2, field.type))
     dataset = lance.write_dataset(table, str(tmp_path / "index"))

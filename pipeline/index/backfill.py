@@ -189,7 +189,7 @@ class CacheFragment:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
         asked = zip(batch["fragment"], batch["shards"], strict=True)
         filled = [self.fill(int(number), json.loads(shards)) for number, shards in asked]
-        return {"filled": [json.dumps(one._asdict()) for one in filled]}
+        return {"filled": [one.to_json() for one in filled]}
 
     def fill(self, number: int, shards: list[int]) -> Filled:
         """Fills the rows of one fragment that have no tokens."""

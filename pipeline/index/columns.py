@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -156,10 +157,13 @@ Sweep = dict[str, Any] | list[dict[str, Any]]
 
 
 class ListsRepresentations(Protocol):
-    """What `every_representation` reads of a spec."""
+    """A spec that lists representations."""
 
-    representations: list[Representation]
-    sweep: Sweep
+    @property
+    def representations(self) -> list[Representation]: ...
+
+    @property
+    def sweep(self) -> Sweep: ...
 
 
 def every_representation(spec: ListsRepresentations) -> list[Representation]:
@@ -220,6 +224,30 @@ def encoder_fields(
     return fields
 
 
+def representation_info(
+    representation: Representation, encoder_info: EncoderInfo
+) -> RepresentationInfo:
+    """Returns the info of a representation of which nothing is fitted yet."""
+    compressor = COMPRESSORS.build(representation.compressor)
+    of_field = encoder_info.for_field(representation.of)
+    return RepresentationInfo(
+        name=representation.id,
+        encoder=encoder_info,
+        compressor=dump(representation.compressor),
+        codec=dump(representation.codec),
+        artefact=None,
+        codec_artefact=None,
+        dim=compressor.output_dim(encoder_info.dim),
+        normalised=compressor.normalised,
+        field=representation.of,
+        text_column="text" if representation.of == "content" else representation.of,
+        pooled_column=of_field.pooled_column,
+        positions={kind: of_field.position_column(kind) for kind in of_field.position_types},
+        support_column=representation.support_id if has_support(representation) else None,
+        support_form=compressor.support_form if has_support(representation) else None,
+    )
+
+
 def representation_fields(
     representation: Representation,
     encoder_info: EncoderInfo,
@@ -234,30 +262,15 @@ def representation_fields(
         artefact: Name of the fitted state of the compressor.
         codec_artefact: Name of the fitted state of the codec.
     """
-    compressor = COMPRESSORS.build(representation.compressor)
-    of_field = encoder_info.for_field(representation.of)
-    info = RepresentationInfo(
-        name=representation.id,
-        encoder=encoder_info,
-        compressor=dump(representation.compressor),
-        codec=dump(representation.codec),
-        artefact=artefact,
-        codec_artefact=codec_artefact,
-        dim=compressor.output_dim(encoder_info.dim),
-        normalised=compressor.normalised,
-        field=representation.of,
-        text_column="text" if representation.of == "content" else representation.of,
-        pooled_column=of_field.pooled_column,
-        positions={kind: of_field.position_column(kind) for kind in of_field.position_types},
-        support_column=representation.support_id if has_support(representation) else None,
-    )
-    column_type = CODECS.build(representation.codec).column_type(info.dim)
-    fields = [with_metadata(pa.field(info.name, column_type), info.to_metadata())]
+    info = representation_info(representation, encoder_info)
+    info = replace(info, artefact=artefact, codec_artefact=codec_artefact)
+    codec = CODECS.build(representation.codec)
+    fields = [with_metadata(pa.field(info.name, codec.column_type(info.dim)), info.to_metadata())]
     if info.support_column is not None:
         metadata = {
             "format_version": FORMAT_VERSION,
             "role": "support",
-            "form": compressor.support_form,
+            "form": info.support_form,
             "of": info.name,
         }
         column = pa.field(info.support_column, pa.list_(pa.uint16()))

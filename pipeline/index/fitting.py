@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.compression.random import drawn
-from pipeline.config import dump, within
+from pipeline.config import within
 from pipeline.index.artefacts import Sample, load_artefact, load_sample, save_artefact
-from pipeline.index.columns import Representation, representation_fields
+from pipeline.index.columns import Representation, representation_fields, representation_info
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.registry import CODECS, COMPRESSORS
 from pipeline.tokens import TokenBatch
@@ -63,14 +64,14 @@ def fit(
 def fitted_fields(
     index: str, representation: Representation, encoder_info: EncoderInfo, learned: Learned
 ) -> list[pa.Field]:
-    """Stores what was learned; gives the representation's columns, whose metadata names it."""
-    about = {"fingerprint": encoder_info.fingerprint, "compressor": dump(representation.compressor)}
+    """Stores the fitted state and returns the columns, whose metadata names it."""
+    info = representation_info(representation, encoder_info)
     artefact = codec_artefact = None
     if learned.compressor is not None:
-        artefact = save_artefact(index, learned.compressor, about, learned.sample)
+        artefact = save_artefact(index, learned.compressor, info.compressor_fit, learned.sample)
     if learned.codec is not None:
-        about |= {"artefact": artefact, "codec": dump(representation.codec)}
-        codec_artefact = save_artefact(index, learned.codec, about, learned.sample)
+        codec_fit = replace(info, artefact=artefact).codec_fit
+        codec_artefact = save_artefact(index, learned.codec, codec_fit, learned.sample)
     return representation_fields(representation, encoder_info, artefact, codec_artefact)
 
 

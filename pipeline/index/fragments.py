@@ -109,15 +109,15 @@ class Pending:
 
     def add(self, written: dict[str, Any]) -> None:
         """Adds a row of `WRITTEN`."""
-        about = json.loads(written["about"])
+        summary = json.loads(written["about"])
         self.rows += 1
         fragments = json.loads(written["fragments"])
         self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]
-        for fragment, ids in about["replaces"].items():
+        for fragment, ids in summary["replaces"].items():
             self.replaced.setdefault(int(fragment), []).extend(ids)
         self.rejects.append(from_ipc(written["rejects"]))
-        self.item_ids += about["item_ids"]
-        self.gone += about["gone"]
-        self.num_bytes += about["bytes"]
-        for name, spent in about["seconds"].items():
+        self.item_ids += summary["item_ids"]
+        self.gone += summary["gone"]
+        self.num_bytes += summary["bytes"]
+        for name, spent in summary["seconds"].items():
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

@@ -292,14 +292,14 @@ def commit_filled(
     try:
         for row in rows_of(filled):
             if row is not None:
-                about = json.loads(row["filled"])
-                if about["fragment"] is not None:
-                    fragment = FragmentMetadata.from_json(json.dumps(about["fragment"]))
-                    pending.append((fragment, about["fields"]))
+                done = Filled.from_json(row["filled"])
+                if done.fragment is not None:
+                    fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
+                    pending.append((fragment, done.fields))
                 progress.done += 1
-                progress.rows += about["rows"]
-                progress.empty += about["empty"]
-                for name, spent in about["seconds"].items():
+                progress.rows += done.rows
+                progress.empty += done.empty
+                for name, spent in done.seconds.items():
                     progress.seconds[name] += spent
                 if len(pending) >= commit_fragments:
                     commit()
@@ -314,13 +314,14 @@ def commit_filled(
 
 
 class Filled(NamedTuple):
-    """What was written of a fragment.
+    """The new columns of a fragment.
 
     Attributes:
-        fragment: its metadata with the new data file, as JSON has it; None: nothing was written.
-        fields: the numbers of the columns in that.
-        rows, empty: those with data, and those that were tried and got nothing.
-        seconds: by what they were spent on.
+        fragment: JSON value of its metadata with the new data file; None if nothing was written.
+        fields: Field ids of the columns in that file.
+        rows: Number of rows that got data.
+        empty: Number of rows that were tried and got none.
+        seconds: Time by step.
     """
 
     fragment: Any
@@ -328,6 +329,15 @@ class Filled(NamedTuple):
     rows: int
     empty: int
     seconds: dict[str, float]
+
+    @classmethod
+    def from_json(cls, text: str) -> Filled:
+        """Parses what `to_json` returned."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """Returns the JSON in which actors hand it to the driver."""
+        return json.dumps(self._asdict())
 
 
 class FillFragment:
@@ -342,9 +352,9 @@ class FillFragment:
         (self.aspect,) = stage.aspects
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        return {"filled": [json.dumps(self.fill(int(number))) for number in batch["fragment"]]}
+        return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
 
-    def fill(self, number: int) -> dict[str, Any]:
+    def fill(self, number: int) -> Filled:
         """Fills one fragment; rows without full tokens keep null."""
         start = time.perf_counter()
         fragment = self.index.dataset.get_fragment(number)
@@ -373,7 +383,7 @@ class FillFragment:
             "compress": compressed - read,
             "write": time.perf_counter() - compressed,
         }
-        return Filled(metadata.to_json(), modified, table.num_rows, 0, seconds)._asdict()
+        return Filled(metadata.to_json(), modified, table.num_rows, 0, seconds)
 
 
 def read_tokens(

@@ -28,23 +28,23 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
     Raises:
         SpecError: for `rerank`: the folder is no EDJE's, or one of another encoder.
     """
-    about = edje_of(folder)
-    if about["vision"]["fingerprint"] != encoder_info.fingerprint:
+    edje = edje_of(folder)
+    if edje["vision"]["fingerprint"] != encoder_info.fingerprint:
         legal = f"an EDJE of the encoder {encoder_info.spec['name']} with the index's settings"
         legal += f" (fingerprint {encoder_info.fingerprint})"
-        problem = f"reads another encoder (fingerprint {about['vision']['fingerprint']})"
+        problem = f"reads another encoder (fingerprint {edje['vision']['fingerprint']})"
         raise SpecError("rerank", folder, legal, problem)
     metadata = {
         "format_version": FORMAT_VERSION,
         "role": "rerank",
         "encoder": encoder_info.spec,
         "fingerprint": encoder_info.fingerprint,
-        "adapter": {**about["adapter"], "fingerprint": about["fingerprints"]["adapter"]},
-        "dim": about["dim"],
+        "adapter": {**edje["adapter"], "fingerprint": edje["fingerprints"]["adapter"]},
+        "dim": edje["dim"],
         "normalised": False,
         "of": "content",
     }
-    return with_metadata(pa.field(RERANK_TOKENS, vectors_type(about["dim"])), metadata)
+    return with_metadata(pa.field(RERANK_TOKENS, vectors_type(edje["dim"])), metadata)
 
 
 def edje_of(folder: str) -> dict[str, Any]:

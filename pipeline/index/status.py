@@ -40,7 +40,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "taps": tap_names(index.schema),
         "rerank_tokens": stored_tokens(index),
         "rejects": dict(reasons.most_common()),
-        "jobs": last_jobs(uri, num_jobs, lease and lease.job),
+        "jobs": last_jobs(uri, num_jobs, lease.job if lease else None),
     }
 
 
@@ -56,7 +56,7 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
     info = index.representation(representation)
     others = [name for name in info.token_columns if name in index.schema.names]
     num_rows = num_filled = num_vectors = 0
-    num_bytes = Counter()
+    num_bytes: Counter[str] = Counter()
     columns = [representation, *others]
     for batch in index.batches(columns, where=where):
         filled = np.asarray(pc.is_valid(batch[representation]))
@@ -117,7 +117,7 @@ def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]
     if not filesystem.exists(path):
         return []
     folders = sorted((p.rstrip("/") for p in filesystem.ls(path, detail=False)), reverse=True)
-    summaries = []
+    summaries: list[dict[str, Any]] = []
     for folder in folders:
         if len(summaries) == number:
             break

@@ -139,8 +139,8 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
         num_threads=1,
     )
     filled = fill.fill(1)
-    fragment = recompress.FragmentMetadata.from_json(json.dumps(filled["fragment"]))
-    writer.commit_columns([(fragment, filled["fields"])])
+    fragment = recompress.FragmentMetadata.from_json(json.dumps(filled.fragment))
+    writer.commit_columns([(fragment, filled.fields)])
     writer.release()
     before = rows(uri)
     assert sum(row["hpool_4"] is not None for row in before.values()) == 2

@@ -12,7 +12,7 @@ import torch
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.maxsim import maxsim
 from pipeline.search.packed import PackedVectors
-from pipeline.search.queries import Queries
+from pipeline.search.query import Queries
 from pipeline.tokens import flat_rows
 
 TEXTS = [
@@ -30,7 +30,7 @@ def main() -> None:
     """Prints the texts in the order of their MaxSim scores, uncompressed and compressed."""
     encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
     items = pa.table({"item_id": [str(i) for i in range(len(TEXTS))], "text": TEXTS})
-    query = Queries.of_encoded(encoder.encode_queries([QUERY]))
+    query = Queries.from_encoded(encoder.encode_queries([QUERY]))
 
     for name in ("none", "hpool"):
         options = {} if name == "none" else {"num_vectors": NUM_VECTORS}

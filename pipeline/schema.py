@@ -318,7 +318,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Hit:
-    """One search result; `pipeline.search.searcher` says what its score is."""
+    """One search result; `pipeline.search.score` defines its score."""
 
     rank: int
     score: float

@@ -12,7 +12,7 @@ import Stemmer
 from bm25s.tokenization import Tokenizer
 
 from pipeline.index.reader import Index, both
-from pipeline.search.searcher import top_rows
+from pipeline.search.score import top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index it builds
 

@@ -9,7 +9,8 @@ from pipeline.config import SpecError
 from pipeline.eval.results import SINGLE
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.reader import Index, both
-from pipeline.search.searcher import SCORES, Score, Searcher
+from pipeline.search.options import SCORES, Score
+from pipeline.search.searcher import Searcher
 
 
 class Row(NamedTuple):
@@ -32,20 +33,20 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     names = spec.representations or _filled(searcher.index, spec.where)
     if not names:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
-    infos = {name: searcher.representation(name)[1] for name in names}
-    for name, info in infos.items():
+    infos = [searcher.representation(name) for name in names]
+    for info in infos:
         needy = [score for score in spec.scores if score != "late"]
         if needy and info.pooled_column is None:
-            problem = f"needs single vectors, and {name} has none"
+            problem = f"needs single vectors, and {info.name} has none"
             raise SpecError("scores", needy[0], "late", problem)
     scores = spec.scores or SCORES
     if SINGLE in scores:
-        by_column = {info.pooled_column: name for name, info in infos.items() if info.pooled_column}
+        by_column = {info.pooled_column: info.name for info in infos if info.pooled_column}
         yield from (Row(name, SINGLE) for name in by_column.values())
-    for name, info in infos.items():
+    for info in infos:
         for score in scores:
             if score != SINGLE and (score == "late" or info.pooled_column):
-                yield Row(name, score)
+                yield Row(info.name, score)
     for second in spec.rerank:
         yield _first_stage(second, searcher, names)
 
@@ -57,7 +58,7 @@ def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -
         SpecError: The representation is missing, or lacks single vectors that the score needs.
     """
     name = second.representation or ("full" if "full" in names else names[0])
-    name, info = searcher.representation(name)
+    info = searcher.representation(name)
     score: Score = second.score or (SINGLE if info.pooled_column else "late")
     if score != "late" and info.pooled_column is None:
         problem = f"needs single vectors, and {name} has none"

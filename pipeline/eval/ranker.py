@@ -27,7 +27,8 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import stored, stored_tokens
 from pipeline.schema import ITEM, Hit
-from pipeline.search.searcher import EQUAL, Searcher
+from pipeline.search.options import EQUAL
+from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker

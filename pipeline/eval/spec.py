@@ -12,7 +12,7 @@ from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import POOL, Precision
-from pipeline.search.searcher import EQUAL, LEGAL_WEIGHTS, Score, Weights, are_weights
+from pipeline.search.options import EQUAL, LEGAL_WEIGHTS, Score, Weights, are_weights
 
 
 class RerankSpec(Spec):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from pipeline.atomic import write_atomic
 from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.decoding import Unreadable
 from pipeline.index import JOBS
@@ -36,8 +34,8 @@ from pipeline.search.explain import (
     place_of,
     printable,
 )
-from pipeline.search.queries import Queries
-from pipeline.search.searcher import AnyQuery, Searcher
+from pipeline.search.query import AnyQuery, Queries
+from pipeline.search.searcher import Searcher
 from pipeline.sources import NO_PREVIEW, Source, content_in
 from pipeline.sources.files import existing_root
 
@@ -56,8 +54,6 @@ REPORT_PIXELS = 900
 #: From picture to picture of a sheet of phrases, and of one of hits.
 SHEET_STEP = 320
 HIT_STEP = 200
-#: Query tokens that have a map each.
-MOST_TOKEN_MAPS = 64
 
 #: x0 y0 x1 y1 in [0, 1] of the picture.
 Boxes = Sequence[Sequence[float]]
@@ -196,10 +192,11 @@ def similarity_map(
         SpecError: no such item, or it lacks what a map needs: the positions of its tokens, the
             vectors, the support of compressed ones.
     """
-    name, info = searcher.representation(representation)
+    info = searcher.representation(representation)
+    name = info.name
     queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
-    row = _row(searcher, item_id, name, info)
-    output_T = _outputs(searcher, row, info, name)
+    row = _row(searcher, item_id, info)
+    output_T = _outputs(row, info)
     stored = searcher.index.codec(name).decode(row[name], info.dim)[0]
     vectors_ND = torch.from_numpy(stored.astype(np.float32))
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
@@ -573,35 +570,6 @@ def smaller(picture: bytes) -> bytes:
     return png.getvalue()
 
 
-def write_maps(
-    folder: str, number: int, previews: Previews, map: SimilarityMap, query: str
-) -> list[str]:
-    """Writes a hit's maps: of the whole query, of each query token, and the numbers as JSON.
-
-    Words without a location, such as those of a caption, are not highlighted: there is one map. So
-    there is for a query of very many tokens, an image.
-
-    Args:
-        query: What the maps are titled with.
-
-    Returns:
-        The names of the files, `<number>.png`, `<number>-<token>-<text>.png`, `<number>.json`.
-    """
-    files = {
-        f"{number}.png": titled(light(previews, map), map, query),
-        f"{number}.json": map.to_json(),
-    }
-    has_places = any(word.box or word.times for word in map.words)
-    apart = has_places and len(map.query_tokens) <= MOST_TOKEN_MAPS
-    for token, text in enumerate(map.query_tokens if apart else []):
-        name = re.sub(r"\W+", "_", text)[:20]
-        picture = titled(light(previews, map, token), map, query, token)
-        files[f"{number}-{token + 1:02d}-{name}.png"] = picture
-    for name, data in files.items():
-        write_atomic(f"{folder}/{name}", data)
-    return list(files)
-
-
 def _together(word: Word | Passage, best: Word | Passage) -> bool:
     """Returns whether a frame that shows the best word or passage shows another one too."""
     if word.times is None or best.times is None:
@@ -641,10 +609,10 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
     return max(float(np.median(finite)), 0.0), float(finite.max())
 
 
-def _row(searcher: Searcher, item_id: str, name: str, info: RepresentationInfo) -> Any:
+def _row(searcher: Searcher, item_id: str, info: RepresentationInfo) -> Any:
     """The stored columns of an item that a map needs, as a table of one row."""
     schema = searcher.index.schema
-    positions = info.positions
+    name, positions = info.name, info.positions
     needed = [positions.get("extents"), positions.get("spans"), info.support_column, name]
     needed.append(info.text_column)
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
@@ -666,16 +634,15 @@ def _num_tokens(row: Any, positions: Mapping[str, str]) -> int | None:
     return None
 
 
-def _outputs(searcher: Searcher, row: Any, info: RepresentationInfo, name: str) -> np.ndarray:
+def _outputs(row: Any, info: RepresentationInfo) -> np.ndarray:
     """(T,) for each input token the vector that stands for it, or -1."""
     num_tokens = _num_tokens(row, info.positions)
     if info.is_uncompressed:
         return np.arange(num_tokens)
     if info.support_column not in row.column_names:
         legal = "a representation with its support (keep_support)"
-        raise SpecError("representation", name, legal, "has no support")
-    form = info.support_form
-    return outputs_of(row[info.support_column][0].as_py(), form, num_tokens)
+        raise SpecError("representation", info.name, legal, "has no support")
+    return outputs_of(row[info.support_column][0].as_py(), info.support_form, num_tokens)
 
 
 def _positions(row: Any, positions: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -32,16 +32,25 @@ from pipeline.rerank.edje import (
     load_joint,
 )
 from pipeline.schema import POOL, Precision, Reranked
+from pipeline.search.options import check_count
+from pipeline.search.query import AnyQueries
+from pipeline.search.score import Ranking
 from pipeline.tokens import flat_from_arrow, pad
-
-if TYPE_CHECKING:
-    from pipeline.search.searcher import AnyQueries, Ranking, Searcher
 
 #: Queries whose candidates are read, and go through the joint encoder, together.
 QUERIES_AT_ONCE = 64
 
 NO_TOKENS = "has no rerank_tokens"
 NO_TEXT = "has no text"
+
+
+class QueryEncoderSource(Protocol):
+    """The index whose items are reranked and its query encoders, as a `Searcher` has them."""
+
+    index: Index
+
+    def encoder(self, representation: str) -> Encoder:
+        """Returns the query encoder of a representation."""
 
 
 class Reranker:
@@ -70,8 +79,7 @@ class Reranker:
         precision: Precision | None = None,
         **changes: Any,
     ):
-        if not isinstance(pool, int) or isinstance(pool, bool) or pool < 1:
-            raise SpecError("pool", pool, "an integer >= 1")
+        check_count("pool", pool)
         self.folder, self.pool, self.add_first_stage = absolute(folder), pool, add_first_stage
         self.about = about_of(self.folder, "rerank")
         self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
@@ -83,25 +91,26 @@ class Reranker:
         other.pool, other.add_first_stage = pool, add_first_stage
         return other
 
-    def check(self, index: Index, queries: AnyQueries) -> None:
-        """Raises `SpecError` if queries, or the items of an index, cannot be read."""
-        if not isinstance(queries, Sequence) or not all(
-            isinstance(query, str | bytes) for query in queries
-        ):
+    def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
+        """Returns the queries; raises `SpecError` if they, or the items, cannot be read."""
+        given = queries if isinstance(queries, Sequence) else [queries]
+        readable = [query for query in given if isinstance(query, str | bytes)]
+        if len(readable) < len(given):
             legal = "null for such queries; a text or a picture can be reranked"
             raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
-        if any(isinstance(query, str) for query in queries):
+        if any(isinstance(query, str) for query in readable):
             check_stored(self.about, self.folder, index)
+        return readable
 
     def rerank(
         self,
-        searcher: Searcher,
-        queries: Sequence[str] | Sequence[bytes],
+        source: QueryEncoderSource,
+        queries: Sequence[str | bytes],
         rankings: Sequence[Ranking],
         k: int,
     ) -> list[Ranking]:
         """Rankings of the first stage, at least as deep as the pool -> the k best of each."""
-        read = self.read(searcher, queries, [ranking.item_ids[: self.pool] for ranking in rankings])
+        read = self.read(source, queries, [ranking.item_ids[: self.pool] for ranking in rankings])
         return [
             reordered(query, ranking, of_items, self.pool, self.add_first_stage, k)
             for query, ranking, of_items in zip(queries, rankings, read, strict=True)
@@ -109,23 +118,26 @@ class Reranker:
 
     def read(
         self,
-        searcher: Searcher,
-        queries: Sequence[str] | Sequence[bytes],
+        source: QueryEncoderSource,
+        queries: Sequence[str | bytes],
         pools: Sequence[list[str]],
     ) -> list[dict[str, Reading]]:
         """What the joint encoder says of each query's items, but of those that cannot be read."""
         done: list[dict[str, Reading]] = []
         for first in range(0, len(queries), QUERIES_AT_ONCE):
             part = slice(first, first + QUERIES_AT_ONCE)
-            of_kind = self._of_texts if isinstance(queries[first], str) else self._of_pictures
-            done += of_kind(searcher, queries[part], pools[part])
+            if texts := [query for query in queries[part] if isinstance(query, str)]:
+                done += self._of_texts(source, texts, pools[part])
+            else:
+                images = [query for query in queries[part] if isinstance(query, bytes)]
+                done += self._of_pictures(source, images, pools[part])
         return done
 
     def _of_texts(
-        self, searcher: Searcher, texts: Sequence[str], pools: Sequence[list[str]]
+        self, source: QueryEncoderSource, texts: Sequence[str], pools: Sequence[list[str]]
     ) -> list[dict[str, Reading]]:
         """What the joint encoder says of each text's items that have tokens."""
-        stored = _stored(searcher.index, pools, [RERANK_TOKENS])
+        stored = _stored(source.index, pools, [RERANK_TOKENS])
         dim = self.about["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
         tokens_BVD, mask_BV = pad(flat.reshape(-1, dim), lengths)
@@ -138,15 +150,15 @@ class Reranker:
         return _by_query(pools, row_of, zip(scores, cuts, strict=True))
 
     def _of_pictures(
-        self, searcher: Searcher, pictures: Sequence[bytes], pools: Sequence[list[str]]
+        self, source: QueryEncoderSource, pictures: Sequence[bytes], pools: Sequence[list[str]]
     ) -> list[dict[str, Reading]]:
         """What the joint encoder says of each picture's items that have a text."""
-        stored = _stored(searcher.index, pools, ["text", "caption"])
+        stored = _stored(source.index, pools, ["text", "caption"])
         texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
         ids = stored["item_id"].to_pylist()
         with_text = [i for i, text in enumerate(texts) if text and text.strip()]
         row_of = {ids[place]: row for row, place in enumerate(with_text)}
-        tokens_QVD, mask_QV = self.tokens_of(searcher, pictures)
+        tokens_QVD, mask_QV = self.tokens_of(source, pictures)
         read = self.joint.read([texts[place] for place in with_text])
         pairs = _pairs(pools, row_of)
         scores = self.joint.scores(read, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
@@ -154,14 +166,14 @@ class Reranker:
         return _by_query(pools, row_of, zip(scores, cuts, strict=True))
 
     def tokens_of(
-        self, searcher: Searcher, pictures: Sequence[bytes]
+        self, source: QueryEncoderSource, pictures: Sequence[bytes]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapter's tokens (Q, V, dim) float16 of query pictures, read as items, and a mask.
 
         Raises:
             SpecError: one is no picture, or the EDJE's encoder cannot be had here.
         """
-        encoder, kept = self._encoder(searcher), []
+        encoder, kept = self._encoder(source), []
         for picture in pictures:
             file = io.BytesIO()
             open_query_image(picture).save(file, "PNG")
@@ -171,13 +183,13 @@ class Reranker:
                 kept.append(tokens[mask].cpu())
         return pad(torch.cat(kept), np.array([len(tokens) for tokens in kept]))
 
-    def _encoder(self, searcher: Searcher) -> Encoder:
+    def _encoder(self, source: QueryEncoderSource) -> Encoder:
         """The EDJE's vision encoder, had once: that of the index, if it is the same."""
         if self._vision is None:
             wanted = self.about["vision"]["fingerprint"]
-            representations = searcher.index.representations().items()
-            same = [name for name, info in representations if info.encoder.fingerprint == wanted]
-            self._vision = searcher.encoder(same[0]) if same else self._own_encoder()
+            infos = source.index.representations().values()
+            same = next((info for info in infos if info.encoder.fingerprint == wanted), None)
+            self._vision = source.encoder(same.name) if same else self._own_encoder()
         return self._vision
 
     def _own_encoder(self) -> Encoder:
@@ -238,7 +250,7 @@ def reordered(
     for slot, place in zip(slots, best, strict=True):
         order[slot] = place
     order = order[:k]
-    kept = replace(ranking, scores=scores).taken(order)
+    kept = replace(ranking, scores=scores).take(order)
     return replace(kept, reranked=tuple(about[place] for place in order))
 
 

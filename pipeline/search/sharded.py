@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import ray
@@ -12,50 +14,39 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from pipeline.config import JobError, SpecError, absolute
-from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.search.queries import Queries
-from pipeline.search.searcher import Ranking, Score, Searcher, Weights, check_options
+from pipeline.search.options import Score, SearchOptions
+from pipeline.search.query import Queries
+from pipeline.search.score import Ranking, Scorer
+from pipeline.search.searcher import Searcher
+from pipeline.search.selection import Items
 from pipeline.search.shards import merge_rankings
-
-
-class _Shard(Searcher):
-    """What runs in an actor: it opens its shard, and is asked with queries that are ready."""
-
-    def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
-        super().__init__(Index(uri, version), shard=shard, cache=cache, device=device)
-
-    def is_open(self) -> bool:
-        return True
-
-    def rank_ready(self, queries: Queries, name: str, *options: Any) -> list[Ranking]:
-        return self._rank(queries, name, self.index.representation(name), *options)
-
-    def items(self, name: str, rows: np.ndarray) -> list[np.ndarray]:
-        return [vectors.numpy() for vectors in self._items(name, rows)]
 
 
 class ShardedSearcher(Searcher):
     """Exact search with the interface and the results of `Searcher`, in `num_shards` Ray actors.
 
-    Queries are encoded here, once, and what the actors find is merged here. An actor that dies is
-    started again, and what it was asked is asked again. As a context manager it ends its actors.
+    Queries are encoded here, once, and the rankings of the actors are merged here. An actor that
+    dies is restarted, and its call is repeated. As a context manager it ends its actors.
 
     Args:
-        uri: an index that every machine of the cluster can read.
-        version: the Lance version, the same for all shards; default the newest.
-        num_shards: parts of about as many items, in whole Lance fragments; those that would be
-            empty are left out.
-        num_cpus: of each actor.
-        num_gpus: of each actor; default: one where `device` is not "cpu".
-        cache, device: as in `open_index`; the files lie on the actors' machines.
-        max_restarts: how often an actor is started again that died.
-        start_seconds: how long to wait until all actors run.
+        uri: URI of an index that every machine of the cluster can read.
+        version: Lance version, the same for all shards; default the newest.
+        num_shards: Number of parts of about as many items, in whole Lance fragments; empty parts
+            are left out.
+        num_cpus: CPUs per actor.
+        num_gpus: GPUs per actor; default 1 unless `device` is "cpu".
+        cache, device: As in `open_index`; the files are on the machines of the actors.
+        max_restarts: Maximum number of restarts per actor.
+        start_seconds: Maximum time until all actors run.
 
     Raises:
-        SpecError: no index there, or a damaged or newer one; no legal number of shards.
-        JobError: the actors do not start.
+        SpecError: The index is missing, corrupted or newer than this version of the software, or
+            `num_shards` is not positive.
+        JobError: The actors do not start.
     """
+
+    scorer: ShardedScorer
 
     def __init__(
         self,
@@ -76,23 +67,22 @@ class ShardedSearcher(Searcher):
         num_gpus = float(device != "cpu") if num_gpus is None else num_gpus
         shards = [(i, num_shards) for i in range(num_shards)]
         sizes = [sum(f.count_rows() for f in self.index.fragments(shard)) for shard in shards]
-        # An index without items keeps one shard, which says what is not legal of a search.
-        kept = [(s, n) for s, n in zip(shards, sizes, strict=True) if n] or [(shards[0], 0)]
-        #: The first item of each shard among all items.
-        self._firsts = np.cumsum([0, *(size for _, size in kept[:-1])])
+        # An index without items keeps one shard, which reports invalid searches.
+        filled = [(s, n) for s, n in zip(shards, sizes, strict=True) if n] or [(shards[0], 0)]
         actor = ray.remote(_Shard).options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_restarts=max_restarts,
             max_task_retries=max_restarts,
         )
-        where = absolute(uri), self.index.version
-        self._actors = [actor.remote(*where, shard, cache, device) for shard, _ in kept]
+        location = absolute(uri), self.index.version
+        actors = [actor.remote(*location, shard, cache, device) for shard, _ in filled]
+        self.scorer = ShardedScorer(self.items, actors, [size for _, size in filled], cache=cache)
         try:
-            self._ask(lambda actor: actor.is_open.remote(), start_seconds)
+            self.scorer.ask(lambda actor: actor.is_open.remote(), start_seconds)
         except GetTimeoutError:
             self.close()
-            needed = f"{len(kept)} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each"
+            needed = f"{len(filled)} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each"
             raise JobError(
                 f"the shards of {uri} did not start in {start_seconds:g} s; they are {needed}"
             ) from None
@@ -108,78 +98,141 @@ class ShardedSearcher(Searcher):
 
     def close(self) -> None:
         """Ends the actors."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
+        self.scorer.close()
 
-    def load(self, representation: str | None = None, score: Score = "late") -> None:
-        """Opens in every actor what a search with this score needs of the items."""
-        name, _ = self.representation(representation)
-        self._ask(lambda actor: actor.load.remote(name, score))
 
-    def _rank(
-        self,
-        queries: Queries,
-        name: str,
-        info: RepresentationInfo,
-        k: int,
-        score: str,
-        weights: Weights,
-        group_by: str | None,
-        rows: np.ndarray | None,
+class _Shard:
+    """The scorer of one shard, in an actor."""
+
+    def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
+        self._scorer = Scorer(Items(Index(uri, version), shard), cache=cache, device=device)
+
+    def is_open(self) -> bool:
+        return True
+
+    def load(self, representation: str, score: Score) -> None:
+        self._scorer.load(representation, score)
+
+    def rank(
+        self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        # Here and not by the actors alone: Ray prints errors of those that are not waited for.
-        check_options(queries, info, k, score, weights, group_by)
+        return self._scorer.rank(queries, options, rows)
+
+    def item_vectors(self, representation: str, rows: np.ndarray) -> list[np.ndarray]:
+        return [vectors.numpy() for vectors in self._scorer.item_vectors(representation, rows)]
+
+
+class ShardedScorer(Scorer):
+    """Scores items in actors, each of which holds the vectors of a shard.
+
+    Args:
+        items: All items of the index.
+        actors: Handles of the actors, in the order of the shards.
+        sizes: Number of items per shard.
+    """
+
+    def __init__(self, items: Items, actors: list[Any], sizes: list[int], *, cache: bool):
+        super().__init__(items, cache=cache)
+        self._uri, self._actors = items.index.uri, actors
+        self._firsts = np.cumsum([0, *sizes[:-1]])  # position of the first item of each shard
+
+    def load(self, representation: str, score: Score = "late") -> None:
+        self.ask(lambda actor: actor.load.remote(representation, score))
+
+    def rank(
+        self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
+    ) -> list[Ranking]:
+        # Checked here too: Ray prints the errors of actors that nobody waits for.
+        options.check_vectors(queries, self._info(options.column).pooled_column)
         shared = ray.put(queries)
-        options = name, k, score, weights, group_by
-        asked = [
-            actor.rank_ready.remote(shared, *options, own)
-            for actor, own in zip(self._open_actors(), self._rows_of_shards(rows), strict=True)
+        scoring = options.without_selection()  # `rows` stands for it
+        calls = [
+            actor.rank.remote(shared, scoring, own)
+            for actor, own in zip(self._open_actors(), self._split(rows), strict=True)
         ]
-        found = self._get(asked)
         counted = [
             [replace(ranking, rows=ranking.rows + first) for ranking in rankings]
-            for rankings, first in zip(found, self._firsts, strict=True)
+            for rankings, first in zip(self._results(calls), self._firsts, strict=True)
         ]
-        return [merge_rankings(each, k, group_by) for each in zip(*counted, strict=True)]
+        return [
+            merge_rankings(each, options.k, options.group_by) for each in zip(*counted, strict=True)
+        ]
 
-    def _rows_of_shards(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
-        """What of ascending items each shard has, counted in it; None: all."""
+    def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
+        """Returns ascending positions by shard, relative to its first item; None for all."""
         if rows is None:
             return [None] * len(self._firsts)
         parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
         return [part - first for part, first in zip(parts, self._firsts, strict=True)]
 
-    def _items(self, name: str, rows: np.ndarray) -> list[torch.Tensor]:
-        shard_of = np.searchsorted(self._firsts, rows, side="right") - 1
-        wanted = {shard: np.flatnonzero(shard_of == shard) for shard in set(shard_of.tolist())}
-        asked = [
-            self._actors[shard].items.remote(name, rows[places] - self._firsts[shard])
-            for shard, places in wanted.items()
+    def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
+        shard_of_row = np.searchsorted(self._firsts, rows, side="right") - 1
+        places = {i: np.flatnonzero(shard_of_row == i) for i in set(shard_of_row.tolist())}
+        actors = self._open_actors()
+        calls = [
+            actors[i].item_vectors.remote(representation, rows[own] - self._firsts[i])
+            for i, own in places.items()
         ]
-        items = {}
-        for places, vectors in zip(wanted.values(), self._get(asked), strict=True):
-            items |= dict(zip(places.tolist(), vectors, strict=True))
-        return [torch.tensor(items[i]) for i in range(len(rows))]
+        vectors: dict[int, np.ndarray] = {}
+        for own, found in zip(places.values(), self._results(calls), strict=True):
+            vectors |= zip(own.tolist(), found, strict=True)
+        return [torch.tensor(vectors[place]) for place in range(len(rows))]
 
-    def _ask(
-        self, question: Callable[[Any], ray.ObjectRef], timeout: float | None = None
-    ) -> list[Any]:
-        """What every actor answers, in the order of the shards."""
-        return self._get([question(actor) for actor in self._open_actors()], timeout)
+    def ask(self, call: Callable[[Any], ray.ObjectRef], timeout: float | None = None) -> list[Any]:
+        """Calls every actor and returns the results in the order of the shards."""
+        return self._results([call(actor) for actor in self._open_actors()], timeout)
+
+    def close(self) -> None:
+        """Ends the actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
 
     def _open_actors(self) -> list[Any]:
         if not self._actors:
-            raise JobError(f"the shards of {self.index.uri} are closed")
+            raise JobError(f"the shards of {self._uri} are closed")
         return self._actors
 
-    def _get(self, asked: list[ray.ObjectRef], timeout: float | None = None) -> list[Any]:
+    def _results(self, calls: list[ray.ObjectRef], timeout: float | None = None) -> list[Any]:
         try:
-            return ray.get(asked, timeout=timeout)
+            return ray.get(calls, timeout=timeout)
         except GetTimeoutError:
             raise
         except RayTaskError as error:
-            raise error.cause from None  # as the searcher there raised it
+            raise error.cause from None  # as the scorer of the actor raised it
         except RayError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise JobError(f"a shard of {self.index.uri} ended for good: {reason}") from None
+            raise JobError(f"a shard of {self._uri} ended for good: {reason}") from None
+
+
+class Shares(TypedDict, total=False):
+    """CPUs and GPUs per actor."""
+
+    num_cpus: float
+    num_gpus: float
+
+
+def machine_shares(num_actors: int, device: str) -> Shares:
+    """Returns the CPUs and GPUs per actor.
+
+    The actors of a cluster that was started here share this machine. On a cluster that
+    `RAY_ADDRESS` names each takes the default, one CPU and GPU, and may have to wait for them.
+
+    Raises:
+        SpecError: There is no GPU for the device.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return {}
+    resources = ray.cluster_resources()
+    if device != "cpu" and not resources.get("GPU"):
+        raise SpecError("device", device, "cpu", "is not there")
+    num_gpus = resources["GPU"] if device != "cpu" else 0
+    return {
+        "num_cpus": _share(resources["CPU"], num_actors),
+        "num_gpus": _share(num_gpus, num_actors),
+    }
+
+
+def _share(number: float, num_actors: int) -> float:
+    # Ray rounds to four digits; rounded up, the shares would exceed the machine.
+    return min(1.0, math.floor(number / num_actors * 1e4) / 1e4)

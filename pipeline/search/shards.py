@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.search.searcher import Ranking
+from pipeline.search.score import Ranking
 
 
 def merge_rankings(
@@ -39,7 +39,7 @@ def merge_rankings(
             best.setdefault(parents[i], i)
         order = list(best.values())
     values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
-    return Ranking(**{name: _joined(each) for name, each in values.items()}).taken(order[:k])
+    return Ranking(**{name: _joined(each) for name, each in values.items()}).take(order[:k])
 
 
 def _joined(each: Sequence[Any]) -> Any:

@@ -15,13 +15,16 @@ from fastapi import FastAPI
 from ray import serve
 
 from pipeline.config import override, parse
-from pipeline.serve.engine import Engine, Stages
+from pipeline.serve.api import create_app
+from pipeline.serve.calls import Stages
+from pipeline.serve.engine import Engine
 from pipeline.serve.evaluations import Evaluator, Store, check_folder
-from pipeline.serve.gateway import Gateway, create_app
+from pipeline.serve.gateway import Gateway
+from pipeline.serve.library import Library
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.serve.stages import JointRanker, Library, QueryEncoder, Ranker
+from pipeline.serve.stages import JointRanker, QueryEncoder, Ranker
 
 #: Seconds between two looks of Ray at whether a replica lives, and how long that may take.
 HEALTH = {"health_check_period_s": 2, "health_check_timeout_s": 10}
@@ -42,7 +45,7 @@ class Ingress:
     async def _gateway(self) -> Gateway:
         metrics = Metrics()
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
-        await engine.start()
+        await engine.indexes.start()
         store = Store(self._settings) if self._settings.evaluations.folder else None
         self._made = Gateway(self._settings, engine, metrics, store)
         return self._made

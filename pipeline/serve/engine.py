@@ -1,79 +1,36 @@
-"""A search from its request to its answer: asks the stages in turn, and copes when one fails.
-
-It knows which version of each index is served. A request is about one version from its beginning to
-its end; a new one is opened by the stages first, and requests go there when it is ready.
-"""
+"""A search from its request to its answer: asks the stages in turn."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import io
 import itertools
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
-from PIL import Image
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentResponse
 
 from pipeline.config import SpecError
-from pipeline.encoders import QUERY_KINDS, not_read
-from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Edition, Index
-from pipeline.schema import Composed, Reranked
-from pipeline.schema import Hit as Found
-from pipeline.search.maps import SimilarityMap
-from pipeline.search.queries import Unencoded, bad_query
-from pipeline.search.searcher import Ranking, Searcher, check_texts
+from pipeline.schema import Reranked
+from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries, Unencoded
+from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
+from pipeline.serve.answers import hit_answer, truncation_warnings
+from pipeline.serve.calls import Calls, Stages
 from pipeline.serve.errors import ApiError, of_spec_error
-from pipeline.serve.settings import ServedIndex, ServeSpec
-from pipeline.serve.stages import Encoded, JointOptions, Options, answer
+from pipeline.serve.inputs import check_edje, read_query, read_written
+from pipeline.serve.served import Served, ServedIndexes
+from pipeline.serve.settings import ServeSpec
 from pipeline.serve.turns import Caller, all_of
 
-log = logging.getLogger("ray.serve")
-T = TypeVar("T")
-
-#: Seconds before a stage is asked again whose replica died.
-ASK_AGAIN = 0.2
-#: Seconds in which a stage says that it is there.
-READY_SECONDS = 5.0
-#: Rows of shard i are counted from i times this on, where rankings of shards are merged.
+#: Rows of shard i are counted from i times this, so that merged rankings name their shards.
 SHARD_ROWS = 1 << 40
-#: What the second stage is called in metrics and in `milliseconds`.
+#: Names of the second stages in metrics and in `milliseconds`.
 STAGE_OF = {"vectors": "rerank", "edje": "edje"}
-
-
-class Handle(Protocol):
-    """What Ray gives to call a deployment: `handle.method.remote(...)` is awaited."""
-
-    def __getattr__(self, method: str) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Handles of what the engine asks.
-
-    Attributes:
-        searchers: of each index its shards, in order.
-        rerankers: of each index.
-        edjes: of each index that is served with one.
-    """
-
-    encoder: Handle
-    searchers: Mapping[str, Sequence[Handle]]
-    rerankers: Mapping[str, Handle]
-    edjes: Mapping[str, Handle]
-    library: Handle
 
 
 class Timer:
@@ -86,7 +43,7 @@ class Timer:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts what is done in it as a stage."""
+        """Adds the time of the context to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -96,59 +53,23 @@ class Timer:
             self.milliseconds[name] = round(self.milliseconds.get(name, 0.0) + 1e3 * seconds, 3)
 
     def all(self) -> dict[str, float]:
-        """The stages, and the whole."""
+        """Returns the milliseconds of the stages and the total."""
         total = round(1e3 * (time.perf_counter() - self.start), 3)
         return {**self.milliseconds, "total": total}
-
-
-@dataclass(frozen=True)
-class Served:
-    """A version of an index as the engine knows it: what it holds, not its vectors."""
-
-    name: str
-    spec: ServedIndex
-    searcher: Searcher
-
-    edition: Edition
-
-    @property
-    def version(self) -> int:
-        """The Lance version."""
-        return self.edition.version
-
-    def representation(self, name: str | None) -> tuple[str, RepresentationInfo]:
-        """The name and metadata of a representation that can be searched.
-
-        Raises:
-            ApiError: there is none.
-        """
-        try:
-            return self.searcher.representation(name)
-        except SpecError as error:
-            if error.field == "index":
-                message = f"index {self.name} has no representation yet"
-                raise ApiError("unavailable", message) from None
-            raise of_spec_error(error) from None
-
-
-@dataclass
-class _Outcome:
-    """What a search found before it is described."""
-
-    ranking: Ranking
-    options: Options
-    encoded: Encoded
-    stood: dict[str, Reranked] = field(default_factory=dict)  # by item, where it was reranked
 
 
 class Engine:
     """Answers requests by asking the stages.
 
+    In its methods `key` is the name of the access key: the stages share their time among keys.
+
     Args:
-        settings: of the server.
-        stages: where they are asked.
-        observe: told the seconds of each stage of each request.
-        count: told what happened besides: "retry", "degraded", by stage.
+        observe: Called with each stage of each request and its seconds.
+        count: Called with other events ("retry", "degraded") and their stage.
+
+    Attributes:
+        indexes: The served version of each index.
+        calls: Calls of the stages.
     """
 
     def __init__(
@@ -156,276 +77,105 @@ class Engine:
         settings: ServeSpec,
         stages: Stages,
         observe: Callable[[str, float], None] = lambda stage, seconds: None,
-        count: Callable[[str, str], None] = lambda what, stage: None,
+        count: Callable[[str, str], None] = lambda event, stage: None,
     ):
         self.settings, self._stages = settings, stages
         self._observe, self._count = observe, count
-        self._served: dict[str, Served] = {}
-        self._refreshing: asyncio.Task | None = None
-        self._checking: asyncio.Task | None = None
-
-    # -- indexes -----------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Opens what each index is served with, and goes on looking for new versions.
-
-        Raises:
-            SpecError: an index is not there.
-        """
-        for name in self.settings.indexes:
-            await self._refresh(name)
-        self._refreshing = asyncio.create_task(self._keep_fresh())
-
-    async def stop(self) -> None:
-        """Looks for new versions no longer."""
-        if self._refreshing:
-            self._refreshing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._refreshing
-
-    async def _keep_fresh(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.seconds.reload)
-            for name in self.settings.indexes:
-                try:
-                    await self._refresh(name)
-                except Exception as error:  # the version that is there goes on being served
-                    self._count("reload_failed", "gateway")
-                    log.warning("index %s: no new version is served: %s", name, error)
-
-    async def _refresh(self, name: str) -> None:
-        """Serves the newest version of an index, once every shard has it open."""
-        spec = self.settings.indexes[name]
-        now = self._served.get(name)
-        served = await asyncio.to_thread(_newest, name, spec, now)
-        if served is None:
-            return
-        there = served.searcher.index.representations()
-        wanted = [n for n in spec.load if n in there]
-        if there and not spec.load:
-            wanted = [served.representation(None)[0]]
-        shards = self._stages.searchers[name]
-        opened = await asyncio.gather(*(s.prepare.remote(served.edition, wanted) for s in shards))
-        for each in opened:
-            answer(each)
-        self._served[name] = served
-        if now is not None:
-            log.info("index %s: version %d is served now", name, served.version)
-
-    def served(self, name: str) -> Served:
-        """The index of that name, in the version that is served now."""
-        return self._served[name]
-
-    @property
-    def names(self) -> list[str]:
-        """Of the indexes."""
-        return list(self._served)
-
-    # -- requests ----------------------------------------------------------------------------------
+        self.indexes = ServedIndexes(settings, stages, count)
+        self.calls = Calls(stages, count)
 
     async def search(
         self,
         served: Served,
         queries: Sequence[wire.Query],
-        asked: wire.SearchOptions,
+        options: SearchOptions,
         timer: Timer,
         key: str,
-    ) -> tuple[str, bool, list[list[wire.Hit]], list[str]]:
+    ) -> tuple[list[list[wire.Hit]], bool, list[str]]:
         """Searches for each query.
 
-        Args:
-            key: name of the access key, here and below: the stages share their time among keys.
-
         Returns:
-            The representation, whether hits were reranked, those of each query, and warnings.
+            The hits of each query, whether they were reranked, and warnings.
         """
-        name, info = served.representation(asked.representation)
-        options = _options(served, name, asked)
-        depth = max(asked.rerank.pool, asked.k) if asked.rerank else asked.k
-        again = self._again(served, queries, asked, key) if asked.rerank else None
+        if options.rerank == "edje":
+            check_edje(served, queries, "rerank.by")
         with timer.stage("encode"):
-            encoded = await self.encode(queries, name, info, key)
-        if again is None and len(self._stages.searchers[served.name]) == 1:
+            encoded = await self.encode(served, queries, options.column, key)
+        if options.rerank is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
-                hits = await self._search(served, encoded, options, asked, key)
-            return name, False, hits, []
+                return await self._search_shard(served, encoded, options, key), False, []
         with timer.stage("search"):
-            rankings = await self._rank(served, encoded, replace(options, k=depth), key)
-        outcomes = [
-            _Outcome(ranking, options, e) for ranking, e in zip(rankings, encoded, strict=True)
-        ]
-        reranked, warnings = False, []
-        if again is not None:
-            stage = STAGE_OF[asked.rerank.by]
+            rankings = await self._rank(served, encoded, options.first_stage(), key)
+        is_reranked, warnings = False, []
+        if options.rerank is not None:
+            stage = STAGE_OF[options.rerank]
             try:
                 with timer.stage(stage):
-                    outcomes = await again(outcomes)
-                reranked = True
+                    rankings = await self._rerank(served, queries, encoded, rankings, options, key)
+                is_reranked = True
             except ApiError as error:
-                if not asked.rerank.optional or error.code not in ("unavailable", "timeout"):
+                if not options.rerank_is_optional or error.code not in ("unavailable", "timeout"):
                     raise
                 self._count("degraded", stage)
                 warnings.append(f"not reranked: {error.message}")
-                outcomes = [
-                    replace(o, ranking=o.ranking.taken(range(min(asked.k, len(o.ranking.rows)))))
-                    for o in outcomes
-                ]
+                rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):
-            hits = await self._describe(served, outcomes, asked, key)
-        if asked.rerank and asked.rerank.by == "edje":
-            cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
-            warnings += _too_long(queries, cut)
-        return name, reranked, hits, warnings
-
-    def _again(
-        self, served: Served, queries: Sequence[wire.Query], asked: wire.SearchOptions, key: str
-    ) -> Callable[[Sequence[_Outcome]], Awaitable[list[_Outcome]]]:
-        """What reranks, after a look at whether it can.
-
-        Raises:
-            ApiError: it cannot.
-        """
-        if asked.rerank.by == "edje":
-            self._check_edje(served, queries, "rerank.by")
-            return lambda outcomes: self._rerank_jointly(served, queries, outcomes, asked, key)
-        second = self._second(served, asked.rerank)
-        return lambda outcomes: self._rerank(served, queries, outcomes, second, asked, key)
-
-    def _check_edje(self, served: Served, queries: Sequence[wire.Query], field: str) -> None:
-        if served.name not in self._stages.edjes:
-            legal = f"vectors; edje where the server has a folder in indexes.{served.name}.edje"
-            message = f"{field}: 'edje' is not there for {served.name}; legal: {legal}"
-            raise ApiError("invalid_argument", message, field)
-        for place, query in enumerate(queries):
-            if isinstance(query, wire.Vectors | wire.Composed):
-                kind = wire.kind_of(query)
-                legal = "a text or a picture, which alone edje reads"
-                error = bad_query(QUERY_KINDS.get(kind, kind), legal, place, len(queries))
-                raise of_spec_error(error)
-
-    def _second(self, served: Served, asked: wire.Rerank) -> tuple[str, RepresentationInfo]:
-        try:
-            return served.representation(asked.representation)
-        except ApiError as error:
-            raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
+            hits = await self._describe(served, encoded, rankings, options, key)
+        if options.rerank == "edje":
+            nums_cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
+            warnings += truncation_warnings(queries, nums_cut)
+        return hits, is_reranked, warnings
 
     async def encode(
-        self, queries: Sequence[wire.Query], name: str, info: RepresentationInfo, key: str
-    ) -> list[Encoded]:
-        """Queries as vectors for a representation.
+        self, served: Served, queries: Sequence[wire.Query], representation: str, key: str
+    ) -> list[Queries]:
+        """Encodes queries for a representation, one `Queries` each.
 
         Raises:
-            ApiError: one is none, or the encoder does not take it.
+            ApiError: A query is invalid, or the encoder does not read its kind.
         """
+        info = served.representation(representation)
+        limits = self.settings.limits
         try:
-            read = [await asyncio.to_thread(self._read, q, name, info) for q in queries]
+            read = [await asyncio.to_thread(read_query, query, info, limits) for query in queries]
         except SpecError as error:
             raise of_spec_error(error) from None
-        ready = {place: each for place, each in enumerate(read) if isinstance(each, Encoded)}
-        for kind in get_args(Unencoded):  # which an encoder reads apart
+        encoded = {place: each for place, each in enumerate(read) if isinstance(each, Queries)}
+        for kind in get_args(Unencoded):  # an encoder reads one kind at a time
             places = [place for place, each in enumerate(read) if isinstance(each, kind)]
             if places:
-                some = [read[place] for place in places]
-                found = await self._encode(some, name, info, key)
-                ready |= zip(places, found, strict=True)
-        return [ready[place] for place in range(len(queries))]
+                found = await self.calls.ask(
+                    "encode",
+                    Caller(key, self.settings.seconds.encode),
+                    self._stages.encoder.encode,
+                    representation,
+                    info.encoder,
+                    [read[place] for place in places],
+                )
+                encoded |= zip(places, found, strict=True)
+        return [encoded[place] for place in range(len(queries))]
 
-    async def _encode(
-        self, queries: Sequence[Unencoded], name: str, info: RepresentationInfo, key: str
-    ) -> list[Encoded]:
-        call = self._stages.encoder.encode.remote
-        return await self.ask(
-            "encode",
-            lambda caller: call(name, info.encoder, queries, caller),
-            Caller(key, self.settings.seconds.encode),
-        )
-
-    def _read(self, query: wire.Query, name: str, info: RepresentationInfo) -> Encoded | Unencoded:
-        """A query as vectors; or what an encoder reads, after a look at whether it is that.
-
-        Raises:
-            SpecError: it is no query, or none for the encoder.
-        """
-        if isinstance(query, wire.Vectors):
-            return Encoded.of_vectors(query.vectors)
-        written = self._written(query)
-        kind = {bytes: "image", Composed: "composed"}.get(type(written))
-        if kind and kind not in (kinds := info.encoder.query_kinds):
-            raise not_read(kind, kinds, f"the encoder of {name}")
-        return written
-
-    def _written(self, query: str | wire.Image) -> Unencoded:
-        """A query that is no vectors, after a look at whether it is one.
-
-        Raises:
-            SpecError: it is none.
-        """
-        limits = self.settings.limits
-        text = wire.text_of(query)
-        if text is not None:
-            if len(text) > limits.query_chars:
-                legal = f"{limits.query_chars:,} at most"
-                raise SpecError("query", f"{len(text):,} characters", legal, "are too many")
-            check_texts([text])
-        if not isinstance(query, wire.Image):
-            return text
-        picture = _image_of(query, limits.image_pixels)
-        return picture if text is None else Composed(text, picture)
-
-    async def check(self) -> None:
-        """Asks every stage whether it is there, once for all who want to know at the moment.
-
-        Raises:
-            ApiError: one is not.
-        """
-        if self._checking is None or self._checking.done():
-            self._checking = asyncio.create_task(self._check())
-        await asyncio.shield(self._checking)
-
-    async def _check(self) -> None:
-        caller = Caller("", READY_SECONDS)
-        handles = {"encode": [self._stages.encoder], "library": [self._stages.library]}
-        handles |= {f"edje {name}": [stage] for name, stage in self._stages.edjes.items()}
-        for name, shards in self._stages.searchers.items():
-            handles[f"search {name}"] = list(shards)
-            handles[f"rerank {name}"] = [self._stages.rerankers[name]]
-        await all_of(
-            self.ask(stage, lambda _, handle=handle: handle.is_there.remote(), caller)
-            for stage, several in handles.items()
-            for handle in several
-        )
-
-    async def _search(
-        self,
-        served: Served,
-        encoded: Sequence[Encoded],
-        options: Options,
-        asked: wire.SearchOptions,
-        key: str,
+    async def _search_shard(
+        self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
-        """The hits of the only shard, ranked and described in one call."""
+        """Returns the hits of the only shard, ranked and described in one call."""
         seconds = self.settings.seconds.search + self.settings.seconds.describe
         (shard,) = self._stages.searchers[served.name]
-        described = await self.ask(
-            "search",
-            lambda caller: shard.search.remote(encoded, options, asked.explain, caller),
-            Caller(key, seconds),
+        described = await self.calls.ask(
+            "search", Caller(key, seconds), shard.search, served.edition, encoded, options
         )
         return [
-            [
-                _hit(hit, rank, None, drawn, asked)
-                for rank, (hit, drawn) in enumerate(zip(own.hits, own.maps, strict=True), start=1)
-            ]
+            [hit_answer(hit, rank, map, options) for rank, (hit, map) in enumerate(own, start=1)]
             for own in described
         ]
 
     async def _rank(
-        self, served: Served, encoded: Sequence[Encoded], options: Options, key: str
+        self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
-        """The best items of all shards for each query."""
+        """Returns the best items of all shards for each query."""
         caller = Caller(key, self.settings.seconds.search)
         by_shard = await all_of(
-            self.ask("search", lambda own, s=shard: s.rank.remote(encoded, options, own), caller)
+            self.calls.ask("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
         )
         if len(by_shard) == 1:
@@ -441,318 +191,181 @@ class Engine:
         self,
         served: Served,
         queries: Sequence[wire.Query],
-        outcomes: Sequence[_Outcome],
-        second: tuple[str, RepresentationInfo],
-        asked: wire.SearchOptions,
+        encoded: Sequence[Queries],
+        rankings: Sequence[Ranking],
+        options: SearchOptions,
         key: str,
-    ) -> list[_Outcome]:
-        """Scores the hits again; those of which the second stage has no vectors are left out."""
-        _, info = served.representation(outcomes[0].options.representation)
-        encoded: Sequence[Encoded] | None = [outcome.encoded for outcome in outcomes]
-        again = second[1].encoder
-        if (info.encoder.spec, info.encoder.fingerprint) != (again.spec, again.fingerprint):
-            encoded = None
-        found = [outcome.ranking.item_ids for outcome in outcomes]
-        scores = await self.score_again(served, queries, encoded, second, found, key)
-        return [
-            _in_order(outcome, own, asked.k) for outcome, own in zip(outcomes, scores, strict=True)
-        ]
+    ) -> list[Ranking]:
+        """Returns the k best items by the second stage."""
+        if options.rerank == "edje":
+            return await self._rerank_by_edje(served, queries, rankings, options, key)
+        second = options.rerank_representation
+        assert second is not None
+        of_first, of_second = (
+            served.representation(name).encoder for name in (options.column, second)
+        )
+        # Vectors of another encoder do not compare.
+        if (of_first.spec, of_first.fingerprint) != (of_second.spec, of_second.fingerprint):
+            encoded = await self.encode(served, queries, second, key)
+        item_ids = [ranking.item_ids for ranking in rankings]
+        scores = await self._score(served, encoded, second, item_ids, key)
+        return [_reordered(*each, options.k) for each in zip(rankings, scores, strict=True)]
 
-    async def _rerank_jointly(
+    async def _rerank_by_edje(
         self,
         served: Served,
         queries: Sequence[wire.Query],
-        outcomes: Sequence[_Outcome],
-        asked: wire.SearchOptions,
+        rankings: Sequence[Ranking],
+        options: SearchOptions,
         key: str,
-    ) -> list[_Outcome]:
-        """Puts the pools into the order of EDJE's joint encoder, texts and pictures apart."""
-        second, caller = asked.rerank, Caller(key, self.settings.seconds.rerank)
-        options = JointOptions(served.edition, asked.k, second.pool, second.add_first_stage)
-        rerank = self._stages.edjes[served.name].rerank.remote
-        written = [await asyncio.to_thread(self._written, query) for query in queries]
-        places = [[i for i, one in enumerate(written) if isinstance(one, k)] for k in (str, bytes)]
-        given = [
-            ([written[i] for i in own], [outcomes[i].ranking for i in own]) for own in places if own
-        ]
+    ) -> list[Ranking]:
+        """Returns the k best items by EDJE's joint encoder; texts and images are read apart."""
+        limits, caller = self.settings.limits, Caller(key, self.settings.seconds.rerank)
+        options = options.without_selection()
+        rerank = self._stages.edjes[served.name].rerank
+        written = [await asyncio.to_thread(read_written, query, limits) for query in queries]
+        places = [[i for i, q in enumerate(written) if isinstance(q, k)] for k in (str, bytes)]
+        given = [([written[i] for i in own], [rankings[i] for i in own]) for own in places if own]
         parts = await all_of(
-            self.ask("edje", lambda caller, own=own: rerank(*own, options, caller), caller)
-            for own in given
+            self.calls.ask("edje", caller, rerank, served.edition, *own, options) for own in given
         )
         found = dict(zip(itertools.chain(*places), itertools.chain(*parts), strict=True))
-        return [
-            replace(
-                outcome,
-                ranking=found[i],
-                stood=dict(zip(found[i].item_ids, found[i].reranked, strict=True)),
-            )
-            for i, outcome in enumerate(outcomes)
-        ]
+        return [found[place] for place in range(len(queries))]
 
-    async def read_jointly(
-        self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
-    ) -> tuple[dict[str, float], list[str]]:
-        """EDJE's logits of some items, best first, but for those that it cannot read; warnings.
-
-        Raises:
-            ApiError: the index is served without one, or the query is no text or picture.
-        """
-        self._check_edje(served, [query], "by")
-        try:
-            written = await asyncio.to_thread(self._written, query)
-        except SpecError as error:
-            raise of_spec_error(error) from None
-        unique = list(dict.fromkeys(item_ids))
-        read = self._stages.edjes[served.name].read.remote
-        found = await self.ask(
-            "edje",
-            lambda caller: read(served.edition, written, unique, caller),
-            Caller(key, self.settings.seconds.rerank),
-        )
-        best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
-        cut = max((num_cut for _, num_cut in found.values()), default=0)
-        return {item_id: found[item_id][0] for item_id in best}, _too_long([query], [cut])
-
-    async def score_again(
+    async def score_by_vectors(
         self,
         served: Served,
-        queries: Sequence[wire.Query],
-        encoded: Sequence[Encoded] | None,
-        second: tuple[str, RepresentationInfo],
+        query: wire.Query,
+        representation: str,
+        item_ids: Sequence[str],
+        key: str,
+    ) -> dict[str, float]:
+        """Returns exact late scores of items, best first; those without vectors are left out."""
+        encoded = await self.encode(served, [query], representation, key)
+        (scores,) = await self._score(served, encoded, representation, [item_ids], key)
+        return scores
+
+    async def _score(
+        self,
+        served: Served,
+        encoded: Sequence[Queries],
+        representation: str,
         item_ids: Sequence[Sequence[str]],
         key: str,
     ) -> list[dict[str, float]]:
-        """Exact late scores of some items of each query; those without vectors are left out.
-
-        Args:
-            encoded: the queries as the first stage had them, where both have one encoder.
-            second: the representation by which they are scored.
-        """
-        name, info = second
-        if encoded is None:
-            encoded = await self.encode(queries, name, info, key)
+        """Returns exact late scores of some items of each query."""
         unique = [tuple(dict.fromkeys(own)) for own in item_ids]
-        options = [Options(served.edition, name, k=max(len(own), 1), ids=own) for own in unique]
-        rank = self._stages.rerankers[served.name].rank_each.remote
-        rankings = await self.ask(
+        options = [SearchOptions(representation, k=max(len(own), 1), ids=own) for own in unique]
+        rankings = await self.calls.ask(
             "rerank",
-            lambda caller: rank(encoded, options, caller),
             Caller(key, self.settings.seconds.rerank),
+            self._stages.rerankers[served.name].rank_each,
+            served.edition,
+            encoded,
+            options,
         )
         return [ranking.scores_by_item() for ranking in rankings]
 
+    async def score_by_edje(
+        self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
+    ) -> tuple[dict[str, float], list[str]]:
+        """Returns EDJE's logits of the items that it can read, best first, and warnings.
+
+        Raises:
+            ApiError: The index is served without EDJE, or the query is not a text or an image.
+        """
+        check_edje(served, [query], "by")
+        try:
+            written = await asyncio.to_thread(read_written, query, self.settings.limits)
+        except SpecError as error:
+            raise of_spec_error(error) from None
+        unique = list(dict.fromkeys(item_ids))
+        found = await self.calls.ask(
+            "edje",
+            Caller(key, self.settings.seconds.rerank),
+            self._stages.edjes[served.name].read,
+            served.edition,
+            written,
+            unique,
+        )
+        best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
+        num_cut = max((num_cut for _, num_cut in found.values()), default=0)
+        scores = {item_id: found[item_id][0] for item_id in best}
+        return scores, truncation_warnings([query], [num_cut])
+
     async def _describe(
-        self, served: Served, outcomes: Sequence[_Outcome], asked: wire.SearchOptions, key: str
+        self,
+        served: Served,
+        encoded: Sequence[Queries],
+        rankings: Sequence[Ranking],
+        options: SearchOptions,
+        key: str,
     ) -> list[list[wire.Hit]]:
-        """The hits of each query, each described by the shard it lies in."""
+        """Returns the hits of each query, each described by its shard."""
         shards = self._stages.searchers[served.name]
-        encoded, options = [o.encoded for o in outcomes], outcomes[0].options
-        # Of each shard its places in the ranking of each query.
+        options = options.without_selection()
+        # For each shard, the places of its items in the ranking of each query.
         places = [
-            [np.flatnonzero(o.ranking.rows // SHARD_ROWS == i).tolist() for o in outcomes]
+            [np.flatnonzero(ranking.rows // SHARD_ROWS == i).tolist() for ranking in rankings]
             for i in range(len(shards))
         ]
-        holding = [i for i, own in enumerate(places) if any(own)]
+        asked = [i for i, own in enumerate(places) if any(own)]
         parts = await all_of(
-            self.ask(
+            self.calls.ask(
                 "describe",
-                lambda caller, i=i: shards[i].describe.remote(
-                    encoded,
-                    options,
-                    [_of_shard(o.ranking, p) for o, p in zip(outcomes, places[i], strict=True)],
-                    asked.explain,
-                    caller,
-                ),
                 Caller(key, self.settings.seconds.describe),
+                shards[i].describe,
+                served.edition,
+                encoded,
+                options,
+                [_of_shard(r, own) for r, own in zip(rankings, places[i], strict=True)],
             )
-            for i in holding
+            for i in asked
         )
-        hits: list[dict[int, wire.Hit]] = [{} for _ in outcomes]
-        for i, described in zip(holding, parts, strict=True):
-            for query, (own, places_of) in enumerate(zip(described, places[i], strict=True)):
-                for place, hit, drawn in zip(places_of, own.hits, own.maps, strict=True):
-                    stood = outcomes[query].stood.get(hit.item_id)
-                    hits[query][place] = _hit(hit, place + 1, stood, drawn, asked)
+        hits: list[dict[int, wire.Hit]] = [{} for _ in rankings]
+        for i, described in zip(asked, parts, strict=True):
+            for found, own, hits_of_query in zip(hits, places[i], described, strict=True):
+                for place, (hit, map) in zip(own, hits_of_query, strict=True):
+                    found[place] = hit_answer(hit, place + 1, map, options)
         return [[found[place] for place in sorted(found)] for found in hits]
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
-        """What is stored of an item; None if it is not in the index."""
-        look_up = self._stages.library.item.remote
-        return await self.ask(
-            "item",
-            lambda caller: look_up(served.name, served.edition, item_id, caller),
-            Caller(key, self.settings.seconds.describe),
-        )
+        """Returns the stored columns of an item; None if it is not in the index."""
+        caller = Caller(key, self.settings.seconds.describe)
+        look_up = self._stages.library.item
+        return await self.calls.ask("item", caller, look_up, served.name, served.edition, item_id)
 
     async def preview(
         self, served: Served, item_id: str, what: str, seconds: float | None, key: str
     ) -> tuple[bytes, str]:
-        """What an item looks or sounds like.
+        """Returns the encoded image or audio of an item, and its media type.
 
         Raises:
-            ApiError: it has none, or its file is not there any more.
+            ApiError: The item has none, or its file is gone.
         """
-        where = served.name, served.edition, item_id, what, seconds
+        arguments = served.name, served.edition, item_id, what, seconds
+        caller = Caller(key, self.settings.seconds.preview)
         try:
-            return await self.ask(
-                "preview",
-                lambda caller: self._stages.library.preview.remote(*where, caller),
-                Caller(key, self.settings.seconds.preview),
-            )
+            return await self.calls.ask("preview", caller, self._stages.library.preview, *arguments)
         except ApiError as error:
             if error.field == "item_id":  # there is no such item, or it has none
                 raise ApiError("not_found", error.message, error.field) from None
             raise
 
-    async def ask(
-        self, stage: str, call: Callable[[Caller], DeploymentResponse], caller: Caller
-    ) -> Any:
-        """What a stage answers; it is asked once more if its replica died.
 
-        Args:
-            call: Calls the stage, on behalf of the caller with the time that is left.
-
-        Raises:
-            ApiError: what the stage says of the request; or it is overloaded, gone, or too slow.
-        """
-        end = time.monotonic() + caller.seconds
-        for attempt in (1, 2):
-            left = end - time.monotonic()
-            try:
-                async with asyncio.timeout(left):
-                    return answer(await _cancelling(call(caller._replace(seconds=left))))
-            except BackPressureError:
-                raise ApiError("unavailable", f"{stage} has too much to do") from None
-            except RayTaskError:
-                raise
-            except TimeoutError as error:
-                message = str(error) or f"{stage} took longer than {caller.seconds:g} s"
-                raise ApiError("timeout", message) from None
-            except SpecError as error:
-                raise of_spec_error(error) from None
-            except (RayError, DeploymentUnavailableError) as error:
-                if attempt == 2:
-                    message = f"{stage} is not there at the moment"
-                    raise ApiError("unavailable", message) from error
-                self._count("retry", stage)
-                await asyncio.sleep(ASK_AGAIN)
-        raise AssertionError
-
-
-async def _cancelling(response: DeploymentResponse) -> Any:
-    """The answer of a stage, whose work is cancelled with the waiting."""
-    try:
-        return await response
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-
-
-def _newest(name: str, spec: ServedIndex, now: Served | None) -> Served | None:
-    """The newest version of an index; None if it is the one that is served."""
-    index = Index(spec.uri)
-    edition = index.edition
-    if now is not None and edition == now.edition:
-        return None
-    return Served(name, spec, Searcher(index), edition)
-
-
-def _options(served: Served, name: str, asked: wire.SearchOptions) -> Options:
-    return Options(
-        edition=served.edition,
-        representation=name,
-        k=asked.k,
-        score=asked.score,
-        weights=tuple(asked.weights),
-        group_by=asked.group_by,
-        where=asked.filter,
-        ids=None if asked.ids is None else tuple(asked.ids),
-        parents=None if asked.parents is None else tuple(asked.parents),
+def _reordered(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
+    """Returns the k best items by scores of the second stage; others are left out."""
+    scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
+    order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
+    best = ranking.take(order)
+    return replace(
+        best,
+        scores=[scores[item_id] for item_id in best.item_ids],
+        reranked=tuple(Reranked(i + 1, ranking.scores[i]) for i in order),
     )
-
-
-def _in_order(outcome: _Outcome, scores: Mapping[str, float], k: int) -> _Outcome:
-    """The k best of a query's hits by the scores of the second stage."""
-    first = outcome.ranking
-    scored = [i for i, item_id in enumerate(first.item_ids) if item_id in scores]
-    order = sorted(scored, key=lambda i: (-scores[first.item_ids[i]], first.item_ids[i]))
-    again = first.taken(order[:k])
-    again = replace(again, scores=[scores[item_id] for item_id in again.item_ids])
-    stood = {
-        item_id: Reranked(i + 1, score)
-        for i, (item_id, score) in enumerate(zip(first.item_ids, first.scores, strict=True))
-    }
-    return replace(outcome, ranking=again, stood=stood)
 
 
 def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:
-    """Some items of a ranking, all of one shard, as that shard counts them."""
-    chosen = ranking.taken(places)
+    """Returns some items of a ranking, all of one shard, with rows as that shard counts them."""
+    chosen = ranking.take(places)
     return replace(chosen, rows=chosen.rows % SHARD_ROWS)
-
-
-def _hit(
-    hit: Found,
-    rank: int,
-    stood: Reranked | None,
-    drawn: SimilarityMap | None,
-    asked: wire.SearchOptions,
-) -> wire.Hit:
-    """A hit as it travels."""
-    first = joint = None
-    if stood is not None:
-        first = wire.FirstStage(rank=stood.first_rank, score=stood.first_score)
-        if asked.rerank.by == "edje":
-            joint = wire.Joint(
-                logit=stood.joint, num_cut=stood.num_cut, problem=stood.problem or None
-            )
-    matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
-    passages = [wire.Passage.model_validate(asdict(passage)) for passage in hit.passages]
-    return wire.Hit(
-        rank=rank,
-        score=hit.score,
-        item_id=hit.item_id,
-        parent_id=hit.parent_id,
-        title=hit.title,
-        text=hit.text,
-        span=hit.span,
-        parts=wire.Parts.model_validate(asdict(hit.parts)),
-        first_stage=first,
-        edje=joint,
-        matches=matches if asked.explain else None,
-        passages=passages if asked.explain else None,
-        map=wire.Map.model_validate_json(drawn.to_json()) if drawn else None,
-    )
-
-
-def _too_long(queries: Sequence[wire.Query], cuts: Sequence[int]) -> list[str]:
-    """Warns where EDJE did not read a text to its end: a query, or for a picture a hit's.
-
-    >>> _too_long(["a", "b", wire.Image(image="AA")], [0, 4, 0])
-    ['queries are up to 4 tokens longer than what EDJE reads: these are cut']
-    """
-    warnings = []
-    for what, are_texts in (("queries", True), ("texts of hits", False)):
-        own = [n for q, n in zip(queries, cuts, strict=True) if isinstance(q, str) is are_texts]
-        if most := max(own, default=0):
-            said = f"{what} are up to {most} tokens longer than what EDJE reads: these are cut"
-            warnings.append(said)
-    return warnings
-
-
-def _image_of(query: wire.Image, most_pixels: int) -> bytes:
-    """The file of a query's image.
-
-    Raises:
-        SpecError: it is none, or larger than it may be.
-    """
-    legal = f"a PNG, JPEG or WebP file in base64, of {most_pixels:,} pixels at most"
-    try:
-        data = base64.b64decode(query.image, validate=True)
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
-            width, height = image.size
-    except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
-        raise SpecError("query.image", "the image", legal, "cannot be read") from None
-    if width * height > most_pixels:
-        raise SpecError("query.image", f"{width} x {height} pixels", legal)
-    return data

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, get_args
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
 from pipeline.config import SpecError
 from pipeline.serve.wire import QUERY_FORMS, Code, ErrorAnswer, Problem
 
@@ -67,6 +70,12 @@ class ApiError(Exception):
         if self.code == "unauthenticated":
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def error_response(request: Request, error: ApiError) -> JSONResponse:
+    """Returns the response to a request that failed."""
+    body = error.answer(request.scope.get("maxray_request_id"))
+    return JSONResponse(body.model_dump(), error.status, error.headers())
 
 
 #: What a field of the request is called in the errors of the searcher.

@@ -1,209 +1,116 @@
-"""What runs behind the gateway: the stages of a search, as classes that know nothing of HTTP.
+"""The stages of a search behind the gateway, as classes that know nothing of HTTP.
 
-`pipeline.serve.app` makes deployments of them. A stage gets what it needs in the call, holds what
-is dear to load, and answers each request by itself, so that any replica can be asked, or asked
+`pipeline.serve.app` makes deployments of them. A stage gets its input in the call, keeps only what
+is expensive to load, and answers each request by itself, so that any replica can be asked, or asked
 again.
 
 Every call names its caller: the access key, and for how long the answer is waited for. Stages share
 their time fairly among keys, compute in slices of a fraction of a second, and drop what nobody
-waits for any more (`pipeline.serve.turns`). Calls alike that wait at the same time are computed
-together: queries are encoded in one batch, and vectors are read once for all queries.
+waits for any more (`pipeline.serve.turns`). Calls with equal options that wait at the same time are
+batched: queries are encoded together, and vectors are read once for all queries.
+
+Queries travel as `Queries` of one query each, before the transformation of the representation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import io
 import itertools
-import json
 import logging
 import os
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import soundfile
 import torch
 
 from pipeline.config import SpecError, digest
-from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders import Encoder
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Edition, open_edition
-from pipeline.schema import ITEM, Hit
-from pipeline.search.maps import Previews, SimilarityMap, similarity_map
-from pipeline.search.queries import Queries, Unencoded, encoded_by
-from pipeline.search.searcher import (
-    SLICE_PAIRS,
-    Ranking,
-    Searcher,
-    check_fingerprint,
-    query_encoder,
-)
+from pipeline.schema import Hit
+from pipeline.search.describe import describe_in_slices
+from pipeline.search.maps import SimilarityMap, similarity_map
+from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
+from pipeline.search.score import SLICE_PAIRS, Ranking
+from pipeline.search.searcher import Searcher
 from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
+from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServedIndex
 from pipeline.serve.turns import Caller, Turns, all_of
+from pipeline.serve.versions import Versions
 
 if TYPE_CHECKING:  # it needs transformers, and the gateway does not
     from pipeline.search.rerank import Reading
 
 log = logging.getLogger("ray.serve")
-T = TypeVar("T")
 
-#: Versions of an index that a stage keeps open: the newest, and one whose requests are under way.
-OPEN_VERSIONS = 2
 #: Characters of queries that are encoded together: about a second's work of two cores.
 PORTION_CHARS = 2_000
 #: Pairs of a query and an item that the joint encoder reads together.
 PORTION_PAIRS = 100
 #: Hits that are described together.
 PORTION_HITS = 200
-#: Threads in which items are looked up, and previews made.
-LIBRARY_THREADS = 4
 
-
-@dataclass(frozen=True)
-class Failed:
-    """An error as a stage returns it; raised, Ray would log it as a fault of the stage."""
-
-    error: Exception
-
-
-def answer(outcome: Any) -> Any:
-    """Returns the answer of a stage, or raises its error."""
-    if isinstance(outcome, Failed):
-        raise outcome.error
-    return outcome
-
-
-def tells(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | Failed]]:
-    """A method of a stage that answers what is wrong with a request, or that it is too late.
-
-    Raised, it would be an error of the stage in Ray's logs, with all that led to it.
-    """
-
-    @functools.wraps(method)
-    async def told(*args: Any, **kwargs: Any) -> T | Failed:
-        try:
-            return await method(*args, **kwargs)
-        except (SpecError, TimeoutError) as error:
-            return Failed(error)
-
-    return told
-
-
-@contextlib.contextmanager
-def logged(stage: str, **about: Any) -> Iterator[None]:
-    """Logs what a stage did for a request and how long it took; Ray adds the request's id."""
-    start = time.perf_counter()
-    done = "failed"
-    try:
-        yield
-        done = "ok"
-    finally:
-        milliseconds = round(1e3 * (time.perf_counter() - start), 1)
-        said = {"event": "stage", "stage": stage, "done": done, "milliseconds": milliseconds}
-        log.info(json.dumps({**said, **about}))
+#: A hit, and its similarity map if there is one.
+Described = tuple[Hit, SimilarityMap | None]
 
 
 def limit_threads(scale: Scale) -> None:
-    """Lets torch use what the settings give it; Ray would give it the actor's share of CPUs."""
+    """Sets the threads of torch, which Ray would limit to the CPUs of the actor."""
     torch.set_num_threads(scale.threads or os.cpu_count() or 1)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A query as vectors: unit token vectors, the pooled one, and the tokens' texts."""
-
-    tokens_MD: np.ndarray
-    pooled_P: np.ndarray | None
-    token_texts: list[str]
-
-    @classmethod
-    def of_vectors(cls, vectors: Any) -> Encoded:
-        """Vectors that came with the request.
-
-        Raises:
-            SpecError: they are no query.
-        """
-        try:
-            array = np.asarray(vectors, np.float32)
-        except (ValueError, OverflowError):
-            legal = "a list of vectors of equally many numbers"
-            raise SpecError("query", "vectors", legal, "are not of one length") from None
-        ready = Queries.of_vectors([array])
-        return cls(ready.tokens[0].numpy(), None, ready.token_texts[0])
-
-
-def _joined(encoded: Sequence[Encoded]) -> Queries:
-    """What a searcher takes, before the representation's own transformation.
-
-    The queries have pooled vectors if all do.
-    """
-    pooled = [each.pooled_P for each in encoded]
-    return Queries(
-        [torch.from_numpy(each.tokens_MD) for each in encoded],
-        None if any(p is None for p in pooled) else torch.from_numpy(np.stack(pooled)),
-        [each.token_texts for each in encoded],
-    )
 
 
 class QueryEncoder:
     """Encodes queries with the encoders of the representations, each loaded once."""
 
-    def __init__(self, scale: Scale, preload: Sequence[EncoderInfo] = ()):
+    def __init__(self, scale: Scale):
         bind_to_loopback()
         limit_threads(scale)
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
-        self._needs: dict[tuple[str, str], tuple[str, EncoderInfo]] = {}
         size = batch_sizes("encode").observe
-        self._turns = Turns(self._encode, _chars, PORTION_CHARS, observe=size)
-        for info in preload:
-            self._encoder(info)
+        self._turns = Turns(self._encode, _num_chars, PORTION_CHARS, observe=size)
 
-    async def is_there(self) -> bool:
-        """Whether it answers."""
+    async def is_there(self, caller: Caller) -> bool:
+        """Answers a check that the stage runs."""
         return True
 
-    @tells
+    @returns_errors
     async def encode(
         self,
-        name: str,
+        representation: str,
         info: EncoderInfo,
         queries: Sequence[Unencoded],
         caller: Caller,
-    ) -> list[Encoded]:
-        """Queries' vectors for a representation.
+    ) -> list[Queries]:
+        """Encodes queries for a representation.
 
         Args:
-            info: Encoder of the representation.
-            queries: texts, files of pictures, or both together; all of one kind.
+            info: The encoder of the representation.
+            queries: Texts, image files, or both together; all of one kind.
 
         Raises:
-            SpecError: the encoder is not the one that made the representation, or not here.
-            TimeoutError: it is not done in time.
+            SpecError: The encoder did not make the representation, or is not here.
+            TimeoutError: The deadline has passed.
         """
         with logged("encode", queries=len(queries)):
             group = digest([info.spec, info.fingerprint]), type(queries[0]).__name__
-            self._needs[group] = name, info
-            return await self._turns.ask(caller, group, queries)
+            waiting = [_Unencoded(query, representation, info) for query in queries]
+            return await self._turns.ask(caller, group, waiting)
 
     def _encode(
-        self, group: tuple[str, str], queries: list[Unencoded]
-    ) -> Generator[None, None, list[Encoded]]:
-        name, info = self._needs[group]
+        self, group: tuple[str, str], waiting: list[_Unencoded]
+    ) -> Generator[None, None, list[Queries]]:
+        _, representation, info = waiting[0]
         encoder = self._encoder(info)
         yield  # loading it may have taken long
-        check_fingerprint(encoder, name, info)
-        return _each(encoded_by(encoder, queries))
+        check_fingerprint(encoder, representation, info)
+        return Queries.from_encoded(encode(encoder, [each.query for each in waiting])).split()
 
     def _encoder(self, info: EncoderInfo) -> Encoder:
         key = digest(info.spec)
@@ -213,99 +120,35 @@ class QueryEncoder:
             return self._encoders[key]
 
 
-def _chars(query: Unencoded) -> int:
-    return len(query) if isinstance(query, str) else PORTION_CHARS
+class _Unencoded(NamedTuple):
+    """A query that waits to be encoded, by an encoder that the queries of a batch share."""
 
-
-def _each(encoded: EncodedQueries) -> list[Encoded]:
-    ready = Queries.of_encoded(encoded)
-    return [
-        Encoded(
-            tokens.numpy(),
-            None if ready.pooled is None else ready.pooled[i].numpy(),
-            ready.token_texts[i],
-        )
-        for i, tokens in enumerate(ready.tokens)
-    ]
-
-
-class Versions:
-    """The versions of an index that are open in a process, the latest used last.
-
-    Args:
-        make: opens a version.
-    """
-
-    def __init__(self, make: Callable[[Edition], Any]):
-        self._make = make
-        self._open: OrderedDict[Edition, Any] = OrderedDict()
-        self._lock = threading.Lock()
-        self._making: dict[Edition, threading.Lock] = {}
-
-    def of(self, edition: Edition) -> Any:
-        """A version, opened once; threads that want another do not wait for it."""
-        with self._lock:
-            if edition in self._open:
-                self._open.move_to_end(edition)
-                return self._open[edition]
-            making = self._making.setdefault(edition, threading.Lock())
-        with making:
-            with self._lock:
-                if edition in self._open:
-                    return self._open[edition]
-            made = self._make(edition)
-            with self._lock:
-                self._open[edition] = made
-                self._making.pop(edition, None)
-                while len(self._open) > OPEN_VERSIONS:
-                    self._open.popitem(last=False)
-            return made
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a stage ranks: what queries must have in common to be scored together."""
-
-    edition: Edition
+    query: Unencoded
     representation: str
-    k: int
-    score: str = "late"
-    weights: tuple[float, float] = (1.0, 1.0)
-    group_by: str | None = None
-    where: str | None = None
-    ids: tuple[str, ...] | None = None
-    parents: tuple[str, ...] | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns what `Searcher.rank_in_slices` takes besides queries and rows."""
-        return {name: getattr(self, name) for name in ("k", "score", "weights", "group_by")}
+    info: EncoderInfo
 
 
-@dataclass(frozen=True)
-class Described:
-    """The hits of a query, and their maps where these are asked for."""
-
-    hits: list[Hit]
-    maps: list[SimilarityMap | None]
+def _num_chars(waiting: _Unencoded) -> int:
+    return len(waiting.query) if isinstance(waiting.query, str) else PORTION_CHARS
 
 
-class _Query(NamedTuple):
-    """A query that is to be scored.
+class _Waiting(NamedTuple):
+    """A query that waits to be scored.
 
     Attributes:
-        rows: Ascending positions of the items that the filter lets through; None for all.
-        pairs: Number of pairs of a query token and a vector, if all items are scored.
+        rows: Ascending positions of the items that pass the filter; None for all.
+        num_pairs: Number of pairs of a query token and a vector, if all items are scored.
     """
 
-    encoded: Encoded
+    query: Queries
     rows: np.ndarray | None
-    pairs: int
+    num_pairs: int
 
 
 class Ranker:
-    """Ranks the items of an index, or of a shard of it, and says what it found.
+    """Ranks and describes the items of an index, or of a shard of it.
 
-    As the first stage it searches its shard; as the second it scores the first one's hits again, by
+    As the first stage it searches its shard; as the second it scores the hits of the first by
     another representation of all items.
     """
 
@@ -323,185 +166,179 @@ class Ranker:
         self._loading: dict[tuple[Edition, str, str], asyncio.Future] = {}
         self._filters = Filters(served.uri, shard, filter_seconds)
         size = batch_sizes("rank").observe
-        self._ranking = Turns(self._rank, lambda query: query.pairs, SLICE_PAIRS, observe=size)
+        self._ranking = Turns(self._rank, lambda each: each.num_pairs, SLICE_PAIRS, observe=size)
         self._describing = Turns(self._describe, lambda pair: len(pair[1].rows), PORTION_HITS)
 
-    async def is_there(self) -> bool:
-        """Whether it answers."""
+    async def is_there(self, caller: Caller) -> bool:
+        """Answers a check that the stage runs."""
         return True
 
     def _open(self, edition: Edition) -> Searcher:
         index = open_edition(self._served.uri, edition)
-        how = {"cache": self._served.cache, "device": self._served.device}
-        return Searcher(index, shard=self._shard, **how)
+        cache, device = self._served.cache, self._served.device
+        return Searcher(index, shard=self._shard, cache=cache, device=device)
 
-    @tells
+    @returns_errors
     async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
         """Opens a version and the vectors of some representations, if they are not open."""
         for name in representations:
-            await self._loaded(edition, name)
-        await asyncio.to_thread(self._versions.of, edition)
+            await self._loaded(edition, SearchOptions(name))
+        await asyncio.to_thread(self._versions.get, edition)
 
-    async def _loaded(self, edition: Edition, name: str, score: str = "late") -> Searcher:
-        """The version with the vectors of a representation open; who has them does not wait."""
-        searcher = await asyncio.to_thread(self._versions.of, edition)
-        if not searcher.has_loaded(name, score):
-            what = edition, name, score
-            if what not in self._loading:
+    async def _loaded(self, edition: Edition, options: SearchOptions) -> Searcher:
+        """Returns a version with the vectors of a score; only those who need them wait."""
+        searcher = await asyncio.to_thread(self._versions.get, edition)
+        name, score = options.column, options.score
+        if not searcher.scorer.is_loaded(name, score):
+            key = edition, name, score
+            if key not in self._loading:
                 load = asyncio.ensure_future(asyncio.to_thread(searcher.load, name, score))
-                self._loading[what] = load
-                load.add_done_callback(lambda _: self._loading.pop(what))
-            await asyncio.shield(self._loading[what])  # cancelled, it continues for others
+                self._loading[key] = load
+                load.add_done_callback(lambda _: self._loading.pop(key))
+            await asyncio.shield(self._loading[key])  # cancelled, it continues for others
         return searcher
 
-    @tells
+    @returns_errors
     async def rank(
-        self, encoded: Sequence[Encoded], options: Options, caller: Caller
+        self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
-        """The best items of the shard for each query; `rows` are counted in the shard.
+        """Returns the best items of the shard for each query; `rows` are counted in the shard.
 
         Raises:
-            SpecError: an option is not legal.
-            TimeoutError: it is not done in time.
+            SpecError: An option is invalid.
+            TimeoutError: The deadline has passed.
         """
-        with logged("rank", representation=options.representation, version=options.edition.version):
-            return await self._ranked(encoded, options, caller)
+        with logged("rank", representation=options.column, version=edition.version):
+            return await self._ranked(edition, queries, options, caller)
 
-    @tells
+    @returns_errors
     async def rank_each(
-        self, encoded: Sequence[Encoded], options: Sequence[Options], caller: Caller
+        self,
+        edition: Edition,
+        queries: Sequence[Queries],
+        options: Sequence[SearchOptions],
+        caller: Caller,
     ) -> list[Ranking]:
-        """`rank` of queries that each have options of their own."""
-        with logged("rank", queries=len(encoded)):
-            asked = zip(encoded, options, strict=True)
-            found = await all_of(self._ranked([one], own, caller) for one, own in asked)
+        """Ranks as `rank` does, by options of each query."""
+        with logged("rank", queries=len(queries)):
+            pairs = zip(queries, options, strict=True)
+            found = await all_of(self._ranked(edition, [q], own, caller) for q, own in pairs)
             return [ranking for (ranking,) in found]
 
     async def _ranked(
-        self, encoded: Sequence[Encoded], options: Options, caller: Caller
+        self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
         async with asyncio.timeout(caller.seconds):
-            name = options.representation
-            searcher = await self._loaded(options.edition, name, options.score)
-            rows = await self._filtered(searcher, options, caller)
-            each = 1 if options.score == "single" else searcher.packed(name).num_vectors
-            queries = [_Query(one, rows, len(one.tokens_MD) * each) for one in encoded]
-            # Queries are scored together that have their options in common, and single vectors.
-            group = options, all(one.pooled_P is not None for one in encoded)
-            return await self._ranking.ask(caller, group, queries)
+            options = options.first_stage()
+            searcher = await self._loaded(edition, options)
+            rows = await self._filtered(edition, searcher, options, caller)
+            is_single = options.score == "single"
+            size = 1 if is_single else searcher.packed(options.column).num_vectors
+            waiting = [_Waiting(q, rows, q.tokens[0].shape[0] * size) for q in queries]
+            # Queries are scored together that have equal options, and single vectors.
+            group = edition, options, all(query.pooled is not None for query in queries)
+            return await self._ranking.ask(caller, group, waiting)
 
     async def _filtered(
-        self, searcher: Searcher, options: Options, caller: Caller
+        self, edition: Edition, searcher: Searcher, options: SearchOptions, caller: Caller
     ) -> np.ndarray | None:
-        """The positions of the items that the filter lets through; None without a filter."""
-        where = options.where
-        if where is None or (rows := searcher.filtered(where)) is not None:
-            return None if where is None else rows
-        item_ids = await self._filters.matching_ids(caller, options.edition, where)
-        return await asyncio.to_thread(searcher.remember_filter, where, item_ids)
+        """Returns the positions of the items that pass the filter; None without a filter."""
+        if options.filter is None:
+            return None
+        if (rows := searcher.items.cached_rows(options.filter)) is not None:
+            return rows
+        item_ids = await self._filters.matching_ids(caller, edition, options.filter)
+        return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
-        self, group: tuple[Options, bool], queries: list[_Query]
+        self, group: tuple[Edition, SearchOptions, bool], waiting: list[_Waiting]
     ) -> Generator[None, None, list[Ranking]]:
-        options, name = group[0], group[0].representation
-        searcher = self._versions.of(options.edition)
-        ready = searcher.transformed(_joined([query.encoded for query in queries]), name)
-        rows = searcher.restricted(queries[0].rows, options.ids, options.parents)
-        return (yield from searcher.rank_in_slices(ready, name, rows=rows, **options.arguments()))
+        edition, options, _ = group
+        searcher = self._versions.get(edition)
+        joined = Queries.join([each.query for each in waiting])
+        queries = searcher.encoders.transform(joined, options.column)
+        rows = searcher.items.restrict(waiting[0].rows, options)
+        return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
 
-    @tells
+    @returns_errors
     async def search(
-        self, encoded: Sequence[Encoded], options: Options, explain: str | None, caller: Caller
-    ) -> list[Described]:
-        """`rank` and `describe` in one call, for an index of one shard."""
-        about = {"representation": options.representation, "version": options.edition.version}
-        with logged("search", queries=len(encoded), **about):
+        self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
+    ) -> list[list[Described]]:
+        """Ranks and describes in one call, for an index of one shard."""
+        details = {"representation": options.column, "version": edition.version}
+        with logged("search", queries=len(queries), **details):
             async with asyncio.timeout(caller.seconds):
-                rankings = await self._ranked(encoded, options, caller)
-                return await self._described(encoded, options, rankings, explain, caller)
+                rankings = await self._ranked(edition, queries, options, caller)
+                return await self._described(edition, queries, options, rankings, caller)
 
-    @tells
+    @returns_errors
     async def describe(
         self,
-        encoded: Sequence[Encoded],
-        options: Options,
+        edition: Edition,
+        queries: Sequence[Queries],
+        options: SearchOptions,
         rankings: Sequence[Ranking],
-        explain: str | None,
         caller: Caller,
-    ) -> list[Described]:
-        """What is stored about ranked items of this shard, and how they match their query."""
-        with logged("describe", queries=len(encoded)):
-            return await self._described(encoded, options, rankings, explain, caller)
+    ) -> list[list[Described]]:
+        """Returns the hits of rankings of this shard."""
+        with logged("describe", queries=len(queries)):
+            return await self._described(edition, queries, options, rankings, caller)
 
     async def _described(
         self,
-        encoded: Sequence[Encoded],
-        options: Options,
+        edition: Edition,
+        queries: Sequence[Queries],
+        options: SearchOptions,
         rankings: Sequence[Ranking],
-        explain: str | None,
         caller: Caller,
-    ) -> list[Described]:
-        group = options.edition, options.representation, explain
-        pairs = list(zip(encoded, rankings, strict=True))
+    ) -> list[list[Described]]:
+        group = edition, options.column, options.explain
+        pairs = list(zip(queries, rankings, strict=True))
         return await self._describing.ask(caller, group, pairs)
 
     def _describe(
-        self, group: tuple[Edition, str, str | None], pairs: list[tuple[Encoded, Ranking]]
-    ) -> Generator[None, None, list[Described]]:
+        self, group: tuple[Edition, str, str | None], pairs: list[tuple[Queries, Ranking]]
+    ) -> Generator[None, None, list[list[Described]]]:
         edition, name, explain = group
-        searcher = self._versions.of(edition)
-        encoded, rankings = [one for one, _ in pairs], [ranking for _, ranking in pairs]
-        queries = searcher.transformed(_joined(encoded), name)
-        hits = yield from searcher.hits_in_slices(
-            rankings, queries, name, explain=explain is not None
-        )
-        if explain != "map":
-            return [Described(own, [None] * len(own)) for own in hits]
-        described = []
-        for each, own in zip(encoded, hits, strict=True):
-            query = searcher.transformed(_joined([each]), name)
-            maps = []
-            for hit in own:
-                yield
-                maps.append(_map(searcher, query, hit.item_id, name))
-            described.append(Described(own, maps))
+        searcher = self._versions.get(edition)
+        joined = Queries.join([query for query, _ in pairs])
+        queries = searcher.encoders.transform(joined, name)
+        vectors = searcher.scorer.item_vectors if explain else None
+        rankings = [ranking for _, ranking in pairs]
+        hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)
+        described: list[list[Described]] = []
+        for query, found in zip(queries.split(), hits, strict=True):
+            described.append([])
+            for hit in found:
+                map = None
+                if explain == "map":
+                    yield
+                    map = _similarity_map(searcher, query, hit.item_id, name)
+                described[-1].append((hit, map))
         return described
 
 
-def _map(
-    searcher: Searcher, queries: Queries, item_id: str, representation: str
+def _similarity_map(
+    searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
-    """An item's map; None where it lacks what a map needs."""
+    """Returns the map of an item; None if the item lacks what a map needs."""
     try:
-        return similarity_map(searcher, queries, item_id, representation)
+        return similarity_map(searcher, query, item_id, representation)
     except SpecError:
         return None
 
 
-@dataclass(frozen=True)
-class JointOptions:
-    """How EDJE reranks: its `pool` of the first stage's best, of which with the others k are given.
-
-    Attributes:
-        edition: of the index, which the first stage searched too.
-    """
-
-    edition: Edition
-    k: int
-    pool: int
-    add_first_stage: bool = False
-
-
 class JointRanker:
-    """Puts the best of the first stage into the order of EDJE's joint encoder, loaded once.
+    """Reorders the best hits of the first stage by EDJE's joint encoder, loaded once.
 
     Raises:
-        SpecError: the settings' folder is no EDJE's.
+        SpecError: The folder of the settings is not an EDJE.
     """
 
     def __init__(self, served: ServedIndex, scale: Scale):
         from pipeline.search.rerank import Reranker
 
+        assert served.edje is not None
         bind_to_loopback()
         limit_threads(scale)
         self._reranker = Reranker(served.edje, precision=served.edje_precision)
@@ -509,44 +346,49 @@ class JointRanker:
         size = batch_sizes("edje").observe
         self._turns = Turns(self._read_some, lambda pair: len(pair[1]), PORTION_PAIRS, observe=size)
 
-    async def is_there(self) -> bool:
-        """Whether it answers."""
+    async def is_there(self, caller: Caller) -> bool:
+        """Answers a check that the stage runs."""
         return True
 
-    @tells
+    @returns_errors
     async def rerank(
         self,
-        queries: Sequence[str] | Sequence[bytes],
+        edition: Edition,
+        queries: Sequence[str | bytes],
         rankings: Sequence[Ranking],
-        options: JointOptions,
+        options: SearchOptions,
         caller: Caller,
     ) -> list[Ranking]:
-        """The k best of each query's ranking of the first stage, which say where they stood.
+        """Returns the k best of each query's ranking of the first stage.
 
         Args:
-            queries: all texts, or all pictures.
+            queries: All texts, or all images.
 
         Raises:
-            SpecError: a picture cannot be read; for `edje`: the index has no tokens of this EDJE.
-            TimeoutError: it is not done in time.
+            SpecError: An image cannot be read; for `edje`: the index has no tokens of this EDJE.
+            TimeoutError: The deadline has passed.
         """
         from pipeline.search.rerank import reordered
 
-        pools = [ranking.item_ids[: options.pool] for ranking in rankings]
-        read = await self._read(options.edition, queries, pools, caller)
-        how = options.pool, options.add_first_stage, options.k
-        return [reordered(*each, *how) for each in zip(queries, rankings, read, strict=True)]
+        pools = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
+        read = await self._read(edition, queries, pools, caller)
+        settings = options.rerank_depth, options.add_first_stage, options.k
+        return [reordered(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
 
-    @tells
+    @returns_errors
     async def read(
         self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
     ) -> dict[str, Reading]:
-        """What the joint encoder says of items, but of those that it cannot read; see `rerank`."""
+        """Returns what the joint encoder says of the items that it can read; see `rerank`."""
         (found,) = await self._read(edition, [query], [item_ids], caller)
         return found
 
     async def _read(
-        self, edition: Edition, queries: Any, pools: Sequence[list[str]], caller: Caller
+        self,
+        edition: Edition,
+        queries: Sequence[str | bytes],
+        pools: Sequence[list[str]],
+        caller: Caller,
     ) -> list[dict[str, Reading]]:
         """Reads pools, in parts of `PORTION_PAIRS`."""
         parts = [
@@ -560,7 +402,7 @@ class JointRanker:
             except SpecError as error:
                 if error.field in ("query", "index"):
                     raise
-                # Of the EDJE, its encoder or its tokens: the caller can do nothing about it.
+                # The EDJE, its encoder or its tokens: the caller can do nothing about it.
                 log.error("edje: %s", error)
                 raise SpecError("edje", error.value, error.legal, error.problem) from None
         return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in parts]
@@ -568,99 +410,7 @@ class JointRanker:
     def _read_some(
         self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
     ) -> Generator[None, None, list[dict[str, Reading]]]:
-        searcher = self._versions.of(group[0])
-        queries, pools = [query for query, _ in pairs], [pool for _, pool in pairs]
-        self._reranker.check(searcher.index, queries)
+        searcher = self._versions.get(group[0])
+        queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
         yield  # opening it may have taken long
-        return self._reranker.read(searcher, queries, pools)
-
-
-class Library:
-    """What is stored of single items, and what they look and sound like."""
-
-    def __init__(self, indexes: Mapping[str, ServedIndex]):
-        bind_to_loopback()
-        self._versions = {
-            name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
-        }
-        self._items = Turns(_called, workers=LIBRARY_THREADS)
-        self._shown = Turns(_called, workers=LIBRARY_THREADS)
-
-    async def is_there(self) -> bool:
-        """Whether it answers."""
-        return True
-
-    @tells
-    async def item(
-        self, index: str, edition: Edition, item_id: str, caller: Caller
-    ) -> dict[str, Any] | None:
-        """What is stored of an item, but for its vectors; None if it is not in the index."""
-        call = functools.partial(self._item, index, edition, item_id)
-        (row,) = await self._items.ask(caller, None, [call])
-        return row
-
-    def _item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
-        previews = self._versions[index].of(edition)
-        table = previews.index.items([item_id], ITEM.names)
-        (row,) = table.to_pylist() or [None]
-        if row is not None:
-            row["metadata"] = json.loads(row["metadata"] or "{}")
-        return row
-
-    @tells
-    async def preview(
-        self,
-        index: str,
-        edition: Edition,
-        item_id: str,
-        what: str,
-        seconds: float | None,
-        caller: Caller,
-    ) -> tuple[bytes, str]:
-        """What an item looks or sounds like: the bytes, and their media type.
-
-        Args:
-            what: picture or sound.
-            seconds: of the parent, for a frame of what moves.
-
-        Raises:
-            SpecError: it has none; for `documents`: its file is gone, or is not the one any more
-                that was indexed.
-        """
-        with logged("preview", what=what):
-            call = functools.partial(self._preview, index, edition, item_id, what, seconds)
-            (shown,) = await self._shown.ask(caller, None, [call])
-            return shown
-
-    def _preview(
-        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
-    ) -> tuple[bytes, str]:
-        previews = self._versions[index].of(edition)
-        if what == "picture":
-            picture = previews.picture(item_id, seconds)
-            return picture, _media_type(picture)
-        samples, rate, _ = previews.sound(item_id)
-        wave = io.BytesIO()
-        soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
-        return wave.getvalue(), "audio/wav"
-
-
-def _called(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
-    """Work of one slice."""
-    yield from ()
-    return [call() for call in calls]
-
-
-def _previews(served: ServedIndex, edition: Edition) -> Previews:
-    return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
-
-
-def _media_type(picture: bytes) -> str:
-    """Of an encoded picture, by its first bytes.
-
-    >>> _media_type(b"RIFF....WEBP")
-    'image/webp'
-    """
-    if picture.startswith(b"\x89PNG"):
-        return "image/png"
-    return "image/webp" if picture[8:12] == b"WEBP" else "image/jpeg"
+        return self._reranker.read(searcher, queries, [pool for _, pool in pairs])

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from pipeline.atomic import writing_atomic
 from pipeline.config import SpecError
-from pipeline.search.searcher import Score, Searcher
+from pipeline.search.options import Score
+from pipeline.search.searcher import Searcher
 from pipeline.training_data.rows import Listing
 
 #: Queries that are encoded and searched for together.

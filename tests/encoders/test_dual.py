@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -15,8 +14,8 @@ from pipeline.config import SpecError
 from pipeline.encoders.dual import CLASSES
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
-from pipeline.search.queries import Queries
-from pipeline.search.searcher import check_options
+from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
 from tests.encoders.checkpoints import siglip
@@ -201,14 +200,13 @@ def test_a_text_whose_single_vector_has_the_width_of_patches(build, tmp_path):
 
 
 def test_a_text_that_cannot_be_compared_with_patches_has_its_single_vector_alone(build):
-    queries = Queries.of_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
+    queries = Queries.from_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
     assert [tuple(tokens.shape) for tokens in queries.tokens] == [(0, 32), (0, 32)]
     assert queries.pooled.shape == (2, 24)
-    info = SimpleNamespace(pooled_column="clip_pooled", dim=32)
-    check_options(queries, info, 10, "single", (1.0, 1.0), None)
+    SearchOptions(score="single").check_vectors(queries, "clip_pooled")
     for score in ("late", "hybrid"):
         with pytest.raises(SpecError, match="needs token vectors of the query"):
-            check_options(queries, info, 10, score, (1.0, 1.0), None)
+            SearchOptions(score=score).check_vectors(queries, "clip_pooled")
 
 
 def test_case_does_not_matter_unless_it_is_asked_for(build):

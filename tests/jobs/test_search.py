@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jobs
-from jobs import search
+from jobs import _runs, search
 from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.eval.metrics import read_run
@@ -104,13 +104,15 @@ def test_devices_are_named(index_uri, monkeypatch):
 
 
 def test_actors_share_a_machine(cluster, monkeypatch):
+    from pipeline.search.sharded import machine_shares
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert search._shares(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
-    assert search._shares(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
+    assert machine_shares(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
+    assert machine_shares(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
     with pytest.raises(SpecError, match="device: 'cuda' is not there; legal: cpu"):
-        search._shares(1, "cuda")
+        machine_shares(1, "cuda")
     monkeypatch.setenv("RAY_ADDRESS", "somewhere")
-    assert search._shares(12, "cuda") == {}
+    assert machine_shares(12, "cuda") == {}
 
 
 def test_many_queries_without_a_run_are_printed(index_uri, query_file, capsys):
@@ -205,8 +207,8 @@ def test_a_long_list_is_ranked_part_by_part(index_uri, query_file, tmp_path, cap
     whole, parts = str(tmp_path / "whole.trec"), str(tmp_path / "parts.trec")
     search.main([index_uri, "--queries", query_file, "--run", whole])
     capsys.readouterr()
-    monkeypatch.setattr(search, "QUERIES_AT_ONCE", 1)
-    monkeypatch.setattr(search, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(_runs, "QUERIES_AT_ONCE", 1)
+    monkeypatch.setattr(_runs, "SAY_EVERY", 0.0)
     search.main([index_uri, "--queries", query_file, "--run", parts])
     assert re.search(
         r"^\S+ 1 of 2 queries; encoded \S+ queries/s, scored \S+ queries/s$",

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.index.reader import ITEMS
 from pipeline.schema import ITEM, Item
-from pipeline.search.queries import Queries
+from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher, open_index
 
 DIM = 384

@@ -156,7 +156,7 @@ def test_a_replaced_row(uri, cache):
 
 def test_a_column_made_anew_is_packed_anew_and_no_other(uri, cache):
     searcher = open_index(uri)
-    searcher.load(score="hybrid"), searcher._vectors("minilm_pooled")
+    searcher.load(score="hybrid"), searcher.scorer.packed("minilm_pooled")
     full, pooled = files(cache), files(cache, "minilm_pooled")
     changed = dataset(uri)
     fragment = changed.get_fragments()[1]
@@ -167,7 +167,7 @@ def test_a_column_made_anew_is_packed_anew_and_no_other(uri, cache):
     lance.LanceDataset.commit(changed.uri, operation, read_version=changed.version)
     searcher = open_index(uri)
     assert found(searcher) == found(open_index(uri, cache=False))
-    searcher._vectors("minilm_pooled")
+    searcher.scorer.packed("minilm_pooled")
     assert files(cache, "minilm_pooled") == pooled
     assert full.items() <= files(cache).items() and len(files(cache)) == 5
 

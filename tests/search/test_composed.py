@@ -30,11 +30,7 @@ def photos(cluster, checkpoint, tmp_path_factory):
 def test_hits_are_those_of_the_encoded_query(photos):
     folder, of = photos
     searcher = open_index(str(folder / "index"))
-    assert searcher.representation("full")[1].encoder.query_kinds == (
-        "text",
-        "image",
-        "composed",
-    )
+    assert searcher.representation("full").encoder.query_kinds == ("text", "image", "composed")
     queries = [Composed(TEXT, of["3.png"]), Composed("x", of["1.png"])]
     encoder = searcher.encoder()
     encoded = encoder.encode_composed([q.text for q in queries], [q.picture for q in queries])

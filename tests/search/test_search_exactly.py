@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import SpecError
 from pipeline.schema import Parts
-from pipeline.search.searcher import QUERY_BATCH
+from pipeline.search.score import QUERY_BATCH
 from tests.search.conftest import best_by_hand, random_queries, random_rows
 
 NAME = "hpool_2"

@@ -14,7 +14,8 @@ from pipeline.encoders.minilm import MiniLM
 from pipeline.index.reader import ITEMS
 from pipeline.schema import metadata_of, with_metadata
 from pipeline.search.maxsim import maxsim_oracle
-from pipeline.search.queries import Queries
+from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries
 from pipeline.tokens import flat_from_arrow, pad
 
 QUERIES = ["the lift of a wing", "how to bake bread", "heat at the nose of a body"]
@@ -99,16 +100,14 @@ def test_slices_give_equal_results(searcher, monkeypatch, score):
     """Bit for bit, wherever the work pauses."""
     texts = ["lift of a wing", "heat", "crust of the bread"]
     queries, rows = searcher.queries(texts, "full"), np.array([0, 2, 3, 5])
+    options = SearchOptions("full", k=5, score=score)
     for chosen in (None, rows):
-        whole = searcher.rank_in_slices(queries, "full", rows=chosen, k=5, score=score)
+        whole = searcher.scorer.rank_in_slices(queries, options, chosen)
         with pytest.raises(StopIteration) as expected:
             next(whole)  # a small index needs no pause
         with monkeypatch.context() as patch:
-            patch.setattr("pipeline.search.searcher.SLICE_PAIRS", 200)
-            pauses, slices = (
-                0,
-                searcher.rank_in_slices(queries, "full", rows=chosen, k=5, score=score),
-            )
+            patch.setattr("pipeline.search.score.SLICE_PAIRS", 200)
+            pauses, slices = 0, searcher.scorer.rank_in_slices(queries, options, chosen)
             while True:
                 try:
                     next(slices)
@@ -234,7 +233,7 @@ def test_explanations_only_where_asked(searcher):
 
 
 def test_default_representation_is_full(searcher):
-    assert searcher.representation()[0] == "full"
+    assert searcher.representation().name == "full"
     assert searcher.search("lift", k=2) == searcher.search("lift", "full", k=2)
 
 

@@ -119,7 +119,7 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
 )
 def test_illegal_arguments_are_said_as_without_shards(sharded, options, field, monkeypatch):
     """And before an actor is asked: Ray would print the errors of all of them but the first."""
-    monkeypatch.setattr(sharded, "_open_actors", lambda: pytest.fail("an actor was asked"))
+    monkeypatch.setattr(sharded.scorer, "_open_actors", lambda: pytest.fail("an actor was asked"))
     with pytest.raises(SpecError) as caught:
         sharded.search("lift", **options)
     assert caught.value.field == field
@@ -129,7 +129,7 @@ def test_more_shards_than_fragments_and_an_empty_index(cluster, index_uri, tmp_p
     from pipeline.search.sharded import ShardedSearcher
 
     with ShardedSearcher(index_uri, num_shards=9, num_cpus=0.1) as searcher:
-        assert len(searcher._actors) == 2
+        assert len(searcher.scorer._actors) == 2
         for group_by in (None, "parent"):
             (found,) = searcher.rank(["lift"], k=100, group_by=group_by)
             (other,) = open_index(index_uri).rank(["lift"], k=100, group_by=group_by)
@@ -155,7 +155,9 @@ def test_an_actor_that_dies_is_started_again(cluster, uri):
         os.kill(process, signal.SIGKILL)
 
     def processes(searcher) -> list[int]:
-        return ray.get([a.__ray_call__.remote(lambda _: os.getpid()) for a in searcher._actors])
+        return ray.get(
+            [a.__ray_call__.remote(lambda _: os.getpid()) for a in searcher.scorer._actors]
+        )
 
     expected = [r.item_ids for r in open_index(uri).rank(QUERIES)]
     with ShardedSearcher(uri, num_shards=2, num_cpus=0.1, max_restarts=1) as searcher:

@@ -1,0 +1,74 @@
+"""The queries of `jobs.search`: from its command line, or from a file."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.config import SpecError
+
+if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+    from pipeline.schema import Composed
+    from pipeline.search.query import AnyQuery
+    from pipeline.search.searcher import Searcher
+
+#: Maximum size of the file of a query's image.
+MAX_IMAGE_BYTES = 64 << 20
+
+
+def read(args: Namespace) -> Mapping[str, AnyQuery]:
+    """Returns the queries by id."""
+    from pipeline.eval.topics import read_queries, read_query_vectors
+
+    if args.queries:
+        return read_queries(args.queries)
+    if not args.query_vectors:
+        return {"1": _query(args.query, args.image)}
+    vectors = read_query_vectors(args.query_vectors)
+    if args.save_maps and len(vectors) > 1:
+        problem = f"holds {len(vectors):,} queries"
+        raise SpecError("query-vectors", args.query_vectors, "one with --save-maps", problem)
+    return vectors
+
+
+def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
+    """Returns the query of a command line: a text, an image, or both."""
+    from pipeline.schema import Composed
+
+    text = " ".join(words)
+    if image is None:
+        return text
+    data = _read_image(image)
+    return Composed(text, data) if words else data
+
+
+def _read_image(uri: str) -> bytes:
+    """Returns the bytes of an image file.
+
+    Raises:
+        SpecError: It cannot be read or is too large.
+    """
+    import fsspec
+
+    legal = f"a PNG, JPEG or WebP file of {MAX_IMAGE_BYTES:,} bytes at most"
+    try:
+        with fsspec.open(uri) as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise SpecError("image", uri, legal, f"cannot be read ({error})") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise SpecError("image", uri, legal, "is too large")
+    return data
+
+
+def check_vectors(searcher: Searcher, queries: Mapping[str, AnyQuery], name: str) -> None:
+    """Raises `SpecError` if a query of a file is invalid, before the others are searched."""
+    for query_id, vectors in queries.items():
+        try:
+            searcher.queries([vectors], name)
+        except SpecError as error:
+            if error.field != "query":  # the index is corrupted
+                raise
+            problem = f"holds {error.value}"
+            raise SpecError("query-vectors", query_id, error.legal, problem) from None

@@ -1,0 +1,121 @@
+"""TREC runs of many queries, and the throughput of their stages, for `jobs.search`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jobs
+from pipeline.config import Stopped
+
+if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+    from pipeline.search.options import SearchOptions
+    from pipeline.search.query import AnyQuery
+    from pipeline.search.rerank import Reranker
+    from pipeline.search.score import Ranking
+    from pipeline.search.searcher import Searcher
+
+#: Queries that are encoded and scored together: bounds memory, however many there are.
+QUERIES_AT_ONCE = 256
+#: Seconds between two lines of progress.
+SAY_EVERY = 10.0
+
+
+def batches(queries: Mapping[str, AnyQuery]) -> Iterator[dict[str, AnyQuery]]:
+    """Yields the queries by id, `QUERIES_AT_ONCE` at a time."""
+    pairs = list(queries.items())
+    for first in range(0, len(pairs), QUERIES_AT_ONCE):
+        yield dict(pairs[first : first + QUERIES_AT_ONCE])
+
+
+def write(
+    out: str,
+    searcher: Searcher,
+    queries: Mapping[str, AnyQuery],
+    options: SearchOptions,
+    reranker: Reranker | None,
+) -> None:
+    """Ranks the items for all queries, writes the run and prints the throughput."""
+    from pipeline.eval.metrics import write_run
+    from pipeline.search.options import EQUAL
+
+    signal.signal(signal.SIGTERM, _stop)
+    rows = searcher.items.select(options)
+    num_items = len(searcher.items) if rows is None else len(rows)
+    run = _Run(searcher, queries, options, reranker)
+    print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
+    weights = "" if options.weights == EQUAL else "-{:g}-{:g}".format(*options.weights)
+    tag = f"{options.column}.{options.score}{weights}{'.edje' if reranker else ''}"
+    write_run(out, run.scores(), tag=tag)
+    print(f"{run.throughput()}\n{len(queries):,} queries, {run.num_hits:,} hits: {out}")
+
+
+def _stop(*_: object) -> None:
+    raise Stopped("stopped; nothing was written")
+
+
+class _Run:
+    """Ranks items for many queries and measures the time of each stage."""
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        queries: Mapping[str, AnyQuery],
+        options: SearchOptions,
+        reranker: Reranker | None,
+    ):
+        from pipeline.schema import Composed
+
+        if reranker is not None:
+            reranker.check(searcher.index, list(queries.values()))
+            options = replace(options, rerank_depth=reranker.pool)
+        self._searcher, self._queries, self._options = searcher, queries, options
+        self._reranker = reranker
+        self._needs_encoder = all(isinstance(q, str | bytes | Composed) for q in queries.values())
+        self._encoding = self._scoring = self._reranking = 0.0  # seconds
+        self._num_done = self.num_hits = 0
+
+    def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields the id of each query and its scores, best first."""
+        if self._needs_encoder:
+            self._searcher.encoder(self._options.column)  # loading is not timed
+        self._searcher.load(self._options.column, self._options.score)
+        last_said = time.monotonic()
+        for batch in batches(self._queries):
+            rankings = self._rank(list(batch.values()))
+            for query_id, ranking in zip(batch, rankings, strict=True):
+                grouped = self._options.group_by
+                scores = ranking.scores_by_parent() if grouped else ranking.scores_by_item()
+                self.num_hits += len(scores)
+                yield query_id, scores
+            self._num_done += len(batch)
+            is_last = self._num_done == len(self._queries)
+            if not is_last and time.monotonic() - last_said > SAY_EVERY:
+                last_said = time.monotonic()
+                done = f"{self._num_done:,} of {len(self._queries):,} queries"
+                jobs.say(f"{done}; {self.throughput()}")
+
+    def _rank(self, queries: list[AnyQuery]) -> list[Ranking]:
+        start = time.perf_counter()
+        encoded = self._searcher.queries(queries, self._options.column)
+        scoring = time.perf_counter()
+        rankings = self._searcher.rank_with(encoded, self._options.first_stage())
+        reranking = time.perf_counter()
+        if self._reranker is not None:
+            given = self._reranker.check(self._searcher.index, queries)
+            rankings = self._reranker.rerank(self._searcher, given, rankings, self._options.k)
+            self._reranking += time.perf_counter() - reranking
+        self._encoding += scoring - start
+        self._scoring += reranking - scoring
+        return rankings
+
+    def throughput(self) -> str:
+        """Returns how many queries per second each stage has processed."""
+        stages = [("encoded", self._encoding)] if self._needs_encoder else []
+        stages.append(("scored", self._scoring))
+        if self._reranker is not None:
+            stages.append(("reranked", self._reranking))
+        return ", ".join(f"{name} {self._num_done / s:,.1f} queries/s" for name, s in stages)

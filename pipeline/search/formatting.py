@@ -1,0 +1,91 @@
+"""Hits as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.schema import Hit, Parts, Passage, Place, Reranked
+from pipeline.search.explain import highlights, printable, snippet
+
+
+def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
+    """Returns a line per hit with its rank, score, id, span and title, and below it a snippet.
+
+    Args:
+        marks: Text before and after each highlighted word.
+    """
+    if not hits:
+        return "no hits"
+    lines = []
+    for hit in hits:
+        head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, format_span(hit.span)]
+        head += [hit.title or "", format_first_rank(hit.reranked)]
+        lines.append("  ".join(printable(part) for part in head if part))
+        if parts := format_parts(hit.parts):
+            lines.append(f"     {parts}")
+        spans = highlights(hit.passages[0]) if hit.passages else []
+        if hit.text and (shown := snippet(hit.text, spans, marks=marks)):
+            lines.append(f"     {shown}")
+        if places := "; ".join(filter(None, map(format_place, hit.passages))):
+            lines.append(f"     {places}")
+    return "\n".join(lines)
+
+
+def format_parts(parts: Parts) -> str:
+    """Returns the parts of a hybrid score; empty for other scores.
+
+    >>> format_parts(Parts(late=4.5, late_mean=0.75, single=0.5))
+    'single 0.5000, late 4.5000 (mean 0.7500)'
+    >>> format_parts(Parts(late=4.5, late_mean=0.75))
+    ''
+    """
+    if parts.late is None or parts.single is None:
+        return ""
+    return f"single {parts.single:.4f}, late {parts.late:.4f} (mean {parts.late_mean:.4f})"
+
+
+def format_first_rank(reranked: Reranked | None) -> str:
+    """Returns the rank of a hit before reranking, and why it was not reranked.
+
+    >>> format_first_rank(Reranked(3, 0.5, 1.25)), format_first_rank(None)
+    ('(was 3)', '')
+    >>> format_first_rank(Reranked(2, 0.5, problem="has no text"))
+    '(was 2; has no text)'
+    """
+    if reranked is None:
+        return ""
+    return f"(was {'; '.join(filter(None, [str(reranked.first_rank), reranked.problem]))})"
+
+
+def format_span(span: dict[str, Any] | None) -> str:
+    """Returns the part of its parent that a hit is.
+
+    >>> format_span({"unit": "page", "start": 3.0, "end": 3.0}), format_span(None)
+    ('(page 3)', '')
+    """
+    if not span or not span["unit"]:
+        return ""
+    start, end = (f"{span[side]:g}" for side in ("start", "end"))
+    return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
+
+
+def format_place(place: Place | Passage) -> str:
+    """Returns the times and the region of a match.
+
+    >>> format_place(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
+    >>> format_place(Place((0, 4), None, (5.31, 7.0)))
+    'heard 5.3-7.0 s'
+    >>> format_place(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
+    'heard 5.3-7.0 s, confidence 0.82'
+    """
+    parts = []
+    if place.times:
+        start, end = place.times
+        parts.append(f"{'seen' if place.box else 'heard'} {start:.1f}-{end:.1f} s")
+    if place.box:
+        parts.append("box " + " ".join(f"{side:.2f}" for side in place.box))
+    if place.confidence is not None:
+        parts.append(f"confidence {place.confidence:.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,211 @@
+"""Options of a search, the same in Python, over HTTP and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict, Unpack, get_args
+
+from pipeline.config import SpecError
+from pipeline.index.reader import Index
+from pipeline.search.query import Queries
+from pipeline.search.representations import representation_info
+
+Score = Literal["late", "single", "hybrid"]
+SCORES: tuple[Score, ...] = get_args(Score)
+
+#: Weights of the single and the late score in the hybrid score.
+Weights = tuple[float, float]
+EQUAL: Weights = (1.0, 1.0)
+LEGAL_WEIGHTS = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
+
+
+class _CommonKeywords(TypedDict, total=False):
+    """Keyword arguments that have the name and the type of the option."""
+
+    k: int
+    score: Score
+    weights: Weights
+    group_by: Literal["parent"] | None
+
+
+class Selection(TypedDict, total=False):
+    """Keyword arguments of `Searcher.num_items`; those of `SearchOptions` with other types."""
+
+    where: str | None  # the option `filter`
+    ids: Collection[str] | None
+    parents: Collection[str] | None
+
+
+class SearchKeywords(_CommonKeywords, Selection, total=False):
+    """Keyword arguments of `Searcher.search` and `Searcher.rank`; see `SearchOptions`."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a search selects, scores, reranks and describes items.
+
+    Attributes:
+        representation: Name of the column to search; None: `full` if it exists, else the first.
+        k: Maximum number of hits.
+        score: "late", "single" or "hybrid"; see `pipeline.search.score`.
+        weights: Weights of the single and the late score in the hybrid score. An item that lacks
+            either has no hybrid score, whatever their weights.
+        group_by: "parent" returns the k best parents, each with its best item.
+        filter: Lance SQL expression over the item columns, such as "modality = 'text'".
+        ids: Ids of the items that can be hits; unknown ids are ignored. An item must pass the
+            filter and both lists.
+        parents: Ids of the parents whose items can be hits.
+        rerank: Second stage: "vectors" scores by another representation, "edje" by EDJE's joint
+            encoder.
+        rerank_representation: Representation of "vectors"; None: the default one.
+        rerank_depth: Number of first-stage items that are reranked; 0 without a second stage.
+        add_first_stage: Whether "edje" adds the score of the first stage.
+        rerank_is_optional: Whether the hits of the first stage are returned if reranking fails.
+        explain: "matches" adds `matches` and `passages` to hits; "map" a similarity map too.
+
+    Raises:
+        SpecError: An option is invalid.
+    """
+
+    representation: str | None = None
+    k: int = 10
+    score: Score = "late"
+    weights: Weights = EQUAL
+    group_by: Literal["parent"] | None = None
+    filter: str | None = None
+    ids: tuple[str, ...] | None = None
+    parents: tuple[str, ...] | None = None
+    rerank: Literal["vectors", "edje"] | None = None
+    rerank_representation: str | None = None
+    rerank_depth: int = 0
+    add_first_stage: bool = False
+    rerank_is_optional: bool = False
+    explain: Literal["matches", "map"] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("k", self.k)
+        if self.group_by not in (None, "parent"):
+            raise SpecError("group_by", self.group_by, "parent, or nothing")
+        if self.score not in SCORES:
+            raise SpecError("score", self.score, ", ".join(SCORES))
+        if not are_weights(self.weights):
+            raise SpecError("weights", self.weights, LEGAL_WEIGHTS)
+        if self.score != "hybrid" and tuple(self.weights) != EQUAL:
+            problem = f"mean nothing to the score {self.score}"
+            raise SpecError("weights", self.weights, "the score hybrid", problem)
+
+    @classmethod
+    def from_keywords(
+        cls,
+        representation: str | None = None,
+        *,
+        explain: bool = False,
+        where: str | None = None,
+        ids: Collection[str] | None = None,
+        parents: Collection[str] | None = None,
+        **others: Unpack[_CommonKeywords],
+    ) -> SearchOptions:
+        """Returns the options that the keyword arguments of the Python interface stand for."""
+        return cls(
+            representation,
+            filter=where,
+            ids=id_tuple("ids", ids),
+            parents=id_tuple("parents", parents),
+            explain="matches" if explain else None,
+            **others,
+        )
+
+    def resolve(self, index: Index) -> SearchOptions:
+        """Returns the options with the name of a representation of the index.
+
+        Raises:
+            SpecError: There is no such representation, or it is only for reranking.
+        """
+        return replace(self, representation=representation_info(index, self.representation).name)
+
+    @property
+    def column(self) -> str:
+        """Name of the representation of resolved options."""
+        assert self.representation is not None
+        return self.representation
+
+    def first_stage(self) -> SearchOptions:
+        """Returns the options of the first stage, which finds all items that are reranked."""
+        return replace(
+            self,
+            k=max(self.k, self.rerank_depth),
+            rerank=None,
+            rerank_representation=None,
+            rerank_depth=0,
+            add_first_stage=False,
+            rerank_is_optional=False,
+            explain=None,
+        )
+
+    def without_selection(self) -> SearchOptions:
+        """Returns the options without filter and ids, for stages after the selection."""
+        return replace(self, filter=None, ids=None, parents=None)
+
+    def check_vectors(self, queries: Queries, pooled_column: str | None) -> None:
+        """Raises `SpecError` if the queries or the representation lack vectors of the score.
+
+        Args:
+            pooled_column: Column of the representation's single vectors; None without one.
+        """
+        if self.score != "single" and not all(map(len, queries.tokens)):
+            problem = "needs token vectors of the query, which has none"
+            raise SpecError("score", self.score, "single", problem)
+        if self.score == "late":
+            return
+        if pooled_column is None:
+            problem = "needs single vectors, and the index has none"
+            raise SpecError("score", self.score, "late", problem)
+        if queries.pooled is None:
+            problem = "needs a single vector of the query, given as text"
+            raise SpecError("score", self.score, "late", problem)
+
+
+def check_count(field: str, value: int) -> None:
+    """Raises `SpecError` if a value is not a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecError(field, value, "an integer >= 1")
+
+
+def are_weights(weights: Any) -> bool:
+    """Returns whether a value is a valid pair of weights for the hybrid score.
+
+    >>> are_weights((1, 0.5)), are_weights((0, 0)), are_weights((1, float("nan"))), are_weights(1)
+    (True, False, False, False)
+    """
+    return (
+        isinstance(weights, tuple | list)
+        and len(weights) == 2
+        and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+        and all(w == 0 or 1e-6 <= w <= 1e6 for w in weights)
+        and any(weights)
+    )
+
+
+def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
+    """Returns ids as a tuple.
+
+    Raises:
+        SpecError: For `field`: they are not a collection of texts in UTF-8.
+    """
+    if ids is None:
+        return None
+    values = (ids,) if isinstance(ids, str) else tuple(ids)
+    if isinstance(ids, str) or not _are_texts(values):
+        wrong = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
+        raise SpecError(field, wrong, "a list of ids, each a text in UTF-8")
+    return values
+
+
+def _are_texts(values: tuple[Any, ...]) -> bool:
+    """Returns whether all values are texts in UTF-8; 100,000 ids take 1 ms."""
+    try:
+        "".join(values).encode()
+    except (TypeError, UnicodeEncodeError):
+        return False
+    return True

@@ -1,0 +1,241 @@
+"""Queries as vectors: encoded by an index's encoders, and transformed as a representation compares
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, get_args
+
+import numpy as np
+import torch
+
+from pipeline.compression import Compressor
+from pipeline.config import SpecError, digest
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.index.artefacts import load_artefact
+from pipeline.index.info import EncoderInfo, RepresentationInfo
+from pipeline.index.reader import Index
+from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.schema import Composed
+from pipeline.tokens import unit_vectors
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Query vectors ready to be scored.
+
+    Attributes:
+        tokens: (M_i, D) float32 of each query.
+        pooled: (num_queries, P) float32, or None.
+        token_texts: Text of each query token, for explanations.
+    """
+
+    tokens: list[torch.Tensor]
+    pooled: torch.Tensor | None
+    token_texts: list[list[str]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, first: int, end: int) -> Queries:
+        """Returns the queries from `first` to before `end`."""
+        pooled = None if self.pooled is None else self.pooled[first:end]
+        return Queries(self.tokens[first:end], pooled, self.token_texts[first:end])
+
+    def split(self) -> list[Queries]:
+        """Returns each query by itself."""
+        return [self.part(i, i + 1) for i in range(len(self))]
+
+    @classmethod
+    def join(cls, parts: Sequence[Queries]) -> Queries:
+        """Returns several queries as one batch, with pooled vectors if all have them."""
+        pooled = [part.pooled for part in parts if part.pooled is not None]
+        return cls(
+            [tokens for part in parts for tokens in part.tokens],
+            torch.cat(pooled) if len(pooled) == len(parts) else None,
+            [texts for part in parts for texts in part.token_texts],
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # NumPy arrays are pickled several times faster than tensors.
+        pooled = None if self.pooled is None else self.pooled.numpy()
+        return _unpickle, ([tokens.numpy() for tokens in self.tokens], pooled, self.token_texts)
+
+    @classmethod
+    def from_encoded(cls, encoded: EncodedQueries) -> Queries:
+        """Returns the vectors of an encoder at unit length, without masked tokens."""
+        vectors = unit_vectors(encoded.tokens)
+        tokens = [row[mask] for row, mask in zip(vectors, encoded.tokens.mask, strict=True)]
+        pooled = encoded.tokens.pooled
+        return cls(tokens, None if pooled is None else pooled.float(), encoded.token_texts)
+
+    @classmethod
+    def from_vectors(cls, queries: Sequence[object]) -> Queries:
+        """Returns token vectors (M_i, D) at unit length; the text of a token is its number.
+
+        A token of zeros stays zero and adds nothing to a score.
+
+        Raises:
+            SpecError: A query is not a finite matrix with at least one non-zero row.
+        """
+        tokens = []
+        for place, query in enumerate(queries):
+            array = np.asarray(query)
+            if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
+                legal = "a matrix of numbers of shape (query tokens, dim)"
+                raise bad_query(f"an array of shape {array.shape}", legal, place, len(queries))
+            with np.errstate(over="ignore"):
+                array = array.astype(np.float32)
+            if not np.isfinite(array).all():
+                raise bad_query("NaN or infinity", "finite float32 numbers", place, len(queries))
+            # Norms of float32 vectors neither overflow nor underflow in float64.
+            norms = np.linalg.norm(array.astype(np.float64), axis=1, keepdims=True)
+            if not norms.any():
+                raise bad_query("zeros", "a vector with a direction", place, len(queries))
+            unit = array / np.where(norms > 0, norms, 1)
+            tokens.append(torch.from_numpy(unit.astype(np.float32)))
+        return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])
+
+
+def _unpickle(
+    tokens: list[np.ndarray], pooled: np.ndarray | None, token_texts: list[list[str]]
+) -> Queries:
+    tensors = [torch.from_numpy(array) for array in tokens]
+    return Queries(tensors, None if pooled is None else torch.from_numpy(pooled), token_texts)
+
+
+#: A query that an encoder reads: a text, an image file, or both.
+Unencoded = str | bytes | Composed
+AnyQuery = Unencoded | np.ndarray
+AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
+
+
+class QueryEncoders:
+    """Encodes and transforms queries for the representations of an index.
+
+    Encoders and compressors are loaded when first needed, each once.
+    """
+
+    def __init__(self, index: Index):
+        self._index = index
+        self._encoders: dict[str, Encoder] = {}
+        self._compressors: dict[str, Compressor] = {}
+
+    def encoder(self, representation: str) -> Encoder:
+        """Returns the query encoder of a representation.
+
+        Raises:
+            SpecError: It cannot be built here, or did not make the representation.
+        """
+        info = self._index.representation(representation).encoder
+        key = digest(info.spec)
+        if key not in self._encoders:
+            self._encoders[key] = query_encoder(info)
+        check_fingerprint(self._encoders[key], representation, info)
+        return self._encoders[key]
+
+    def encode(self, queries: AnyQueries, representation: str) -> Queries:
+        """Returns queries as a representation compares them; `Queries` are returned as they are.
+
+        Raises:
+            SpecError: A query is empty, of a kind that the encoder does not read, or a vector of
+                another dimension or without a direction.
+        """
+        if isinstance(queries, Queries):
+            return queries
+        if isinstance(queries, EncodedQueries):
+            encoded = Queries.from_encoded(queries)
+        elif _are_of_one_kind(queries):
+            texts = [query.text if isinstance(query, Composed) else query for query in queries]
+            check_texts([text for text in texts if isinstance(text, str)])
+            encoded = Queries.from_encoded(encode(self.encoder(representation), queries))
+        else:
+            encoded = Queries.from_vectors(queries)
+        return self.transform(encoded, representation)
+
+    def transform(self, queries: Queries, representation: str) -> Queries:
+        """Returns unit query vectors as a representation compares them.
+
+        Raises:
+            SpecError: They have another dimension than the representation.
+        """
+        info = self._index.representation(representation)
+        dim = info.encoder.dim
+        for place, tokens_MD in enumerate(queries.tokens):
+            if tokens_MD.shape[1] != dim:
+                value = f"vectors of {tokens_MD.shape[1]} numbers"
+                raise bad_query(value, str(dim), place, len(queries))
+        compressor, codec = self._compressor(info), self._index.codec(representation)
+        tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
+        return replace(queries, tokens=tokens)
+
+    def _compressor(self, info: RepresentationInfo) -> Compressor:
+        key = digest([info.compressor, info.artefact])
+        if key not in self._compressors:
+            artefact = info.artefact and load_artefact(
+                self._index.uri, info.artefact, info.compressor_fit
+            )
+            spec = COMPRESSORS.resolve(info.compressor)
+            self._compressors[key] = COMPRESSORS.build(spec, artefact)
+        return self._compressors[key]
+
+
+def query_encoder(info: EncoderInfo) -> Encoder:
+    """Builds the encoder that an index names, for queries.
+
+    Raises:
+        SpecError: It cannot be built here.
+    """
+    spec = ENCODERS.resolve(info.spec)
+    encoder_class: type[Encoder] = ENCODERS.load(info.name)
+    encoder_class.check_queries(spec)
+    return ENCODERS.build(spec)
+
+
+def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) -> None:
+    """Raises `SpecError` if another encoder made the representation."""
+    if encoder.fingerprint != info.fingerprint:
+        problem = (
+            f"was made by another encoder (fingerprint {info.fingerprint}, "
+            f"this one has {encoder.fingerprint})"
+        )
+        legal = f"the weights and settings of {info.name} that made it"
+        raise SpecError("representation", representation, legal, problem)
+
+
+def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
+    """Encodes at least one query, all of one kind.
+
+    Raises:
+        SpecError: A query is invalid, or the encoder does not read this kind.
+    """
+    if texts := [query for query in queries if isinstance(query, str)]:
+        return encoder.encode_queries(texts)
+    if images := [query for query in queries if isinstance(query, bytes)]:
+        return encoder.encode_pictures(images)
+    composed = [query for query in queries if isinstance(query, Composed)]
+    return encoder.encode_composed([q.text for q in composed], [q.picture for q in composed])
+
+
+def _are_of_one_kind(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
+    """Returns whether an encoder reads the queries in one batch."""
+    kinds = get_args(Unencoded)
+    return len(queries) > 0 and any(all(isinstance(q, kind) for q in queries) for kind in kinds)
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raises `SpecError` if a text has no word or cannot be written in UTF-8."""
+    for place, text in enumerate(texts):
+        if not text.strip():
+            raise bad_query(text, "a text with at least one word", place, len(texts))
+        if re.search("[\ud800-\udfff]", text):
+            raise bad_query(text, "a text in UTF-8", place, len(texts))
+
+
+def bad_query(value: str, legal: str, place: int, num_queries: int) -> SpecError:
+    """Returns the error of a query, which says which of several it is."""
+    which = f" (query {place + 1} of {num_queries})" if num_queries > 1 else ""
+    return SpecError("query", value, legal, f"is not legal{which}")

@@ -1,0 +1,25 @@
+"""The representations of an index that can be searched."""
+
+from __future__ import annotations
+
+from pipeline.config import SpecError
+from pipeline.index.info import RepresentationInfo
+from pipeline.index.reader import Index
+
+
+def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:
+    """Returns a representation to search; default `full`, else the first.
+
+    Raises:
+        SpecError: There is no such representation, or it is only for reranking.
+    """
+    infos = index.representations()
+    if name is None:
+        if not infos:
+            problem = f"has none in version {index.version}"
+            legal = "an index, or a version of it, with at least one representation"
+            raise SpecError("index", index.uri, legal, problem)
+        return infos["full"] if "full" in infos else next(iter(infos.values()))
+    if name in index.rerank_columns:
+        raise SpecError("representation", name, ", ".join(infos), "is for reranking alone")
+    return index.representation(name)

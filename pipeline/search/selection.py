@@ -1,0 +1,108 @@
+"""The items of an index by position, and the positions that a search looks at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.index.filters import matching_ids
+from pipeline.index.reader import Index
+from pipeline.search.options import SearchOptions
+
+#: Columns that the lists of ids refer to.
+ID_COLUMNS = {"ids": "item_id", "parents": "parent_id"}
+#: Filters whose positions are cached, 8 bytes per item each.
+CACHED_FILTERS = 16
+
+
+class Items:
+    """The items of an index, or of a shard of it, in storage order.
+
+    Args:
+        shard: (i, n) for the i-th of n shards; None for all items.
+    """
+
+    def __init__(self, index: Index, shard: tuple[int, int] | None = None):
+        self.index = index
+        self.fragments = index.fragments(shard)
+        self._filtered: dict[str, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @functools.cached_property
+    def ids(self) -> pa.Table:
+        """The columns `item_id` and `parent_id`."""
+        scanner = self.index.dataset.scanner(
+            columns=["item_id", "parent_id"], scan_in_order=True, fragments=self.fragments
+        )
+        with self.index.reading():
+            return scanner.to_table().combine_chunks()
+
+    @functools.cached_property
+    def id_order(self) -> np.ndarray:
+        """(B,) int64: rank of each item in the order of the ids, which breaks ties."""
+        rank = np.empty(len(self.ids), np.int64)
+        rank[pc.sort_indices(self.ids["item_id"]).to_numpy()] = np.arange(len(rank))
+        return rank
+
+    @functools.cached_property
+    def parent_codes(self) -> np.ndarray:
+        """(B,) int64: equal numbers for items of one parent."""
+        codes = self.ids["parent_id"].combine_chunks().dictionary_encode().indices
+        return codes.to_numpy().astype(np.int64)
+
+    def select(self, options: SearchOptions) -> np.ndarray | None:
+        """Returns the ascending positions of the items that can be hits; None for all.
+
+        Raises:
+            SpecError: For `where`: the filter is invalid.
+        """
+        rows = None if options.filter is None else self._filtered_rows(options.filter)
+        return self.restrict(rows, options)
+
+    def restrict(self, rows: np.ndarray | None, options: SearchOptions) -> np.ndarray | None:
+        """Returns those of ascending positions (None: all) that the lists of ids contain."""
+        for field, ids in (("ids", options.ids), ("parents", options.parents)):
+            if ids is not None:
+                values = pa.array(ids, pa.string())
+                listed = pc.is_in(self.ids[ID_COLUMNS[field]], value_set=values)
+                chosen = np.flatnonzero(listed.to_numpy())
+                rows = chosen if rows is None else np.intersect1d(rows, chosen, assume_unique=True)
+        return rows
+
+    def _filtered_rows(self, filter: str) -> np.ndarray:
+        if isinstance(filter, str) and (rows := self.cached_rows(filter)) is not None:
+            return rows
+        return self.cache_rows(filter, matching_ids(self.index, filter, self.fragments))
+
+    def cached_rows(self, filter: str) -> np.ndarray | None:
+        """Returns the positions of the items that pass a filter, if they are cached."""
+        return self._filtered.get(filter)
+
+    def cache_rows(self, filter: str, item_ids: pa.ChunkedArray) -> np.ndarray:
+        """Caches and returns the ascending positions of the items that pass a filter.
+
+        The version of the index never changes, so entries stay valid.
+
+        Args:
+            item_ids: What `matching_ids` returned for the filter.
+        """
+        rows = np.flatnonzero(pc.is_in(self.ids["item_id"], value_set=item_ids).to_numpy())
+        while len(self._filtered) >= CACHED_FILTERS:
+            self._filtered.pop(next(iter(self._filtered)), None)
+        self._filtered[filter] = rows
+        return rows
+
+    def num_known(self, ids: Sequence[str], field: str) -> int:
+        """Returns how many distinct ids of a list are in the index.
+
+        Args:
+            field: "ids" for ids of items, "parents" for ids of parents.
+        """
+        distinct = pc.unique(pa.array(ids, pa.string()))
+        return pc.sum(pc.is_in(distinct, value_set=self.ids[ID_COLUMNS[field]])).as_py() or 0

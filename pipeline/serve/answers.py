@@ -1,0 +1,104 @@
+"""Hits and indexes -> HTTP answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from pipeline.index.info import RepresentationInfo, RerankInfo
+from pipeline.schema import ITEM, Hit
+from pipeline.search.maps import SimilarityMap
+from pipeline.search.options import SCORES, SearchOptions
+from pipeline.serve import wire
+from pipeline.serve.served import Served
+
+
+def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOptions) -> wire.Hit:
+    """Returns a hit as it is sent.
+
+    Args:
+        rank: Its rank among the hits of all shards.
+    """
+    first = joint = None
+    if reranked := hit.reranked:
+        first = wire.FirstStage(rank=reranked.first_rank, score=reranked.first_score)
+        if options.rerank == "edje":
+            joint = wire.Joint(
+                logit=reranked.joint, num_cut=reranked.num_cut, problem=reranked.problem or None
+            )
+    matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
+    passages = [wire.Passage.model_validate(asdict(passage)) for passage in hit.passages]
+    return wire.Hit(
+        rank=rank,
+        score=hit.score,
+        item_id=hit.item_id,
+        parent_id=hit.parent_id,
+        title=hit.title,
+        text=hit.text,
+        span=hit.span,
+        parts=wire.Parts.model_validate(asdict(hit.parts)),
+        first_stage=first,
+        edje=joint,
+        matches=matches if options.explain else None,
+        passages=passages if options.explain else None,
+        map=wire.Map.model_validate_json(map.to_json()) if map else None,
+    )
+
+
+def truncation_warnings(queries: Sequence[wire.Query], nums_cut: Sequence[int]) -> list[str]:
+    """Returns warnings about texts that EDJE truncated: queries, or hits of an image query.
+
+    >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
+    ['queries are up to 4 tokens longer than what EDJE reads: these are cut']
+    """
+    warnings = []
+    for what, are_texts in (("queries", True), ("texts of hits", False)):
+        pairs = zip(queries, nums_cut, strict=True)
+        most = max((n for q, n in pairs if isinstance(q, str) is are_texts), default=0)
+        if most:
+            warning = f"{what} are up to {most} tokens longer than what EDJE reads: these are cut"
+            warnings.append(warning)
+    return warnings
+
+
+def index_info(served: Served) -> wire.IndexInfo:
+    """Returns the description of a served index."""
+    index = served.index
+    infos = index.representations()
+    representations = [_representation(info) for info in infos.values()]
+    representations += map(_rerank_representation, index.rerank_columns.values())
+    return wire.IndexInfo(
+        name=served.name,
+        version=served.version,
+        num_items=len(index),
+        default_representation=served.representation(None).name if infos else None,
+        representations=representations,
+        edje=served.spec.edje is not None,
+        columns={f.name: str(f.type) for f in index.schema if f.name in ITEM.names},
+    )
+
+
+def _representation(info: RepresentationInfo) -> wire.Representation:
+    return wire.Representation(
+        name=info.name,
+        role="search",
+        encoder=info.encoder.name,
+        compressor=info.compressor["name"],
+        codec=info.codec["name"],
+        dim=info.dim,
+        scores=list(SCORES) if info.pooled_column else ["late"],
+        queries=[*info.encoder.query_kinds, "vectors"],
+    )
+
+
+def _rerank_representation(info: RerankInfo) -> wire.Representation:
+    return wire.Representation(
+        name=info.name,
+        role="rerank",
+        encoder=info.encoder,
+        compressor=None,
+        codec=None,
+        dim=info.dim,
+        scores=[],
+        queries=[],
+    )

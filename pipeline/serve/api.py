@@ -1,0 +1,95 @@
+"""The HTTP application: routes, middleware, and the answers to errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+import pipeline
+from pipeline.config import SpecError
+from pipeline.serve import routes, wire
+from pipeline.serve.errors import CODES, ApiError, error_response, of_spec_error, of_validation
+from pipeline.serve.gateway import Gateway
+from pipeline.serve.guard import Guard
+
+log = logging.getLogger("ray.serve")
+
+#: Methods that a path can have.
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+
+
+def create_app(make: Callable[[], Awaitable[Gateway]]) -> FastAPI:
+    """Returns the application.
+
+    Args:
+        make: Makes the gateway when the application starts.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.gateway = gateway = await make()
+        yield
+        await gateway.engine.indexes.stop()
+
+    app = FastAPI(
+        title="Maxray",
+        summary="Multi-vector search, reranking and evaluation.",
+        version=pipeline.__version__,
+        lifespan=lifespan,
+        responses={"default": {"model": wire.ErrorAnswer, "description": "any error"}},
+    )
+    app.include_router(routes.public)
+    app.include_router(routes.api)
+    app.add_middleware(Guard)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(SpecError, _spec_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
+    return app
+
+
+# FastAPI calls a handler only with errors of the class it was added for.
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(request, error)
+
+
+def _spec_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SpecError)
+    return error_response(request, of_spec_error(error))
+
+
+def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(request, of_validation(list(error.errors())))
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal")
+    response = error_response(request, ApiError(code, str(error.detail)))
+    if error.headers:
+        response.headers.update(error.headers)
+    if error.status_code == 405:  # Starlette names the methods of one route only
+        scopes = {method: {**request.scope, "method": method} for method in METHODS}
+        allowed = [
+            method
+            for method, scope in scopes.items()
+            if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+        ]
+        response.headers["Allow"] = ", ".join(allowed)
+    return response
+
+
+def _unexpected_error(request: Request, error: Exception) -> Response:
+    log.error("request failed", exc_info=error)
+    return error_response(request, ApiError("internal", "something went wrong on the server"))

@@ -1,0 +1,170 @@
+"""HTTP requests -> search options and queries, checked before any stage is asked."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from pipeline.config import SpecError
+from pipeline.encoders import QUERY_KINDS, not_read
+from pipeline.index.info import RepresentationInfo
+from pipeline.schema import Composed
+from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries, Unencoded, bad_query, check_texts
+from pipeline.serve import wire
+from pipeline.serve.errors import ApiError, of_spec_error
+from pipeline.serve.served import Served
+from pipeline.serve.settings import Limits
+
+
+def search_options(
+    asked: wire.SearchOptions, served: Served, num_queries: int, limits: Limits
+) -> SearchOptions:
+    """Returns the options of a request, with names of representations of the served index.
+
+    Raises:
+        ApiError: An option is invalid or above a limit.
+    """
+    rerank = asked.rerank
+    depth = rerank.pool if rerank else 0
+    _check_depth(asked.k, depth, num_queries, limits)
+    second = None
+    if rerank and rerank.by == "edje":
+        check_num_pairs(depth, num_queries, limits, "rerank.depth")
+    elif rerank:
+        second = _second_representation(served, rerank)
+    try:
+        return SearchOptions(
+            representation=served.representation(asked.representation).name,
+            k=asked.k,
+            score=asked.score,
+            weights=asked.weights,
+            group_by=asked.group_by,
+            filter=asked.filter,
+            ids=None if asked.ids is None else tuple(asked.ids),
+            parents=None if asked.parents is None else tuple(asked.parents),
+            rerank=rerank.by if rerank else None,
+            rerank_representation=second,
+            rerank_depth=depth,
+            add_first_stage=rerank is not None and rerank.add_first_stage,
+            rerank_is_optional=rerank is not None and rerank.optional,
+            explain=asked.explain,
+        )
+    except SpecError as error:
+        raise of_spec_error(error) from None
+
+
+def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
+    """Raises `ApiError` if the first stage would return too many hits."""
+    depth = max(k, rerank_depth)
+    field = "k" if k >= depth else "rerank.depth"
+    most = min(limits.k, max(limits.batch_hits // num_queries, 1))
+    if depth > most:
+        raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
+
+
+def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
+    """Raises `ApiError` if EDJE would read too many pairs of a query and an item."""
+    most = limits.pairs // num_queries
+    if num_items > most:
+        message = f"{field}: EDJE is to read too many items, {num_items}; legal: {most} at most"
+        raise ApiError("invalid_argument", message, field)
+
+
+def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
+    """Raises `ApiError` if a request has too many queries, or too much text."""
+    num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
+    for number, most, what in (
+        (len(queries), limits.batch, ""),
+        (num_chars, limits.batch_chars, " characters"),
+    ):
+        if number > most:
+            message = f"queries: {number:,}{what} are too many; legal: {most:,} at most"
+            raise ApiError("invalid_argument", message, "queries")
+
+
+def _second_representation(served: Served, rerank: wire.Rerank) -> str:
+    try:
+        return served.representation(rerank.representation).name
+    except ApiError as error:
+        raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
+
+
+def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> None:
+    """Raises `ApiError` if an index is served without EDJE, or EDJE does not read a query."""
+    if served.spec.edje is None:
+        legal = f"vectors; edje where the server has a folder in indexes.{served.name}.edje"
+        message = f"{field}: 'edje' is not there for {served.name}; legal: {legal}"
+        raise ApiError("invalid_argument", message, field)
+    for place, query in enumerate(queries):
+        if isinstance(query, wire.Vectors | wire.Composed):
+            kind = wire.kind_of(query)
+            legal = "a text or a picture, which alone edje reads"
+            error = bad_query(QUERY_KINDS.get(kind, kind), legal, place, len(queries))
+            raise of_spec_error(error)
+
+
+def read_query(query: wire.Query, info: RepresentationInfo, limits: Limits) -> Queries | Unencoded:
+    """Returns a query as vectors, or as what the encoder of a representation reads.
+
+    Raises:
+        SpecError: The query is invalid, or the encoder does not read its kind.
+    """
+    if isinstance(query, wire.Vectors):
+        return _read_vectors(query)
+    written = read_written(query, limits)
+    kind = "image" if isinstance(written, bytes) else "composed"
+    if not isinstance(written, str) and kind not in info.encoder.query_kinds:
+        raise not_read(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
+    return written
+
+
+def _read_vectors(query: wire.Vectors) -> Queries:
+    try:
+        array = np.asarray(query.vectors, np.float32)
+    except (ValueError, OverflowError):
+        legal = "a list of vectors of equally many numbers"
+        raise SpecError("query", "vectors", legal, "are not of one length") from None
+    return Queries.from_vectors([array])
+
+
+def read_written(query: wire.Query, limits: Limits) -> Unencoded:
+    """Returns a query that is not vectors.
+
+    Raises:
+        SpecError: The query is invalid.
+    """
+    text = wire.text_of(query)
+    if text is not None:
+        if len(text) > limits.query_chars:
+            legal = f"{limits.query_chars:,} at most"
+            raise SpecError("query", f"{len(text):,} characters", legal, "are too many")
+        check_texts([text])
+    if isinstance(query, str):
+        return query
+    assert isinstance(query, wire.Image)
+    image = _read_image(query, limits.image_pixels)
+    return image if text is None else Composed(text, image)
+
+
+def _read_image(query: wire.Image, max_pixels: int) -> bytes:
+    """Returns the image file of a query.
+
+    Raises:
+        SpecError: It is not an image, or too large.
+    """
+    legal = f"a PNG, JPEG or WebP file in base64, of {max_pixels:,} pixels at most"
+    try:
+        data = base64.b64decode(query.image, validate=True)
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+            width, height = image.size
+    except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
+        raise SpecError("query.image", "the image", legal, "cannot be read") from None
+    if width * height > max_pixels:
+        raise SpecError("query.image", f"{width} x {height} pixels", legal)
+    return data

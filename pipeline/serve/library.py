@@ -1,0 +1,114 @@
+"""The stage that serves stored items and their previews."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import soundfile
+
+from pipeline.index.reader import Edition, open_edition
+from pipeline.schema import ITEM
+from pipeline.search.maps import Previews
+from pipeline.serve.outcomes import logged, returns_errors
+from pipeline.serve.replica import bind_to_loopback
+from pipeline.serve.settings import ServedIndex
+from pipeline.serve.turns import Caller, Turns
+from pipeline.serve.versions import Versions
+
+#: Threads in which items are looked up, and as many in which previews are made.
+LIBRARY_THREADS = 4
+
+
+class Library:
+    """Stage that looks up single items and makes their previews."""
+
+    def __init__(self, indexes: Mapping[str, ServedIndex]):
+        bind_to_loopback()
+        self._versions = {
+            name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
+        }
+        self._items = Turns(_called, workers=LIBRARY_THREADS)
+        self._shown = Turns(_called, workers=LIBRARY_THREADS)
+
+    async def is_there(self, caller: Caller) -> bool:
+        """Answers a check that the stage runs."""
+        return True
+
+    @returns_errors
+    async def item(
+        self, index: str, edition: Edition, item_id: str, caller: Caller
+    ) -> dict[str, Any] | None:
+        """Returns the stored columns of an item without vectors; None if it is not in the index."""
+        call = functools.partial(self._item, index, edition, item_id)
+        (row,) = await self._items.ask(caller, None, [call])
+        return row
+
+    def _item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
+        previews = self._versions[index].get(edition)
+        table = previews.index.items([item_id], ITEM.names)
+        (row,) = table.to_pylist() or [None]
+        if row is not None:
+            row["metadata"] = json.loads(row["metadata"] or "{}")
+        return row
+
+    @returns_errors
+    async def preview(
+        self,
+        index: str,
+        edition: Edition,
+        item_id: str,
+        what: str,
+        seconds: float | None,
+        caller: Caller,
+    ) -> tuple[bytes, str]:
+        """Returns the encoded image or audio of an item, and its media type.
+
+        Args:
+            what: "picture" or "sound".
+            seconds: Time in the parent, for a frame of a video.
+
+        Raises:
+            SpecError: The item has no preview; for `documents`: its file is gone or has changed
+                since it was indexed.
+        """
+        with logged("preview", what=what):
+            call = functools.partial(self._preview, index, edition, item_id, what, seconds)
+            (shown,) = await self._shown.ask(caller, None, [call])
+            return shown
+
+    def _preview(
+        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
+    ) -> tuple[bytes, str]:
+        previews = self._versions[index].get(edition)
+        if what == "picture":
+            image = previews.picture(item_id, seconds)
+            return image, _media_type(image)
+        samples, rate, _ = previews.sound(item_id)
+        wave = io.BytesIO()
+        soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
+        return wave.getvalue(), "audio/wav"
+
+
+def _called(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
+    """Computes calls in one slice."""
+    yield from ()
+    return [call() for call in calls]
+
+
+def _previews(served: ServedIndex, edition: Edition) -> Previews:
+    return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
+
+
+def _media_type(image: bytes) -> str:
+    """Returns the media type of an encoded image from its first bytes.
+
+    >>> _media_type(b"RIFF....WEBP")
+    'image/webp'
+    """
+    if image.startswith(b"\x89PNG"):
+        return "image/png"
+    return "image/webp" if image[8:12] == b"WEBP" else "image/jpeg"

@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12, please: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[all,dev]"
 	touch $@
 
 clean:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
+from pipeline.extras import MissingExtra, explained
 from pipeline.index import check_index
 
 #: Exit codes: bad input; stopped by Ctrl-C or SIGTERM, with everything left in order.
@@ -44,8 +45,12 @@ def run(
     try:
         with _sigterm_as_stopped():
             main(arguments)
-    except SpecError as error:
+    except (SpecError, MissingExtra) as error:
         sys.exit(_said(error, BAD_INPUT))
+    except ModuleNotFoundError as error:
+        if (missing := explained(error)) is error:
+            raise
+        sys.exit(_said(missing, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:
         sys.exit(_stopped(stopped))
     except JobError as error:

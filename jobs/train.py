@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check the spec, train nothing")
     args = parser.parse(arguments)
 
-    from pipeline import config
+    from pipeline import config, extras
     from pipeline.atomic import check_writable
     from pipeline.train import study
     from pipeline.train.loop import Loop, check
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workers = None
     if args.resources:
         workers = config.load(Workers, args.resources, what="profile")
+    if spec.sweep:
+        extras.require("matplotlib")  # for the plot of all runs, at their end
     check_writable(spec.output, "output")
     runs = study.runs_of(spec)
     for run in runs:

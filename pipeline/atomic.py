@@ -14,6 +14,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 from pipeline.config import SpecError, absolute
+from pipeline.extras import require_storage
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
@@ -25,6 +26,7 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
     Raises:
         SpecError: for `field`: no, it cannot.
     """
+    require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if "file" not in filesystem.protocol:
         return
@@ -73,6 +75,7 @@ def writing_atomic(uri: str) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def _renamed(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Where to write a file that gets its name at the end, and goes if there is an error."""
+    require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if filesystem.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", uri)

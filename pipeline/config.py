@@ -27,6 +27,8 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.extras import require_storage
+
 #: Characters of a value in a message.
 MOST_SHOWN = 400
 
@@ -216,8 +218,10 @@ def read(path: str, what: str) -> dict[str, Any]:
     """The mapping that a YAML file holds.
 
     Raises:
+        MissingExtra: The package of its storage is not installed.
         SpecError: for `what`: the file is missing or not a YAML mapping.
     """
+    require_storage(path)
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
             data = yaml.load(file, _NoKeyTwice)

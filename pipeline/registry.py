@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, SerializeAsAny
 
 from pipeline.config import Spec, SpecError, parse
+from pipeline.extras import explained
 
 if TYPE_CHECKING:
     from pipeline.config import ComponentSpec
@@ -41,7 +42,8 @@ class Registry:
         """Imports and returns the component class called `name`.
 
         Raises:
-            SpecError: no such name; or the component's package is not installed.
+            MissingExtra: A package that the component needs is an extra that is not installed.
+            SpecError: No component has the name, or its package is not installed.
         """
         if name not in self._all:
             raise SpecError("name", name, ", ".join(self.names()), f"is not one of the {self.kind}")
@@ -49,6 +51,8 @@ class Registry:
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
+            if (missing := explained(error)) is not error:
+                raise missing from None
             legal = f"an installed component ({error.name!r} is not installed)"
             raise SpecError("name", name, legal, "cannot be imported") from error
 

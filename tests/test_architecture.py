@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
 ORDER = [
+    ("extras",),
     ("config",),
     ("atomic", "checkpoint"),
     ("schema",),

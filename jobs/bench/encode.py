@@ -32,7 +32,8 @@ from PIL import Image
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
-from pipeline.config import SpecError, parse
+from pipeline import extras
+from pipeline.config import parse
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.registry import ENCODERS
 from pipeline.taps import MIDDLE, Tap, single_taps
@@ -331,11 +332,8 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
 
 def text(bench: Bench, args: Any) -> None:
     """Compares the default text encoder with sentence-transformers, by turns."""
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        legal = "the extra `bench` installed, which holds sentence-transformers"
-        raise SpecError("--only", "text", legal, "is not installed") from None
+    extras.require("sentence_transformers")
+    from sentence_transformers import SentenceTransformer
 
     encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
     with ABSTRACTS.open(encoding="utf-8") as file:

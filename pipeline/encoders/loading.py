@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 
@@ -221,6 +221,8 @@ def load_model(
     if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
         problem = "needs the package flash-attn and a GPU"
         raise SpecError("attention", spec.attention, "sdpa or eager", problem)
+    if device_map:
+        extras.require("accelerate")
     folder = folder or folder_of(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:
@@ -262,13 +264,12 @@ def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTr
     """A model with the weights of a LoRA adapter added to its own.
 
     Raises:
-        SpecError: peft is not installed, or the adapter is one of another model.
+        MissingExtra: peft is not installed.
+        SpecError: The adapter is of another model.
     """
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError:
-        legal = "the package peft installed, or no adapter"
-        raise SpecError("adapter", spec.adapter, legal, "needs peft") from None
+    extras.require("peft")
+    from peft import PeftConfig, PeftModel
+
     legal = f"a LoRA adapter of {spec.model}"
     try:
         settings = PeftConfig.from_pretrained(str(adapter))

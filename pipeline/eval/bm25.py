@@ -6,11 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import bm25s
 import numpy as np
-import Stemmer
-from bm25s.tokenization import Tokenizer
 
+from pipeline import extras
 from pipeline.index.reader import Index, both
 from pipeline.search.score import top_rows
 
@@ -47,6 +45,11 @@ class Bm25:
             column: "text", or "caption".
             where: a Lance filter: only such items are there.
         """
+        extras.require("bm25s", "Stemmer")
+        import bm25s
+        import Stemmer
+        from bm25s.tokenization import Tokenizer
+
         stem = Stemmer.Stemmer(LANGUAGE).stemWord
         self._tokenizer = Tokenizer(stemmer=stem, stopwords=LANGUAGE)
         item_ids: list[str] = []

@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
+from pipeline.extras import require_storage
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both, first_line
 from pipeline.schema import ITEM, METADATA_KEY, metadata_of, vectors_type
@@ -116,6 +117,7 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     if form == "parquet" and not output.lower().endswith(".parquet"):
         legal = "a path that ends in .parquet, or --format npy for a folder"
         raise SpecError("output", output, legal)
+    require_storage(output)
     try:
         filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
         is_there, is_folder = filesystem.exists(path), filesystem.isdir(path)

@@ -21,6 +21,7 @@ from fsspec import AbstractFileSystem
 from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute, digest, within
+from pipeline.extras import MissingExtra, require_storage
 from pipeline.index import ITEMS, PARTS, REJECTS, no_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import (
@@ -50,7 +51,12 @@ def part(uri: str, *names: str) -> str:
 
 
 def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
-    """The file system and path of a part of an index; it sees what Lance and others write."""
+    """Returns the file system and path of a part of an index; writes of others are visible in it.
+
+    Raises:
+        MissingExtra: The package of its storage is not installed.
+    """
+    require_storage(uri)
     return fsspec.url_to_fs(part(uri, *names), use_listings_cache=False)
 
 
@@ -149,7 +155,7 @@ def _reaching(uri: str) -> Iterator[None]:
     """Raises `SpecError` if a storage cannot be asked: each has errors of its own library."""
     try:
         yield
-    except OSError:
+    except (OSError, MissingExtra):
         raise
     except Exception as error:
         legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"

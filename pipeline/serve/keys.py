@@ -30,6 +30,7 @@ import yaml
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import Spec, SpecError, parse
+from pipeline.extras import require_storage
 
 PREFIX = "mr_"
 VARIABLE = "MAXRAY_KEYS"
@@ -142,6 +143,7 @@ class Keys:
         if not self._uri:
             state = text = os.environ.get(VARIABLE, "")
         else:
+            require_storage(self._uri)
             try:
                 files, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
                 info = files.info(path)

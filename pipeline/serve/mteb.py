@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline import extras
 from pipeline.serve.client import Client, ServerError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Endpoint:
     @property
     def mteb_model_meta(self) -> ModelMeta:
         """What mteb writes beside the results."""
+        extras.require("mteb")
         from mteb.models.model_meta import ModelMeta
 
         parts = [self._options.get("index", "index"), self._options.get("representation", "full")]

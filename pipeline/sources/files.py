@@ -11,17 +11,20 @@ from fsspec import AbstractFileSystem
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular
+from pipeline.extras import require_storage
 
 #: The size that `walk` gives of a pipe, a socket or a device, and of a link to one.
 SPECIAL = -1
 
 
 def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URI, and the path in it.
+    """Returns the file system of a URI, and the path in it.
 
     Raises:
-        SpecError: nothing can be opened there: an unknown scheme, or a package that is missing.
+        MissingExtra: The package of its storage is not installed.
+        SpecError: The scheme is unknown, or needs a package that is not installed.
     """
+    require_storage(uri)
     legal = "a local path, or the URI of an fsspec file system that is installed"
     try:
         # A listing is read once: keeping it would cost memory and hide files that come later.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
@@ -85,7 +85,13 @@ class Pages(Source):
         self.payload = payload_of(self.gives, wants)
 
     def check(self) -> None:
-        """Raises `SpecError` if there is no document to read."""
+        """Checks that there are documents, and what reads them.
+
+        Raises:
+            MissingExtra: pypdfium2 is not installed.
+            SpecError: There is no document.
+        """
+        extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
         if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
             legal = f"a folder, or a file that ends in {SUFFIX}"
@@ -145,6 +151,7 @@ class Pages(Source):
 
     @property
     def _process(self) -> DecodingProcess:
+        extras.require("pypdfium2")  # which the process would not find
         return decoding_process("pdf", self.spec.limits)
 
     @functools.cached_property

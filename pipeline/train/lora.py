@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from pydantic import Field, field_validator
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.encoders.loading import ADAPTER_WEIGHTS
 
@@ -47,12 +47,8 @@ class Lora(config.Spec):
 
 
 def check() -> None:
-    """Raises `SpecError` if peft is not installed."""
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        legal = "another kind, or the package peft installed (the extra `training`)"
-        raise SpecError("trains", "lora", legal, "needs peft") from None
+    """Raises `MissingExtra` if peft is not installed."""
+    extras.require("peft")
 
 
 def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:

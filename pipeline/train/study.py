@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from pydantic import Field
 
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.eval.significance import holm, randomisation_p
-from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.report.text import aligned, as_csv, p_value
 from pipeline.train.spec import HELD_OUT, TrainSpec
 
@@ -136,7 +134,9 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
         ]
         numbers.append([row.name, seeds, *itertools.chain(*of_each), p])
     write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))
-    write_atomic(posixpath.join(spec.output, "study.png"), to_png(drawn(rows)))
+    from pipeline.train.study_plot import study_png  # matplotlib is an extra
+
+    write_atomic(posixpath.join(spec.output, "study.png"), study_png(rows))
     return aligned(cells)
 
 
@@ -168,25 +168,3 @@ def spread(values_SQ: np.ndarray) -> float:
 def with_spread(values_SQ: np.ndarray) -> str:
     """The mean of runs and queries, and how far apart the runs are."""
     return f"{values_SQ.mean():.3f} ± {spread(values_SQ):.3f}"
-
-
-def drawn(rows: Sequence[Row]) -> Figure:
-    """A panel a measure, a line a row: from a ring, before training, to a dot with its spread."""
-    measures = [name for name in PLOTTED if name in rows[0].after]
-    figure = Figure(figsize=(3.2 * len(measures), 1.2 + 0.32 * len(rows)), layout="constrained")
-    panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
-    places = np.arange(len(rows))[::-1]
-    for panel, measure in zip(panels, measures, strict=True):
-        plain(panel)
-        before = [row.before[measure].mean() for row in rows]
-        after = [row.after[measure].mean() for row in rows]
-        spreads = [spread(row.after[measure]) for row in rows]
-        panel.hlines(places, before, after, color=REFERENCE, alpha=0.4)
-        panel.plot(before, places, "o", mfc="none", color=COLORS[0], label="before")
-        panel.errorbar(
-            after, places, xerr=spreads, fmt="o", color=COLORS[1], label="after training"
-        )
-        panel.set_xlabel(measure)
-        panel.set_yticks(places, [row.name for row in rows])
-    legend_below(figure, panels)
-    return figure

@@ -37,6 +37,7 @@ from pipeline.decoding.untrusted import (
     check_regular,
     open_file,
 )
+from pipeline.extras import require_storage
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe import NAN, Line, Recogniser, Word, confident, spread
 
@@ -227,6 +228,7 @@ def _connect(table: Path) -> sqlite3.Connection:
 def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tuple[str, ...]]]:
     """The files to read, each as (path, size, date), sorted by path."""
     endings = (*_parsers(spec), ZIP, *TARS)
+    require_storage(spec.path)
     try:
         fs, root = fsspec.url_to_fs(spec.path, use_listings_cache=False)
         found = fs.find(root, detail=True)

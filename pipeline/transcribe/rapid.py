@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 from pipeline.transcribe import Line, Recogniser, Word
@@ -82,10 +81,13 @@ class Rapid(Recogniser):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the package or a model file is missing."""
-        if importlib.util.find_spec("rapidocr") is None:
-            legal = "an installed recogniser (install the package rapidocr)"
-            raise SpecError("name", spec.name, legal, "is not installed")
+        """Checks that the package and the model files are there.
+
+        Raises:
+            MissingExtra: The package is not installed.
+            SpecError: A model file does not exist.
+        """
+        extras.require("rapidocr", "onnxruntime")
         for field in ("detection", "recognition", "characters"):
             path = getattr(spec, field)
             if path and not Path(path).is_file():

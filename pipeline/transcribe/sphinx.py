@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from pipeline import config
-from pipeline.config import SpecError
+from pipeline import config, extras
 from pipeline.tokens import AUDIO
 from pipeline.transcribe import Line, Recogniser, Word, confident
 from pipeline.transcribe.sound import RATE, samples_of, utterances
@@ -54,10 +52,8 @@ class Sphinx(Recogniser):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the package is missing."""
-        if importlib.util.find_spec("pocketsphinx") is None:
-            legal = "an installed recogniser (install the package pocketsphinx)"
-            raise SpecError("name", spec.name, legal, "is not installed")
+        """Raises `MissingExtra` if the package is not installed."""
+        extras.require("pocketsphinx")
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:

@@ -10,21 +10,31 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from pipeline.config import Spec, SpecError, parse
 from pipeline.extras import explained
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # only the types: the registry imports no component before it is used
+    from pipeline.codecs import Codec
+    from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
+    from pipeline.encoders import Encoder
+    from pipeline.eval import Benchmark
+    from pipeline.sources import Source
+    from pipeline.train.learner import Learner
+    from pipeline.training_data.base import TrainingData
+    from pipeline.transcribe import Recogniser
 else:
     ComponentSpec = Spec  # components of other packages may derive their specs from it alone
 
+T = TypeVar("T")
 
-class Registry:
-    """Named components of one kind. Every component class carries its nested `Spec`."""
+
+class Registry(Generic[T]):
+    """Named components of one kind. Every component class has a nested `Spec`."""
 
     def __init__(self, kind: str, entries: dict[str, str]):
         self.kind, self._entries = kind, entries
@@ -35,10 +45,10 @@ class Registry:
         return {**added, **self._entries}
 
     def names(self) -> list[str]:
-        """The legal names, sorted."""
+        """Returns the names of the components, sorted."""
         return sorted(self._all)
 
-    def load(self, name: str) -> type[Any]:
+    def load(self, name: str) -> type[T]:
         """Imports and returns the component class called `name`.
 
         Raises:
@@ -56,8 +66,13 @@ class Registry:
             legal = f"an installed component ({error.name!r} is not installed)"
             raise SpecError("name", name, legal, "cannot be imported") from error
 
+    def spec_class(self, name: str) -> type[ComponentSpec]:
+        """Returns the class of the component's specs."""
+        component: Any = self.load(name)
+        return component.Spec
+
     def resolve(self, value: Any) -> ComponentSpec:
-        """A name, or a mapping with a `name`, or a ready spec -> the component's `Spec`."""
+        """Returns the spec of a component, from its name, a mapping with a `name`, or a spec."""
         if isinstance(value, ComponentSpec):
             return value
         value = {"name": value} if isinstance(value, str) else value
@@ -65,14 +80,15 @@ class Registry:
             raise SpecError("name", None, ", ".join(self.names()), "is missing")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, ", ".join(self.names()), "names no component")
-        return parse(self.load(value["name"]).Spec, value)
+        return parse(self.spec_class(value["name"]), value)
 
-    def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> Any:
+    def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
         """Constructs the component that `spec.name` names."""
-        return self.load(spec.name)(spec, *args, **kwargs)
+        component: Any = self.load(spec.name)
+        return component(spec, *args, **kwargs)
 
 
-ENCODERS = Registry(
+ENCODERS: Registry[Encoder[Any]] = Registry(
     "encoders",
     {
         "colbert": "pipeline.encoders.colbert:ColBERT",
@@ -90,7 +106,7 @@ ENCODERS = Registry(
         "transcript": "pipeline.encoders.transcript:Transcript",
     },
 )
-COMPRESSORS = Registry(
+COMPRESSORS: Registry[Compressor[Any]] = Registry(
     "compressors",
     {
         "adaptive": "pipeline.compression.adaptive:Adaptive",
@@ -108,7 +124,7 @@ COMPRESSORS = Registry(
         "spatial": "pipeline.compression.spatial:Spatial",
     },
 )
-SOURCES = Registry(
+SOURCES: Registry[Source[Any]] = Registry(
     "sources",
     {
         "audio": "pipeline.sources.audio:Audio",
@@ -120,14 +136,14 @@ SOURCES = Registry(
         "video": "pipeline.sources.video:Video",
     },
 )
-OCR = Registry(
+OCR: Registry[Recogniser[Any]] = Registry(
     "ocr",
     {
         "precomputed": "pipeline.transcribe.precomputed:PrecomputedText",
         "rapidocr": "pipeline.transcribe.rapid:Rapid",
     },
 )
-SPEECH = Registry(
+SPEECH: Registry[Recogniser[Any]] = Registry(
     "speech",
     {
         "pocketsphinx": "pipeline.transcribe.sphinx:Sphinx",
@@ -135,7 +151,7 @@ SPEECH = Registry(
         "whisper": "pipeline.transcribe.whisper:Whisper",
     },
 )
-CODECS = Registry(
+CODECS: Registry[Codec[Any]] = Registry(
     "codecs",
     {
         "binary": "pipeline.codecs.binary:Binary",
@@ -145,15 +161,15 @@ CODECS = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
-BENCHMARKS = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
-LEARNERS = Registry(
+BENCHMARKS: Registry[Benchmark] = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
+LEARNERS: Registry[Learner] = Registry(
     "learners",
     {
         "contrastive": "pipeline.train.contrastive:Contrastive",
         "edje": "pipeline.train.edje:EdjeLearner",
     },
 )
-TRAINING_DATA = Registry(
+TRAINING_DATA: Registry[TrainingData] = Registry(
     "training data",
     {
         "binding": "pipeline.synthetic.binding_data:Binding",
@@ -176,7 +192,7 @@ def _resolve_source(value: Any) -> ComponentSpec:
     )
 
 
-def _or_none(registry: Registry) -> Callable[[Any], ComponentSpec | None]:
+def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
     return lambda value: None if value is None else registry.resolve(value)
 
 

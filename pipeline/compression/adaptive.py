@@ -86,7 +86,9 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
-        self._method: Budgeted = COMPRESSORS.build(spec.method)
+        method = COMPRESSORS.build(spec.method)
+        assert isinstance(method, Budgeted)  # by the spec
+        self._method = method
         self.support_form = self._method.support_form
         self.normalised = self._method.normalised
 

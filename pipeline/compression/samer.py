@@ -287,10 +287,10 @@ def places(
         starts_BN, ends_BN = extents[..., 4], extents[..., 5]
         first_B1 = starts_BN.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
         last_B1 = ends_BN.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-        unit = seconds_per_unit
-        if unit is None:
-            unit = last_B1 - first_B1
-            unit = torch.where(unit > 0, unit, torch.inf)
+        duration_B1 = last_B1 - first_B1
+        unit: torch.Tensor | float = torch.where(duration_B1 > 0, duration_B1, torch.inf)
+        if seconds_per_unit is not None:
+            unit = seconds_per_unit
         # Differences first: late in a long recording float32 has no digits to spare.
         columns["t"] = ((starts_BN - first_B1) + (ends_BN - first_B1)) / 2 / unit
     return torch.stack([columns[axis] for axis in axes], dim=2)

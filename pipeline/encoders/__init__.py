@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec, SpecError
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -44,14 +44,14 @@ class EncodedQueries:
     token_texts: list[list[str]]
 
 
-class Encoder(ABC):
+class Encoder(ABC, Generic[ComponentSpecT]):
     """A model that gives each item one vector per token, and often one pooled vector.
 
     Subclasses carry a nested `Spec` (the constructor's whole argument) whose first field is
     `name: Literal["..."]`. Constructing one may be slow; `check` is what a job calls first.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
     needs: ClassVar[tuple[str, ...]]  # what every item must bring, see `schema.PAYLOAD`
     prepares: ClassVar[bool] = False  # whether `preparer` does anything
     can_be_spread: ClassVar[bool] = False  # over the GPUs of an actor, see `sequences`
@@ -67,45 +67,45 @@ class Encoder(ABC):
     has_extents: bool  # whether tokens carry boxes or times
     has_confidence: bool = False  # whether tokens carry the confidence of a recogniser
     fingerprint: str  # hash of the weights and of every setting that changes a query vector
-    spec: Spec  # what it was built from
+    spec: ComponentSpecT  # what it was built from
 
     @classmethod
     @abstractmethod
-    def check(cls, spec: Spec) -> None:
+    def check(cls, spec: ComponentSpecT) -> None:
         """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
 
     @classmethod
-    def check_queries(cls, spec: Spec) -> None:
+    def check_queries(cls, spec: ComponentSpecT) -> None:
         """Raises `SpecError` if it cannot encode queries here, which may take less than items."""
         cls.check(spec)
 
     @classmethod
-    def needs_of(cls, spec: Spec) -> tuple[str, ...]:
+    def needs_of(cls, spec: ComponentSpecT) -> tuple[str, ...]:
         """What every item must bring; an encoder around another one asks that."""
         return cls.needs
 
     @classmethod
-    def wants(cls, spec: Spec) -> tuple[str, ...]:
+    def wants(cls, spec: ComponentSpecT) -> tuple[str, ...]:
         """What `encode` reads of the items that bring it: what it needs, and what it can use."""
         return cls.needs
 
     @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+    def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
         """What a query may be, of `QUERY_KINDS`; none: queries are vectors."""
         return ("text",)
 
     @classmethod
-    def attention(cls, spec: Spec) -> Attention | None:
+    def attention(cls, spec: ComponentSpecT) -> Attention | None:
         """The attention statistics it can give, without loading the model; None: it gives none."""
         return None
 
     @classmethod
-    def columns_prefix(cls, spec: Spec) -> str:
+    def columns_prefix(cls, spec: ComponentSpecT) -> str:
         """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
         return spec.name
 
     @classmethod
-    def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
+    def preparer(cls, spec: ComponentSpecT) -> Callable[[pa.Table], pa.Table]:
         """What gives items all that `encode` reads, the stored `text` among it.
 
         Work apart from the model that gives the vectors, done without its weights: recognising
@@ -115,12 +115,12 @@ class Encoder(ABC):
         return lambda items: items
 
     @classmethod
-    def has_remarks(cls, spec: Spec) -> bool:
+    def has_remarks(cls, spec: ComponentSpecT) -> bool:
         """Returns whether `remarks` may find anything; it runs in a task, which takes seconds."""
         return False
 
     @classmethod
-    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+    def remarks(cls, spec: ComponentSpecT, ids: Callable[[], Iterable[str]]) -> list[str]:
         """Sentences for the end of an index job: what was given to the encoder and not used.
 
         Args:
@@ -173,7 +173,7 @@ class Encoder(ABC):
         return not_read(kind, self.query_kinds(self.spec), type(self).__name__)
 
 
-class Trainable(Encoder):
+class Trainable(Encoder[ComponentSpecT]):
     """An encoder whose model can be trained: it gives tokens with gradients.
 
     Reading is work for the CPU, apart from the model, and may be done ahead of it.

@@ -103,7 +103,9 @@ def _wrapped(name: str) -> str:
             is_causal = options.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
-            _recording.get().see(
+            current = _recording.get()
+            assert current is not None, "used outside of `recording`"
+            current.see(
                 query,
                 key,
                 attention_mask,
@@ -111,7 +113,9 @@ def _wrapped(name: str) -> str:
                 is_causal=bool(is_causal),
             )
             # The eager function is each model's own.
-            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            eager: Any = getattr(
+                sys.modules[type(module).__module__], "eager_attention_forward", None
+            )
             inner = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
             return inner(module, query, key, value, attention_mask, **options)
 
@@ -204,7 +208,7 @@ def tap_rows(
     """Returns the weight of each row of the attention for each statistic, (S, B, L), by layer."""
     lengths = mask_BL.sum(dim=1, keepdim=True)
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
-    content = sum(kind_BL == kind for kind in CONTENT).bool() & mask_BL
+    content = torch.isin(kind_BL, kind_BL.new_tensor(CONTENT)) & mask_BL
     last = (position == mask_BL.shape[1] - 1) if is_left else position == lengths - 1
     first = (position == mask_BL.shape[1] - lengths) if is_left else position == 0
     pooled = first if pooled_position == "first" else last

@@ -60,18 +60,20 @@ def join(batches: Sequence[TokenBatch]) -> TokenBatch:
         return torch.cat([tensor, tensor.new_full(shape, fill)], dim=1)
 
     def joined(name: str, fill: float = 0) -> torch.Tensor | None:
-        own = [getattr(batch, name) for batch in batches]
-        return None if own[0] is None else torch.cat([longer(tensor, fill) for tensor in own])
+        values = [getattr(batch, name) for batch in batches]
+        if values[0] is None:
+            return None
+        return torch.cat([longer(tensor, fill) for tensor in values])
 
-    pooled = [batch.pooled for batch in batches]
+    pooled = [batch.pooled for batch in batches if batch.pooled is not None]
     return TokenBatch(
-        joined("vectors"),
-        joined("mask"),
+        torch.cat([longer(batch.vectors) for batch in batches]),
+        torch.cat([longer(batch.mask) for batch in batches]),
         normalised=batches[0].normalised,
         extents=joined("extents", torch.nan),
         spans=joined("spans", -1),
         kind=joined("kind"),
-        pooled=None if pooled[0] is None else torch.cat(pooled),
+        pooled=torch.cat(pooled) if pooled else None,
         taps={
             name: torch.cat([longer(batch.taps[name]) for batch in batches])
             for name in batches[0].taps

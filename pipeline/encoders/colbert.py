@@ -56,7 +56,7 @@ USAGE = [PYLATE, ORIGINAL, MODULES, "*_Dense/config.json"]
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
-class ColBERT(SequenceEncoder):
+class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     """One vector a token of a text: a BERT's last states through a linear projection.
 
     A document is `[CLS]`, its marker, its tokens and `[SEP]`, all of which are kept but those of
@@ -266,7 +266,7 @@ class Usage:
         return {name: getattr(self, name) for name in names}
 
 
-class ColBERTReader(Reader):
+class ColBERTReader(Reader["ColBERT.Spec"]):
     """Texts through the checkpoint's tokenizer, with marks around them.
 
     Special tokens that are spelled out in a text are its own characters.
@@ -420,7 +420,8 @@ def projection_of(spec: ColBERT.Spec) -> list[torch.nn.Linear]:
         SpecError: there is none, or they do not fit the model or each other.
     """
     is_own = spec.projection is not None
-    field, value = ("projection", spec.projection) if is_own else ("model", spec.model)
+    field = "projection" if is_own else "model"
+    value = spec.projection or spec.model
     settings: PretrainedConfig = settings_of(spec, folder_of(spec, SETTINGS))
     width, layers = settings.hidden_size, []
     for folder in projection_folders(spec):

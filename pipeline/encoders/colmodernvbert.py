@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from PIL import Image
-from transformers import ColModernVBertForRetrieval, ColModernVBertProcessor
+from transformers import ColModernVBertForRetrieval, ColModernVBertProcessor, PreTrainedModel
 
 from pipeline.encoders.images import grid_extents
 from pipeline.encoders.model_inputs import ModelInput
@@ -22,7 +22,7 @@ from pipeline.tokens import PROMPT, VISUAL
 MOST_TILES = 6
 
 
-class ColModernVBertReader(RetrievalReader):
+class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
     """A picture is cut into tiles, each seen in full resolution, and shown once more as a whole.
 
     A token of a tile has its place in the whole picture, so every spot is covered twice.
@@ -39,7 +39,7 @@ class ColModernVBertReader(RetrievalReader):
         extents = torch.full((len(ids), 6), torch.nan)
         extents[is_visual] = torch.cat(boxes)
         extents[is_visual, 4], extents[is_visual, 5] = start, stop
-        keep = None if self.spec.keep == "all" else is_visual.clone()
+        keep = torch.ones_like(is_visual) if self.spec.keep == "all" else is_visual.clone()
         if self.spec.keep == "tiles" and len(boxes) > 1:
             keep[is_visual.nonzero()[-len(boxes[-1]) :]] = False  # the whole comes last
         return ModelInput.of(
@@ -64,7 +64,7 @@ class ColModernVBertReader(RetrievalReader):
         return [*((whole + shift) / scale for shift in shifts), whole]
 
 
-class ColModernVBert(Retrieval):
+class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
     """ColModernVBert's merged patches and prompt, 128 numbers each."""
 
     class Spec(RetrievalSpec):
@@ -82,7 +82,7 @@ class ColModernVBert(Retrieval):
     model_class = ColModernVBertForRetrieval
     reader_class = ColModernVBertReader
 
-    def attending(self) -> torch.nn.Module:
+    def attending(self) -> PreTrainedModel:
         """The language model, behind the vision tower."""
         return self.model.vlm.text_model
 

@@ -19,7 +19,7 @@ from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpe
 from pipeline.tokens import PROMPT, VISUAL
 
 
-class ColPaliReader(RetrievalReader):
+class ColPaliReader(RetrievalReader["ColPali.Spec"]):
     """A picture is squeezed into a square, so that each patch is a cell of the whole of it."""
 
     processor_class = ColPaliProcessor
@@ -54,7 +54,7 @@ class ColPaliReader(RetrievalReader):
         return {"input_ids": ids, "token_type_ids": types}
 
 
-class ColPali(Retrieval):
+class ColPali(Retrieval["ColPali.Spec"]):
     """ColPali's patches and prompt, 128 numbers each."""
 
     class Spec(RetrievalSpec):

@@ -24,7 +24,7 @@ from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpe
 from pipeline.tokens import PROMPT, VISUAL
 
 
-class ColQwen2Reader(RetrievalReader):
+class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
     """A picture is scaled to sides that are multiples of its patches."""
 
     processor_class = ColQwen2Processor
@@ -61,7 +61,7 @@ class ColQwen2Reader(RetrievalReader):
         )
 
 
-class ColQwen2(Retrieval):
+class ColQwen2(Retrieval["ColQwen2.Spec"]):
     """ColQwen2's merged patches and prompt, 128 numbers each."""
 
     class Spec(RetrievalSpec):

@@ -18,6 +18,7 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     PretrainedConfig,
+    PreTrainedModel,
     Siglip2Model,
     Siglip2Processor,
     SiglipModel,
@@ -56,7 +57,7 @@ CLASSES = {
 EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
 
-class Dual(SequenceEncoder):
+class Dual(SequenceEncoder["Dual.Spec"]):
     """The vision tower's state of each patch, and the model's own single vector.
 
     Checkpoints are SigLIP 2 of one resolution (which are of the class SigLIP) and NaFlex (which
@@ -145,7 +146,7 @@ class Dual(SequenceEncoder):
         return ("text", "image")
 
     @classmethod
-    def load(cls, spec: Spec, device_map: str | None) -> SiglipModel | Siglip2Model | CLIPModel:
+    def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """The model."""
         model_class, _ = CLASSES[check_checkpoint(spec, *CLASSES).model_type]
         return load_model(spec, model_class, device_map)
@@ -155,7 +156,7 @@ class Dual(SequenceEncoder):
         """What reads pictures and queries."""
         return DualReader(spec)
 
-    def attending(self) -> torch.nn.Module:
+    def attending(self) -> PreTrainedModel:
         """The vision tower."""
         return self.model.vision_model
 
@@ -229,7 +230,7 @@ def text_form(settings: PretrainedConfig) -> Literal["states", "pooled", "nothin
     return "pooled" if pooled_dim_of(settings) == width else "nothing"
 
 
-class DualReader(Reader):
+class DualReader(Reader["Dual.Spec"]):
     """Pictures and queries through the checkpoint's image processor and tokenizer."""
 
     def __init__(self, spec: Dual.Spec):
@@ -247,13 +248,13 @@ class DualReader(Reader):
         given = np.shape(read["pixel_values"][0])
         if self.settings.model_type == "siglip2":
             what, given = "patches", given[1:]
-            fit = (vision.num_channels * vision.patch_size**2,)
+            fit: tuple[int, ...] = (vision.num_channels * vision.patch_size**2,)
         else:
             what, fit = "pictures", (vision.num_channels, vision.image_size, vision.image_size)
         if given != fit:
-            given, fit = (" x ".join(map(str, shape)) for shape in (given, fit))
-            legal = f"a checkpoint whose image processor makes {what} of {fit} numbers"
-            problem = f"has one that makes {what} of {given} numbers"
+            wanted, made = (" x ".join(map(str, shape)) for shape in (fit, given))
+            legal = f"a checkpoint whose image processor makes {what} of {wanted} numbers"
+            problem = f"has one that makes {what} of {made} numbers"
             raise SpecError("model", self.spec.model, legal, problem)
 
     def item(self, item: Mapping[str, Any]) -> list[ModelInput]:

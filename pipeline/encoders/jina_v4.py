@@ -56,7 +56,7 @@ LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.(?:default\.)?([^.]+)\
 OTHER_WAYS = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 
-class JinaV4(SequenceEncoder):
+class JinaV4(SequenceEncoder["JinaV4.Spec"]):
     """The projected states of all tokens, beside the mean of the states.
 
     The pooled vector is the mean over a text, or over a picture's tokens and their two boundaries.
@@ -146,7 +146,7 @@ class JinaV4(SequenceEncoder):
         """What reads pictures, texts and queries."""
         return JinaReader(spec)
 
-    def attending(self) -> torch.nn.Module:
+    def attending(self) -> PreTrainedModel:
         """The language model, behind the vision tower."""
         return self.model.language_model
 
@@ -162,10 +162,8 @@ class JinaV4(SequenceEncoder):
         return projector(states_BLD), means_BD[:, : self.pooled_dim]
 
 
-class JinaReader(QwenReader):
+class JinaReader(QwenReader["JinaV4.Spec"]):
     """Pictures, texts and queries in the model's own prompts."""
-
-    spec: JinaV4.Spec
 
     def __init__(self, spec: JinaV4.Spec):
         super().__init__(spec, check_checkpoint(spec, "qwen2_5_vl"))
@@ -239,7 +237,8 @@ def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
         legal = "a checkpoint of a jina-embeddings-v4"
         problem = f"has no weights {PROJECTOR}.{min(missing)}"
         raise SpecError("model", spec.model, legal, problem)
-    projector = torch.nn.Linear(*reversed(found["weight"].shape))
+    width_out, width_in = found["weight"].shape
+    projector = torch.nn.Linear(width_in, width_out)
     projector.load_state_dict(found)
     return projector.requires_grad_(False)
 

@@ -49,7 +49,7 @@ def attention_info(settings: Any, statistics: Sequence[str]) -> Attention:
     return Attention(tuple(statistics), settings.num_hidden_layers)
 
 
-def make_bidirectional(language_model: torch.nn.Module) -> None:
+def make_bidirectional(language_model: Any) -> None:
     """Lets every position of a causal model attend to all others."""
     language_model.config.is_causal = False  # read by the library to build its masks
     for module in language_model.modules():

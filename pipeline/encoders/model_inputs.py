@@ -72,7 +72,7 @@ class ModelInput:
                 parts[part][own] = tensor
             else:
                 rest[name] = tensor
-        return cls(**parts, **rest)
+        return cls(parts["sequence"], parts["media"], **rest)
 
 
 def pack(inputs: Iterable[ModelInput]) -> bytes:

@@ -16,10 +16,10 @@ from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
 
 
-class Precomputed(Encoder):
+class Precomputed(Encoder["Precomputed.Spec"]):
     """Hands on the vectors in the items' column `vectors`; an item with none has no token."""
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """What the vectors are.
 
         Attributes:

@@ -50,7 +50,8 @@ def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any)
     They are passed explicitly because the model counts those of a batch of texts from its padding.
     """
     grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    positions, _ = model.get_rope_index(
+    whole: Any = model  # of a class that counts positions
+    positions, _ = whole.get_rope_index(
         inputs["input_ids"],
         mm_token_type_ids=inputs.pop("mm_token_type_ids"),
         attention_mask=inputs["attention_mask"],

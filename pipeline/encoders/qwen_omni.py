@@ -29,7 +29,7 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_model import load_backbone
 from pipeline.encoders.qwen_reader import OF_TEXT, SequenceWriter, Shown
 from pipeline.encoders.qwen_spec import CONTENT, StatesSpec
-from pipeline.encoders.qwen_vl import QwenVL, QwenVLReader
+from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
 from pipeline.transcribe.sound import samples_of
 
@@ -42,10 +42,10 @@ MODELS = dict.fromkeys(
 COLUMNS = 4
 
 
-class QwenOmni(QwenVL):
+class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
     """Hidden states of the thinker as token vectors, beside its own vector.
 
-    All that is said of `QwenVL` holds. A token of sound has the seconds that it stands for, 40 ms,
+    See `StatesEncoder`. A token of sound has the seconds that it stands for, 40 ms,
     and no box.
 
     Of sound that is longer than `max_audio_seconds` or than the checkpoint's own window (300 s in
@@ -83,7 +83,7 @@ class QwenOmni(QwenVL):
     nothing = "no picture, no sound and no text"
 
     @classmethod
-    def settings(cls, spec: StatesSpec) -> PretrainedConfig:
+    def settings(cls, spec: Spec) -> PretrainedConfig:
         """The settings of the thinker.
 
         Raises:
@@ -93,17 +93,17 @@ class QwenOmni(QwenVL):
         return getattr(settings, "thinker_config", settings)
 
     @classmethod
-    def wants(cls, spec: StatesSpec) -> tuple[str, ...]:
+    def wants(cls, spec: Spec) -> tuple[str, ...]:
         """What `documents` says; the text of an item needs no work."""
         return ("text",) if spec.documents == "text" else ("text", "image", "frames", "audio")
 
     @classmethod
-    def load(cls, spec: StatesSpec, device_map: str | None) -> PreTrainedModel:
+    def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """The thinker without the layer that would name the next word."""
         return load_backbone(spec, device_map, MODELS)
 
     @classmethod
-    def reader(cls, spec: StatesSpec) -> QwenOmniReader:
+    def reader(cls, spec: Spec) -> QwenOmniReader:
         """What reads pictures, videos, sound, texts and queries."""
         return QwenOmniReader(spec, cls.settings(spec))
 
@@ -259,7 +259,7 @@ class Timed(SequenceWriter):
         }
 
 
-class QwenOmniReader(QwenVLReader):
+class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
     """Items and queries in their prompts, with sound."""
 
     VISION_ENDS = ("<|vision_bos|>", "<|vision_eos|>")
@@ -270,7 +270,6 @@ class QwenOmniReader(QwenVLReader):
         "<|AUDIO|>": "audio_token_id",
     }
     MEDIA = (VISUAL, AUDIO)
-    _as_images = False
 
     def __init__(self, spec: QwenOmni.Spec, settings: PretrainedConfig):
         super().__init__(spec, settings)

@@ -20,7 +20,7 @@ from pipeline.decoding import Unreadable
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.loading import check_patches, load_processor
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.encoders.qwen_spec import CONTENT, QwenSpec
+from pipeline.encoders.qwen_spec import CONTENT, QwenSpecT
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.tokenizing import token_names
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
@@ -39,7 +39,7 @@ OF_TEXT, OF_IMAGES, OF_VIDEOS = range(3)
 Shown = tuple[Image.Image, float, float]
 
 
-class QwenReader(Reader):
+class QwenReader(Reader[QwenSpecT]):
     """Builds sequences of texts, images and videos, without the parts that need torchvision."""
 
     #: Tokens around images, and placeholder tokens with the setting that holds their id.
@@ -49,7 +49,7 @@ class QwenReader(Reader):
         "<|video_pad|>": "video_token_id",
     }
 
-    def __init__(self, spec: QwenSpec, settings: PretrainedConfig):
+    def __init__(self, spec: QwenSpecT, settings: PretrainedConfig):
         super().__init__(spec)
         bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
         given = {name: value for name, value in bounds.items() if value is not None}
@@ -70,8 +70,8 @@ class QwenReader(Reader):
             legal = "a model with a fast tokenizer (one that gives character offsets)"
             raise SpecError("model", spec.model, legal, "has none")
         pads = {getattr(settings, field) for field in self.PADS.values()}
-        bounds = {names[name] for name in BOUNDARIES if name in names}
-        self.special = ({*self.tokenizer.all_special_ids} | bounds) - pads
+        boundaries = {names[name] for name in BOUNDARIES if name in names}
+        self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads
         self._markers = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
     def ids_of(self, names: Iterable[str]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -53,6 +53,9 @@ class QwenSpec(CheckpointSpec):
             model's window is not shorter.
     """
 
+    if TYPE_CHECKING:  # a field of every subclass, with values of its own
+        documents: str
+
     min_pixels: int | None = Field(None, ge=1)
     max_pixels: int | None = Field(None, ge=1)
     max_item_tokens: int = Field(8192, ge=1)
@@ -77,9 +80,16 @@ class StatesSpec(QwenSpec):
         max_frames: Maximum number of frames per video.
     """
 
+    if TYPE_CHECKING:  # likewise
+        keep: str
+
     layer: Layers = -1
     document_prompt: Prompt = DOCUMENT_PROMPT
     query_prompt: Prompt = QUERY_PROMPT
     mask_composed: bool = True
     bidirectional: bool = False
     max_frames: int = Field(64, ge=1)
+
+
+QwenSpecT = TypeVar("QwenSpecT", bound=QwenSpec)
+StatesSpecT = TypeVar("StatesSpecT", bound=StatesSpec)

@@ -6,14 +6,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic
 
 import pyarrow as pa
 import torch
 from PIL import Image
 
 from pipeline.config import SpecError
-from pipeline.encoders.loading import CheckpointSpec
+from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import ModelInput, pack
 from pipeline.schema import PAYLOAD
 
@@ -21,10 +21,12 @@ from pipeline.schema import PAYLOAD
 READ = "model_inputs"
 
 
-class Reader(ABC):
+class Reader(ABC, Generic[CheckpointSpecT]):
     """Turns items and queries into the inputs of a model family."""
 
-    def __init__(self, spec: CheckpointSpec):
+    processor: Any  # of the transformers library; saved with a trained model
+
+    def __init__(self, spec: CheckpointSpecT):
         self.spec = spec
 
     @abstractmethod
@@ -50,6 +52,14 @@ class Reader(ABC):
             SpecError: The model reads no image queries, or not this one.
         """
         raise SpecError("query", "a picture", "a text", f"is not read by {self.spec.name}")
+
+    def composed(self, text: str, picture: Image.Image) -> tuple[ModelInput, list[str]]:
+        """Returns the sequence of a query text and an image, and a name for each kept position.
+
+        Raises:
+            SpecError: The model reads no such queries, or not this one.
+        """
+        raise SpecError("query", text, "a text", f"is not read with a picture by {self.spec.name}")
 
     def note(self, item: Mapping[str, Any], read: Sequence[ModelInput]) -> dict[str, Any]:
         """Returns metadata about the content of an item that is missing from its sequences."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from PIL import Image
@@ -64,22 +64,25 @@ class RetrievalSpec(CheckpointSpec):
         return None if projection is None else config.absolute(projection)
 
 
-class Retrieval(SequenceEncoder):
+RetrievalSpecT = TypeVar("RetrievalSpecT", bound=RetrievalSpec)
+
+
+class Retrieval(SequenceEncoder[RetrievalSpecT]):
     """One vector a token of a picture, and one a token of the prompt around it.
 
     Of what has several pictures, such as the frames of a video, each is read by itself. A picture
     as a query is read as a page is.
     """
 
-    model_class: ClassVar[type[PreTrainedModel]]
-    reader_class: ClassVar[type[RetrievalReader]]
+    model_class: ClassVar[Any]  # of the transformers library
+    reader_class: ClassVar[type[RetrievalReader[Any]]]
 
     normalised = True
     pooled_dim = None
     nothing = "no picture"
     has_projection = True
 
-    def __init__(self, spec: RetrievalSpec, device_map: str | None = None):
+    def __init__(self, spec: RetrievalSpecT, device_map: str | None = None):
         super().__init__(spec, device_map)
         self.dim = self.projection.out_features
         own = {"projection": hashed(Path(spec.projection), WEIGHTS)} if spec.projection else {}
@@ -87,7 +90,7 @@ class Retrieval(SequenceEncoder):
         self.fingerprint = fingerprint_of(spec, (*NOT_IN_FINGERPRINTS, "projection"), **own)
 
     @classmethod
-    def check(cls, spec: RetrievalSpec) -> None:
+    def check(cls, spec: RetrievalSpecT) -> None:
         """Raises `SpecError` if the checkpoint is not there, or is one of another class."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         if spec.projection:
@@ -96,38 +99,38 @@ class Retrieval(SequenceEncoder):
         cls.reader(spec)
 
     @classmethod
-    def wants(cls, spec: RetrievalSpec) -> tuple[str, ...]:
+    def wants(cls, spec: RetrievalSpecT) -> tuple[str, ...]:
         """Pictures, and the frames of videos."""
         return ("image", "frames")
 
     @classmethod
-    def attention(cls, spec: RetrievalSpec) -> Attention:
+    def attention(cls, spec: RetrievalSpecT) -> Attention:
         """Column sums, and the row of the last token; it has no pooled vector."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"))
 
     @classmethod
-    def query_kinds(cls, spec: RetrievalSpec) -> tuple[str, ...]:
+    def query_kinds(cls, spec: RetrievalSpecT) -> tuple[str, ...]:
         """Texts and pictures."""
         return ("text", "image")
 
     @classmethod
-    def load(cls, spec: RetrievalSpec, device_map: str | None) -> PreTrainedModel:
+    def load(cls, spec: RetrievalSpecT, device_map: str | None) -> PreTrainedModel:
         """The model, with the spec's projection if it names one."""
         model = load_model(spec, cls.model_class, device_map)
         if spec.projection:
-            own = model.embedding_proj_layer
+            own: Any = model.embedding_proj_layer
             folder = Path(spec.projection)
             layer = linear_in(folder, own.in_features, "projection", spec.projection)
             model.embedding_proj_layer = layer.to(own.weight.device, own.weight.dtype).eval()
         return model
 
     @classmethod
-    def reader(cls, spec: RetrievalSpec) -> RetrievalReader:
+    def reader(cls, spec: RetrievalSpecT) -> RetrievalReader[RetrievalSpecT]:
         """What reads pictures and queries."""
         return cls.reader_class(spec)
 
-    def attending(self) -> torch.nn.Module:
+    def attending(self) -> PreTrainedModel:
         """The language model, behind the vision tower."""
         return self.model.vlm.language_model
 
@@ -145,7 +148,7 @@ class Retrieval(SequenceEncoder):
         return self.model(**inputs).embeddings, None
 
 
-class RetrievalReader(Reader):
+class RetrievalReader(Reader[RetrievalSpecT]):
     """Pictures and queries through the checkpoint's processor.
 
     A query is put together as the processor does it, but for this: special tokens that are spelled
@@ -157,9 +160,9 @@ class RetrievalReader(Reader):
 
     processor_class: ClassVar[type[ProcessorMixin]]
     #: What stands before the prefix of a query, and behind its augmentation tokens.
-    query_ends: ClassVar[tuple[str, str]] = ("", "")
+    query_ends: tuple[str, str] = ("", "")
 
-    def __init__(self, spec: RetrievalSpec, **options: Any):
+    def __init__(self, spec: RetrievalSpecT, **options: Any):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)

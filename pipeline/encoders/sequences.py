@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from transformers import PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
@@ -24,14 +25,14 @@ from pipeline.encoders import EncodedQueries, Trainable, batches_by_size
 from pipeline.encoders.attention import recording, tap_rows, tap_values
 from pipeline.encoders.batching import group_passes, join, prefetch
 from pipeline.encoders.images import open_query_image
-from pipeline.encoders.loading import CheckpointSpec
+from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack
 from pipeline.encoders.reader import READ, Reader
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
 
-class SequenceEncoder(Trainable):
+class SequenceEncoder(Trainable[CheckpointSpecT]):
     """A model of the transformers library over sequences of images, audio and text.
 
     Subclasses define how items are read (`reader`), how the model computes hidden states
@@ -48,15 +49,13 @@ class SequenceEncoder(Trainable):
     padding_side: ClassVar[str] = "right"
     #: Position of a sequence that the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
-    needs = ()
+    needs: ClassVar[tuple[str, ...]] = ()
     prepares = True
     can_be_spread = True
     has_spans = False
     has_extents = True
 
-    Spec: ClassVar[type[CheckpointSpec]]
-
-    def __init__(self, spec: CheckpointSpec, device_map: str | None = None):
+    def __init__(self, spec: CheckpointSpecT, device_map: str | None = None):
         self.spec = spec
         self.model = self.load(spec, device_map)
         self.device = self.model.device
@@ -65,12 +64,12 @@ class SequenceEncoder(Trainable):
 
     @classmethod
     @abstractmethod
-    def load(cls, spec: CheckpointSpec, device_map: str | None) -> Any:
+    def load(cls, spec: CheckpointSpecT, device_map: str | None) -> Any:
         """Loads the model."""
 
     @classmethod
     @abstractmethod
-    def reader(cls, spec: CheckpointSpec) -> Reader:
+    def reader(cls, spec: CheckpointSpecT) -> Reader[CheckpointSpecT]:
         """Returns the reader of items and queries, without loading the weights."""
 
     @abstractmethod
@@ -79,7 +78,7 @@ class SequenceEncoder(Trainable):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the states (B, L, D) of all positions and the pooled vectors (B, P), if any."""
 
-    def attending(self) -> torch.nn.Module:
+    def attending(self) -> PreTrainedModel:
         """Returns the module whose attention the taps describe: by default the whole model."""
         return self.model
 
@@ -91,12 +90,12 @@ class SequenceEncoder(Trainable):
     # -- items -------------------------------------------------------------------------------------
 
     @classmethod
-    def preparer(cls, spec: CheckpointSpec) -> Callable[[pa.Table], pa.Table]:
+    def preparer(cls, spec: CheckpointSpecT) -> Callable[[pa.Table], pa.Table]:
         """Returns the reader's `prepare`."""
         return cls.reader(spec).prepare
 
     @functools.cached_property
-    def _read_by(self) -> Reader:
+    def _read_by(self) -> Reader[CheckpointSpecT]:
         return self.reader(self.spec)
 
     def encode(
@@ -262,7 +261,9 @@ class SequenceEncoder(Trainable):
         lengths = np.array([sum(int(read.keep.sum()) for read in own) for own in items])
         if not flat:  # no item has anything to be read
             empty = torch.zeros(len(items), 0, self.dim, device=self.device)
-            pooled = self.pooled_dim and empty.new_zeros(len(items), self.pooled_dim)
+            pooled = None
+            if self.pooled_dim is not None:
+                pooled = empty.new_zeros(len(items), self.pooled_dim)
             return TokenBatch(
                 empty,
                 empty.new_zeros(empty.shape[:2], dtype=torch.bool),

@@ -19,14 +19,14 @@ from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
 
-class Sleeping(Encoder):
+class Sleeping(Encoder["Sleeping.Spec"]):
     """Sleeps a fixed time a batch and gives vectors that follow from the item ids.
 
     One random matrix is shared by all items; each has its rows and columns rolled by a hash of the
     item's id, which costs a copy. The results of a search mean nothing.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """How slow the model is and how much it gives; the defaults give 264 kB an item.
 
         Attributes:

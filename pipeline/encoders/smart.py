@@ -93,9 +93,10 @@ class Adapter(torch.nn.Module):
             weights = safetensors.torch.load_file(path)
             with safetensors.safe_open(path, "pt") as file:
                 trained_on = (file.metadata() or {}).get("encoder")
-            own = cls(*reversed(weights["linear.weight"].shape), len(weights.get("layers", [0])))
+            own_dim, own_width = weights["linear.weight"].shape
+            own = cls(own_width, own_dim, len(weights.get("layers", [0])))
             own.load_state_dict(weights)
-        except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
             problem = f"cannot be read ({str(error).splitlines()[0]})"
             raise SpecError("adapter", folder, legal, problem) from None
         there = own.linear.in_features, own.num_layers
@@ -112,13 +113,13 @@ def _said(width: int, num_layers: int) -> str:
     return f"states of {width}" if num_layers == 1 else f"{num_layers} layers' states of {width}"
 
 
-class Smart(Encoder):
+class Smart(Encoder["Smart.Spec"]):
     """Another encoder's tokens through SMART's adapter; its pooled vectors as they are.
 
     Places, texts and attention of the tokens are the other encoder's.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """The frozen encoder, and the adapter.
 
         Attributes:

@@ -28,7 +28,7 @@ from pipeline.transcribe import Line
 PAYLOAD = ("scan", "frames", "audio")
 
 
-class Transcript(Encoder):
+class Transcript(Encoder["Transcript.Spec"]):
     """Words from text layers, pictures and sound, and MiniLM's vectors of their tokens.
 
     `preparer` turns an item into text: its own text if it has one, else what the OCR reads in it;
@@ -39,7 +39,7 @@ class Transcript(Encoder):
     The vectors are MiniLM's, of one space with those of the encoder `minilm` of equal settings.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which model encodes the words, and what finds them.
 
         Attributes:
@@ -148,7 +148,7 @@ class Transcript(Encoder):
         return self._minilm.encode_queries(texts)
 
 
-def _parts(spec: Transcript.Spec) -> list[tuple[str, config.Spec]]:
+def _parts(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
     """The recognisers of a spec, by their fields."""
     return [(f, part) for f in ("ocr", "speech") if (part := getattr(spec, f)) is not None]
 

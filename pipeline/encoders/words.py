@@ -38,7 +38,7 @@ class Words:
         kinds = np.full(len(spans), TEXT, dtype=np.int8)
         confidences = np.full(len(spans), np.nan, dtype=np.float32)
         names = ("word_boxes", "word_times", "word_kinds", "word_confidences")
-        targets = (extents[:, :4], extents[:, 4:], kinds, confidences)
+        targets: tuple[np.ndarray, ...] = (extents[:, :4], extents[:, 4:], kinds, confidences)
         for name, target in zip(names, targets, strict=True):
             if name in items.column_names:
                 values, own_lengths = flat_from_arrow(items[name])
@@ -63,6 +63,8 @@ class Words:
         >>> batch.extents[0, :, 3:].tolist(), batch.kind.tolist(), batch.confidence.tolist()
         ([[1.0, 8.0, 9.0], [nan, nan, nan]], [[1, 4]], [[1.0, nan]])
         """
+        if batch.spans is None or batch.kind is None:
+            raise ValueError("the batch has no spans or no kinds, by which words are found")
         starts_BN = batch.spans[..., 0].cpu().numpy()
         extents = np.full((*starts_BN.shape, 6), np.nan, dtype=np.float32)
         confidences = np.full(starts_BN.shape, np.nan, dtype=np.float32)
@@ -78,5 +80,9 @@ class Words:
                 kinds[number, is_inside] = self.kinds[own][inside]
                 confidences[number, is_inside] = self.confidences[own][inside]
         device = batch.spans.device
-        placed = (torch.from_numpy(array).to(device) for array in (extents, kinds, confidences))
-        return replace(batch, **dict(zip(("extents", "kind", "confidence"), placed, strict=True)))
+        return replace(
+            batch,
+            extents=torch.from_numpy(extents).to(device),
+            kind=torch.from_numpy(kinds).to(device),
+            confidence=torch.from_numpy(confidences).to(device),
+        )

@@ -134,7 +134,8 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
                 writer.set_rejects(REJECT.empty_table(), tally.solved)
     counts = {tally.shard: tally.counts for tally in tallies}
     with progress.phase("mark duplicates"):
-        counts |= ray.get(tasks.mark_duplicates.options(**light).remote(job, num_shards))
+        duplicates = ray.get(tasks.mark_duplicates.options(**light).remote(job, num_shards))
+        counts.update(duplicates)
     # Only now: a shard that is listed later must not take the rejects of this run for known.
     with progress.phase("record rejects"):
         shards = sorted(tally.shard for tally in tallies if tally.num_unlisted)

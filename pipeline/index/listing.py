@@ -21,7 +21,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec
+from pipeline.config import ComponentSpec
 from pipeline.index.reader import ITEMS, REJECTS, part, quote, reading, with_ids
 from pipeline.registry import SOURCES
 from pipeline.schema import MEDIA, REJECT, Item, Reject, detail_in
@@ -51,7 +51,7 @@ class ListingJob:
 
     index: str
     folder: str  # of the job, under the index
-    source: Spec
+    source: ComponentSpec
     spec_digest: str  # of all that decides whether an item is rejected
     retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
     wants: tuple[str, ...] = ("text",)  # what the encoder reads

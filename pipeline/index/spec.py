@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -37,7 +38,7 @@ class IndexSpec(Spec):
     """Path or URI of the index."""
     source: SourceSpec
     """The items to index."""
-    encoder: EncoderSpec = Field(default="minilm")
+    encoder: EncoderSpec = Field(default_factory=partial(ENCODERS.resolve, "minilm"))
     """The model that encodes them."""
     representations: list[Representation] = Field(default_factory=list)
     """Columns of token vectors to store."""
@@ -62,7 +63,9 @@ class IndexSpec(Spec):
 
     def calibration(self) -> IndexSpec | None:
         """Returns this spec with its calibration source as source; None if it has none."""
-        return self.fit.source and self.model_copy(update={"source": self.fit.source})
+        if self.fit.source is None:
+            return None
+        return self.model_copy(update={"source": self.fit.source})
 
     def payload(self) -> tuple[str, ...]:
         """Returns the fields of the items that are read, see `schema.PAYLOAD`."""

@@ -47,7 +47,8 @@ def map_shards(
             would start a process, which takes longer than the listing on a small machine.
         check: Raises whatever ends the job.
     """
-    running, shards = [], iter(shards)
+    running: list[ray.ObjectRef] = []
+    shards = iter(shards)
     while True:
         while len(running) < max_running and (shard := next(shards, None)) is not None:
             running.append(task.remote(job, shard))

@@ -26,9 +26,10 @@ def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo)
     """Returns the batch with the taps that a compressor needs, averaged from taps of one layer."""
     if not taps:
         return batch
-    return replace(
-        batch, taps={t.name: average(t, batch.taps, encoder_info.num_layers) for t in taps}
-    )
+    if encoder_info.num_layers is None:
+        raise ValueError(f"the encoder {encoder_info.spec['name']} gives no attention statistics")
+    num_layers = encoder_info.num_layers
+    return replace(batch, taps={t.name: average(t, batch.taps, num_layers) for t in taps})
 
 
 def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
@@ -52,14 +53,17 @@ def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor
     In the compressor's form: "assignment" has the index of the vector of each input token,
     "indices" the index of the input token of each vector.
     """
+    support = result.support
+    if support is None:
+        raise ValueError(f"{compressor.spec.name} gives no support")
     if compressor.support_form == "assignment":
-        support = result.support.masked_fill(result.support < 0, MAX_TOKENS + 1)
+        support = support.masked_fill(support.lt(0), MAX_TOKENS + 1)
         return ragged_to_arrow(support, batch.mask, pa.uint16())
     # Positions are counted over real tokens: padding is not stored.
     ordinal = batch.mask.cumsum(dim=1) - 1
     num_outputs = result.mask.shape[1]
-    indices = result.support.new_zeros((len(batch), num_outputs + 1))
-    slot = result.support.masked_fill(result.support < 0, num_outputs)
+    indices = support.new_zeros((len(batch), num_outputs + 1))
+    slot = support.masked_fill(support.lt(0), num_outputs)
     indices.scatter_(1, slot, ordinal)
     return ragged_to_arrow(indices[:, :num_outputs], result.mask, pa.uint16())
 

@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Spec, digest
+from pipeline.config import ComponentSpec, ComponentSpecT, digest
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
@@ -23,7 +23,7 @@ from pipeline.schema import ITEM, Item, Reject
 NO_PREVIEW = "no preview"
 
 
-class Source(ABC):
+class Source(ABC, Generic[ComponentSpecT]):
     """A collection of items, split into shards that are read independently.
 
     Subclasses carry a nested `Spec` with `name: Literal["..."]`, `path: Uri` and `collection`.
@@ -31,24 +31,28 @@ class Source(ABC):
     results in order.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
     gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
     payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
-    keeps_listing: bool = False  # whether listing anew takes longer than reading what was listed
     max_unit_items: int = 1_000_000  # decoded items that may be in memory together
 
-    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+    def __init__(self, spec: ComponentSpecT, wants: tuple[str, ...] = ("text",)):
         """Args: wants: what the encoder reads; nothing else is worth work."""
         self.spec, self.wants = spec, wants
 
     @classmethod
-    def parts(cls, spec: Spec) -> list[Spec]:
+    def parts(cls, spec: ComponentSpecT) -> list[ComponentSpec]:
         """The specs of the sources that this one is made of: itself, as a rule."""
         return [spec]
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """How many decoded items of a shard may be in memory together."""
         return self.max_unit_items
+
+    @property
+    def keeps_listing(self) -> bool:
+        """Whether listing again takes longer than reading the stored listing."""
+        return False
 
     @property
     def collections(self) -> tuple[str, ...]:
@@ -61,7 +65,8 @@ class Source(ABC):
 
         One index may hold several collections; an id belongs to the one that brought it first.
         """
-        return self.spec.collection or PurePosixPath(self.spec.path).name
+        spec: Any = self.spec  # of one collection, thus with these fields
+        return spec.collection or PurePosixPath(spec.path).name
 
     @abstractmethod
     def check(self) -> None:

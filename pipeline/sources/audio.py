@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.sources.media import MediaSpec
 from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
 
 
-class Audio(WindowSource):
+class Audio(WindowSource["Audio.Spec"]):
     """The windows of audio files: one item a window, the file its parent.
 
     **Ids.** `<file>#t=<start>,<end>` in seconds; that of a whole file is the file's.
@@ -29,14 +28,13 @@ class Audio(WindowSource):
 
         name: Literal["audio"] = "audio"
 
-    spec: Spec
     gives = ("item_id", "audio")
     suffixes = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus")
     module = "audio"
     files_per_shard = 16
     modality = "audio"
 
-    def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         if "audio" in wants:
             self.max_unit_items = max(1, int(UNIT_BYTES / self._audio_bytes()))

@@ -34,7 +34,7 @@ PICTURES_AT_ONCE = 64
 RESERVED = ("file", "bytes", "row")
 
 
-class Images(MediaSource):
+class Images(MediaSource["Images.Spec"]):
     """Pictures: one item each, with what was said of it as its caption.
 
     `path` is a folder, at any depth, with pictures, with tar archives of them (WebDataset), and
@@ -82,7 +82,6 @@ class Images(MediaSource):
         leave_out_caption: int | None = Field(None, ge=0)
         max_file_bytes: int = Field(1 << 30, ge=1024)
 
-    spec: Spec
     gives = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
     containers = (ARCHIVE, manifests.TABLE)
@@ -318,8 +317,9 @@ def _take_picture(fields: dict[str, Any]) -> tuple[bytes | None, str | None]:
     """
     field = next((name for name in PICTURE_FIELDS if fields.get(name) is not None), None)
     picture = fields.pop(field) if field else None
-    of_struct = isinstance(picture, Mapping)
-    data, name = (picture.get("bytes"), picture.get("path")) if of_struct else (picture, picture)
+    data, name = picture, picture
+    if isinstance(picture, Mapping):
+        data, name = picture.get("bytes"), picture.get("path")
     return data if isinstance(data, bytes) else None, name if isinstance(name, str) else None
 
 

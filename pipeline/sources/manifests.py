@@ -272,9 +272,10 @@ class Table:
 
 def _damage(error: Exception) -> Unreadable | OSError:
     """What an error in reading a table means: Arrow's have no number, those of a storage have."""
-    is_transient = isinstance(error, ConnectionError | TimeoutError)
-    if is_transient or getattr(error, "errno", None) is not None:
-        return error
+    if isinstance(error, OSError):
+        is_transient = isinstance(error, ConnectionError | TimeoutError)
+        if is_transient or error.errno is not None:
+            return error
     return Unreadable("damaged manifest", f"{type(error).__name__}: {error}")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
@@ -59,7 +59,7 @@ class MediaFile:
     row: int | None = None
 
 
-class MediaSpec(config.Spec):
+class MediaSpec(config.ComponentSpec):
     """What the sources of media files share.
 
     Attributes:
@@ -81,7 +81,10 @@ class MediaSpec(config.Spec):
     limits: Limits = Limits(seconds=120.0)
 
 
-class MediaSource(Source):
+MediaSpecT = TypeVar("MediaSpecT", bound=MediaSpec)
+
+
+class MediaSource(Source[MediaSpecT]):
     """A source of files that a decoding process reads; subclasses say what their items are.
 
     `path` is a folder, at any depth, with files of the right suffixes and with tar archives of
@@ -90,16 +93,23 @@ class MediaSource(Source):
     found again.
     """
 
-    spec: MediaSpec
     suffixes: ClassVar[tuple[str, ...]]
     containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)  # what holds files
     lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
     module: ClassVar[str]  # of `pipeline.decoding`
     files_per_shard: ClassVar[int]
-    keeps_listing = True
-    opens_to_list: bool  # whether only decoding tells what items a file holds
 
-    def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
+    @property
+    def keeps_listing(self) -> bool:
+        """Whether the listing is stored: that of archives takes as long as reading them."""
+        return True
+
+    @property
+    @abstractmethod
+    def opens_to_list(self) -> bool:
+        """Whether the items of a file are known only after decoding it."""
+
+    def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self.payload = payload_of(self.gives, wants)
 
@@ -341,10 +351,13 @@ class MediaSource(Source):
             yield copy.name
 
     @contextmanager
-    def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
+    def _open(self, file: MediaFile) -> Iterator[BinaryIO | Part]:
         fs, place = self.place_of(file)
         with open_file(fs, place) as stream:
-            yield stream if file.offset is None else Part(stream, file.offset, file.size)
+            if file.offset is None or file.size is None:
+                yield stream
+            else:
+                yield Part(stream, file.offset, file.size)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ BYTES_PER_SHARD = 16 << 20
 SCANS_AT_ONCE = 16
 
 
-class Pages(Source):
+class Pages(Source["Pages.Spec"]):
     """The pages of PDF documents: one item a page, the document its parent.
 
     `path` is a folder of .pdf files at any depth, or one such file.
@@ -55,7 +55,7 @@ class Pages(Source):
     **Revision.** A hash of the file's bytes, the page and the settings that change what is stored.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Options of the pages source.
 
         Attributes:
@@ -75,7 +75,6 @@ class Pages(Source):
         max_file_bytes: int = Field(4 << 30, ge=1024)
         limits: Limits = Limits()
 
-    spec: Spec
     gives = ("item_id", "text", "image", "scan")
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):

@@ -10,20 +10,20 @@ import pyarrow as pa
 from pydantic import Field, field_validator
 
 from pipeline import config
-from pipeline.config import SpecError, within
+from pipeline.config import ComponentSpec, SpecError, within
 from pipeline.registry import SOURCES, SourceSpec
 from pipeline.schema import Item, Reject
 from pipeline.sources import Source
 
 
-class Several(Source):
+class Several(Source["Several.Spec"]):
     """The items of several sources, one source after the other.
 
     In a spec it is `source: [{name: text, ...}, {name: pages, ...}]`. Each source keeps its own
     `collection`; an id that two of them list belongs to the first.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """The sources, in the order in which they are listed."""
 
         name: Literal["several"] = "several"
@@ -31,7 +31,7 @@ class Several(Source):
 
         @field_validator("sources")
         @classmethod
-        def _tell_them_apart(cls, sources: list[config.Spec]) -> list[config.Spec]:
+        def _tell_them_apart(cls, sources: list[ComponentSpec]) -> list[ComponentSpec]:
             names = [SOURCES.load(spec.name)(spec).collections for spec in sources]
             flat = [name for collections in names for name in collections]
             for name in flat:
@@ -40,7 +40,6 @@ class Several(Source):
                     raise SpecError("collection", name, legal, "is the name of two collections")
             return sources
 
-    spec: Spec
     gives = ()  # each of its parts gives what it has
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
@@ -53,7 +52,7 @@ class Several(Source):
         return any(source.keeps_listing for source in self._sources)
 
     @classmethod
-    def parts(cls, spec: Spec) -> list[config.Spec]:
+    def parts(cls, spec: Spec) -> list[ComponentSpec]:
         """The specs of its sources."""
         return [part for s in spec.sources for part in SOURCES.load(s.name).parts(s)]
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, Literal
 
 from fsspec import AbstractFileSystem
@@ -54,7 +54,7 @@ class Passages(config.Spec):
         return self
 
 
-class Text(Source):
+class Text(Source["Text.Spec"]):
     """Text documents, whole or as passages.
 
     `path` is a folder of .txt, .md, .jsonl and .jsonl.gz files at any depth, or one such file, or a
@@ -79,7 +79,7 @@ class Text(Source):
     changing those, so a document that a setting leaves as it was is not encoded again.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Options of the text source.
 
         Attributes:
@@ -101,7 +101,6 @@ class Text(Source):
         passages: Passages | None = None
         max_document_bytes: int = Field(MAX_LINE_BYTES, ge=1024, le=1 << 30)
 
-    spec: Spec
     gives = ("item_id", "text")
 
     def check(self) -> None:
@@ -132,7 +131,8 @@ class Text(Source):
             elif file.lower().endswith(".gz") or num_bytes == SPECIAL:  # cannot be entered
                 yield {"lines": file, "start": 0, "end": None}
             else:
-                for start in range(0, num_bytes or 0, BYTES_PER_SHARD):
+                num_bytes = num_bytes or 0
+                for start in range(0, num_bytes, BYTES_PER_SHARD):
                     end = min(start + BYTES_PER_SHARD, num_bytes)
                     yield {"lines": file, "start": start, "end": end}
         if group:
@@ -255,8 +255,9 @@ class Text(Source):
         if not text.strip():
             yield self._reject(document_id, "empty text", "", content)
             return
-        cuts = windows(text, self.spec.passages) if self.spec.passages else []
-        for window in cuts or [None]:
+        passages = windows(text, self.spec.passages) if self.spec.passages else []
+        cuts: Sequence[tuple[int, int] | None] = passages or [None]
+        for window in cuts:
             start, end = window or (0, len(text))
             item_id = f"{document_id}#{start}-{end}" if window else document_id
             if problem := item_id_problem(item_id):
@@ -386,8 +387,9 @@ class Lines:
 
     def __iter__(self) -> Iterator[bytes]:
         compression = "gzip" if self._path.lower().endswith(".gz") else None
-        options = {"compression": compression, "block_size": BYTES_PER_SHARD}
-        with open_file(self._fs, self._path, **options) as stream:
+        with open_file(
+            self._fs, self._path, compression=compression, block_size=BYTES_PER_SHARD
+        ) as stream:
             for offset, line in read_lines(stream, self._start, self._end, self._max_bytes):
                 self.offset = offset
                 self._row += 1

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow import types
 from pydantic import Field
 
-from pipeline.config import Spec, SpecError, Uri
+from pipeline.config import ComponentSpec, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular, open_file
 from pipeline.sources.files import walk
@@ -44,7 +44,7 @@ MAX_ITEM_NUMBERS = 1 << 28
 NUMBERS_PER_BLOCK = 1 << 26
 
 
-class VectorsSpec(Spec):
+class VectorsSpec(ComponentSpec):
     """Options of the vectors source.
 
     Attributes:
@@ -175,7 +175,7 @@ class NpyFiles:
         if num_ids == 0:
             raise self._error("holds no items", "vectors of at least one item")
         if self._lengths:
-            self._check_lengths()
+            self._check_lengths(self._lengths)
         elif len(shape) == 3:
             self._check_item(shape[1])
 
@@ -184,13 +184,13 @@ class NpyFiles:
         if num_vectors > most:
             raise self._error(f"holds an item of {num_vectors:,} vectors", f"at most {most:,}")
 
-    def _check_lengths(self) -> None:
-        if self._lengths.dtype.kind not in "iu" or len(self._lengths.shape) != 1:
-            array = f"{self._lengths.dtype} of shape {self._lengths.shape}"
-            raise self._error(f"holds lengths.npy as {array}", "integers of shape (n,)")
+    def _check_lengths(self, array: NpyArray) -> None:
+        if array.dtype.kind not in "iu" or len(array.shape) != 1:
+            found = f"{array.dtype} of shape {array.shape}"
+            raise self._error(f"holds lengths.npy as {found}", "integers of shape (n,)")
         num_vectors = 0
         for row in range(0, self._num_rows, 1 << 16):
-            lengths = self._lengths.values(row, min(row + (1 << 16), self._num_rows))
+            lengths = array.values(row, min(row + (1 << 16), self._num_rows))
             if lengths.min() < 0:
                 raise self._error(f"holds the length {lengths.min()}", "lengths >= 0")
             self._check_item(int(lengths.max()))  # before their sum can overflow
@@ -486,10 +486,10 @@ def _runs(positions: np.ndarray) -> Iterator[np.ndarray]:
             yield run[start : start + ROWS_PER_BLOCK]
 
 
-def _within(positions: Sequence[int], start: int, end: int) -> np.ndarray:
+def _within(positions: Sequence[int] | np.ndarray, start: int, end: int) -> np.ndarray:
     """The ascending positions in [start, end), counted from `start`."""
-    positions = np.asarray(positions, dtype=np.int64)
-    return positions[slice(*np.searchsorted(positions, [start, end]))] - start
+    ascending = np.asarray(positions, dtype=np.int64)
+    return ascending[slice(*np.searchsorted(ascending, [start, end]))] - start
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:

@@ -25,7 +25,7 @@ from pipeline.sources.vector_files import (
 )
 
 
-class Vectors(Source):
+class Vectors(Source[VectorsSpec]):
     """Items whose token vectors are there already: N vectors of `dim` numbers each.
 
     `path` is one of
@@ -48,7 +48,6 @@ class Vectors(Source):
     """
 
     Spec = VectorsSpec
-    spec: VectorsSpec
     gives = ("item_id", "vectors")
 
     def __init__(self, spec: VectorsSpec, needs: tuple[str, ...] = ("vectors",)):
@@ -104,15 +103,13 @@ class Vectors(Source):
         for i in range(len(block)):
             where = f"{file}:{first_row + i}"
             try:
-                about = {
-                    name: None if values[i] is None else values[i].decode()
-                    for name, values in block.strings.items()
-                }
+                about = {name: _text(values[i]) for name, values in block.strings.items()}
             except UnicodeDecodeError as error:
                 yield self._reject(where, "not UTF-8", str(error))
                 continue
             item_id = about.pop("id")
-            if problem := item_id_problem(item_id):
+            problem = item_id_problem(item_id)
+            if item_id is None or problem:
                 yield self._reject(where, "bad id", f"{item_id!r}: {problem}")
                 continue
             revision = _revision(block.numbers(i), about)
@@ -151,7 +148,11 @@ class Vectors(Source):
         )
 
 
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
 def _revision(numbers: np.ndarray, about: dict[str, str | None]) -> str:
-    content = hashlib.blake2b(np.ascontiguousarray(numbers), digest_size=8)
+    content = hashlib.blake2b(np.ascontiguousarray(numbers).data, digest_size=8)
     content.update(json.dumps(sorted(about.items()), ensure_ascii=False).encode())
     return content.hexdigest()

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from pipeline.config import Spec
 from pipeline.schema import FRAME
-from pipeline.sources.media import MediaSpec
 from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
 
 #: What only one way to sample reads.
@@ -37,7 +36,7 @@ class FramesSpec(Spec):
     max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
 
 
-class Video(WindowSource):
+class Video(WindowSource["Video.Spec"]):
     """The windows of video files: one item a window, the video its parent.
 
     **Ids.** `<file>#t=<start>,<end>` in seconds; that of a whole video is the file's.
@@ -68,14 +67,13 @@ class Video(WindowSource):
 
         name: Literal["video"] = "video"
 
-    spec: Spec
     gives = ("item_id", "frames", "audio")
     suffixes = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
     module = "video"
     files_per_shard = 4  # a minute of one takes seconds
     modality = "video"
 
-    def __init__(self, spec: MediaSpec, wants: tuple[str, ...] = ("text",)):
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         item_bytes = self._audio_bytes() if "audio" in wants else 0.0
         if "frames" in wants:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -64,7 +64,10 @@ class WindowSpec(MediaSpec, SoundSpec):
         return self
 
 
-class WindowSource(MediaSource):
+WindowSpecT = TypeVar("WindowSpecT", bound=WindowSpec)
+
+
+class WindowSource(MediaSource[WindowSpecT]):
     """Files cut into windows of time: items `<file>#t=<start>,<end>`, the file their parent.
 
     The end of an id is W3C's media fragment, which browsers know. The last window ends where the
@@ -73,12 +76,11 @@ class WindowSource(MediaSource):
     opened.
     """
 
-    spec: WindowSpec
     modality: str
 
     @property
     def opens_to_list(self) -> bool:
-        """Whether only decoding tells what items a file holds: how long it is."""
+        """Whether the items of a file are known only after decoding it, by its duration."""
         return self.spec.window_seconds is not None
 
     def settings(self) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
-from pipeline.config import Spec
+from pipeline.config import ComponentSpec, ComponentSpecT
 from pipeline.tokens import AUDIO, TEXT
 
 NAN = float("nan")
@@ -67,7 +67,7 @@ def spread(
     start, end = times
     strings = text.split()
     a_character = (end - start) / max(1, sum(map(len, strings)))
-    words = []
+    words: list[Word] = []
     for string in strings:
         # Of the last word the very end: sums of fractions may pass it.
         stop = start + a_character * len(string) if len(words) < len(strings) - 1 else end
@@ -87,29 +87,30 @@ def confident(lines: Iterable[Line], min_confidence: float) -> list[Line]:
     return [Line(words) for words in kept if words]
 
 
-class Recogniser(ABC):
+class Recogniser(ABC, Generic[ComponentSpecT]):
     """Finds the words of items, in text to be seen or in speech.
 
     Subclasses carry a nested `Spec` with `name: Literal["..."]`. Constructing one may be slow;
     `check` is what a job calls first. What it finds in an item depends on that item alone.
     """
 
-    Spec: ClassVar[type[Spec]]
+    Spec: ClassVar[type[ComponentSpec]]
+    spec: ComponentSpecT
     #: Whether files name items by id: only then can `unmatched` find any.
     has_ids: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
-    def check(cls, spec: Spec) -> None:
+    def check(cls, spec: ComponentSpecT) -> None:
         """Raises `SpecError` if it cannot be built here (missing package, file or checkpoint)."""
 
     @classmethod
     @abstractmethod
-    def wants(cls, spec: Spec) -> tuple[str, ...]:
+    def wants(cls, spec: ComponentSpecT) -> tuple[str, ...]:
         """What it reads of an item: of "scan", "frames" and "audio" (see `schema.PAYLOAD`)."""
 
     @classmethod
-    def unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
+    def unmatched(cls, spec: ComponentSpecT, known_ids: Iterable[str]) -> tuple[int, list[str]]:
         """Of files given by the user, the ids that nothing has: how many, and a few of them.
 
         Args:

@@ -232,7 +232,9 @@ def _follow(
 
 def _hull(first: Box, second: Box) -> Box:
     """The smallest box around two boxes."""
-    return (*map(min, first[:2], second[:2]), *map(max, first[2:], second[2:]))
+    x0, y0 = map(min, first[:2], second[:2])
+    x1, y1 = map(max, first[2:], second[2:])
+    return x0, y0, x1, y1
 
 
 def _overlap(first: Box, second: Box) -> float:

@@ -71,7 +71,7 @@ LEGAL_LINE = (
 )
 
 
-class Precomputed(Recogniser):
+class Precomputed(Recogniser["Precomputed.Spec"]):
     """Looks up what the files at a path say of an item.
 
     JSON lines: `{"id": ..., "text": ...}`, with `"box": [x0, y0, x1, y1]` in [0, 1] of the upright
@@ -96,7 +96,7 @@ class Precomputed(Recogniser):
     kind: ClassVar[int]  # of the words
     has_ids = True
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Where the files are.
 
         Attributes:
@@ -332,14 +332,15 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
                     inside = f"{name}/{member.name}"
                     raise SpecError("path", inside, "a member stored in full", "is a sparse file")
                 if member.isfile():
-                    inside = archive.extractfile(member)
-                    yield from _documents(f"{name}/{member.name}", inside, depth + 1)
+                    content = archive.extractfile(member)
+                    assert content is not None  # of a regular file
+                    yield from _documents(f"{name}/{member.name}", content, depth + 1)
     elif name.lower().endswith(ZIP):
-        with zipfile.ZipFile(file) as archive:
-            for about in archive.infolist():
-                if not about.is_dir():
-                    with archive.open(about) as member:
-                        yield from _documents(f"{name}/{about.filename}", member, depth + 1)
+        with zipfile.ZipFile(file) as zipped:
+            for entry in zipped.infolist():
+                if not entry.is_dir():
+                    with zipped.open(entry) as content:
+                        yield from _documents(f"{name}/{entry.filename}", content, depth + 1)
     else:
         yield name, file
 
@@ -468,8 +469,8 @@ def _over_time(
     [('a', (nan, nan)), ('b', (nan, nan))]
     """
     if fps is None:
-        texts = dict.fromkeys(text for frame in frames.values() for text in frame)
-        yield from ((text, (NAN, NAN)) for text in texts)
+        every = dict.fromkeys(text for frame in frames.values() for text in frame)
+        yield from ((text, (NAN, NAN)) for text in every)
         return
     numbers = list(frames)
     between = [(a + b) / 2 for a, b in itertools.pairwise(numbers)]

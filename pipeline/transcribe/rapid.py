@@ -22,7 +22,7 @@ from pipeline.transcribe.frames import Box, Reading, read_frames
 LEAST_SIDE = 16
 
 
-class Rapid(Recogniser):
+class Rapid(Recogniser["Rapid.Spec"]):
     """Text detection and recognition by RapidOCR; the built-in models read Latin and Chinese.
 
     Words are what white space divides: a line of a script without blanks is one word. The box of a
@@ -31,7 +31,7 @@ class Rapid(Recogniser):
     are read that show something new, see `read_frames`.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which models, and what they are given.
 
         Attributes:
@@ -124,7 +124,7 @@ class Rapid(Recogniser):
         height, width, _ = picture.shape
         if min(height, width) * min(1.0, self.spec.max_side / max(height, width)) < LEAST_SIDE:
             return []
-        result = self._engine(np.ascontiguousarray(picture[:, :, ::-1]), return_word_box=True)
+        result: Any = self._engine(np.ascontiguousarray(picture[:, :, ::-1]), return_word_box=True)
         if getattr(result, "txts", None) is None:
             return []
         size = np.array([width, height])

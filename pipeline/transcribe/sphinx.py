@@ -21,14 +21,14 @@ FILLER = re.compile(r"<.*>|\[.*\]|\+\+.*\+\+")
 PRONUNCIATION = re.compile(r"\(\d+\)$")
 
 
-class Sphinx(Recogniser):
+class Sphinx(Recogniser["Sphinx.Spec"]):
     """Speech recognition by PocketSphinx: clearly spoken US English, far from perfect.
 
     Sound is heard in utterances of at most `longest` seconds, each by itself, so memory does not
     grow with its length. A word's times are seconds of the file.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """How speech is cut.
 
         Attributes:

@@ -36,7 +36,7 @@ SETTINGS = ["*.json", "*.txt"]
 WEIGHTS = ["*.safetensors"]
 
 
-class Whisper(Recogniser):
+class Whisper(Recogniser["Whisper.Spec"]):
     """Speech recognition by any checkpoint of Whisper's form, in the languages that it knows.
 
     Sound is heard in stretches of at most 30 s, cut where it is quietest, each by itself. If the
@@ -46,7 +46,7 @@ class Whisper(Recogniser):
     It runs on a CUDA device if there is one.
     """
 
-    class Spec(config.Spec):
+    class Spec(config.ComponentSpec):
         """Which checkpoint, and what it is told.
 
         Attributes:
@@ -77,11 +77,11 @@ class Whisper(Recogniser):
             folder, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
         )
         processor = WhisperProcessor.from_pretrained(folder)
-        self._recognise = AutomaticSpeechRecognitionPipeline(
+        self._recognise: Any = AutomaticSpeechRecognitionPipeline(
             model=model.eval(),
             tokenizer=processor.tokenizer,
             feature_extractor=processor.feature_extractor,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         )
         self._first_time = generation.no_timestamps_token_id + 1
         self._by_word = getattr(generation, "alignment_heads", None) is not None

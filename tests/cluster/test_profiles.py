@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline import config
-from pipeline.index.job import IndexResources
 from pipeline.index.recompress import RecompressResources
+from pipeline.index.spec import IndexResources
 from pipeline.train.ray import Workers
 from tests.conftest import ROOT
 

@@ -14,12 +14,17 @@ all encoders of a file, which has their `form` and `side` too: a row each, with 
 
 from __future__ import annotations
 
+import argparse
 import posixpath
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jobs
 from pipeline import config
 from pipeline.config import SpecError
+
+if TYPE_CHECKING:
+    from pipeline.synthetic.binding import Pair
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if path := getattr(args, option):
             config.read(path, f"--{option}")
 
-    from pipeline.atomic import check_writable, write_atomic
-    from pipeline.registry import ENCODERS
-    from pipeline.report.text import aligned, as_csv
-    from pipeline.synthetic import binding_accuracy, binding_table
+    from pipeline.atomic import check_writable
     from pipeline.synthetic.binding import SIDE, SMALLEST_SIDE
     from pipeline.synthetic.binding_data import evaluation_pairs
 
@@ -58,24 +60,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.output, "--output")
     pairs = evaluation_pairs(args.pairs, args.seed)
 
-    def write(cells: Sequence[Sequence[object]], png: bytes) -> None:
-        for name, data in {"binding.csv": as_csv(cells), "binding.png": png}.items():
-            path = posixpath.join(args.output, name)
-            write_atomic(path, data)
-            print(path)
-
     if args.table:
-        given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
-        for option, value in given.items():
-            if value:
-                raise SpecError(option, value, f"left out: {args.table} says it")
-        spec = config.load(binding_table.TableSpec, args.table, args.overrides)
-        binding_table.check(spec)
-        rows = binding_table.measure(spec, pairs, jobs.say)
-        print(aligned(binding_table.table(rows)))
-        if args.output:
-            write(binding_table.numbers(rows), binding_table.drawn(rows, spec.title))
-        return
+        _table(args, pairs)
+    else:
+        _accuracy(args, pairs, side)
+
+
+def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
+    """Measures the encoders of a table."""
+    from pipeline.report.text import aligned
+    from pipeline.synthetic import binding_table
+
+    given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
+    for option, value in given.items():
+        if value:
+            raise SpecError(option, value, f"left out: {args.table} says it")
+    spec = config.load(binding_table.TableSpec, args.table, args.overrides)
+    binding_table.check(spec)
+    rows = binding_table.measure(spec, pairs, jobs.say)
+    print(aligned(binding_table.table(rows)))
+    if args.output:
+        _write(args.output, binding_table.numbers(rows), binding_table.drawn(rows, spec.title))
+
+
+def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> None:
+    """Measures one encoder."""
+    from pipeline.registry import ENCODERS
+    from pipeline.report.text import aligned
+    from pipeline.synthetic import binding_accuracy
+
     form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
     given = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
@@ -89,7 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = binding_accuracy.table(rows)
     print(aligned(cells))
     if args.output:
-        write(cells, binding_accuracy.bars(rows))
+        _write(args.output, cells, binding_accuracy.bars(rows))
+
+
+def _write(folder: str, cells: Sequence[Sequence[object]], png: bytes) -> None:
+    """Writes the table and the plot."""
+    from pipeline.atomic import write_atomic
+    from pipeline.report.text import as_csv
+
+    files: dict[str, str | bytes] = {"binding.csv": as_csv(cells), "binding.png": png}
+    for name, data in files.items():
+        path = posixpath.join(folder, name)
+        write_atomic(path, data)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
 def _adapters(spec: JinaV4.Spec) -> Path | None:
     """The folder of the adapters, if there is one."""
     if spec.adapter is not None:
-        return adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
+        return adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     folder = folder_of(spec, ["adapters/*"]) / "adapters"
     return folder if (folder / "adapter_config.json").is_file() else None
 

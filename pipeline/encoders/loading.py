@@ -114,28 +114,28 @@ def folder_of(spec: Checkpoint, files: Iterable[str]) -> Path:
     return find_checkpoint(spec.model, spec.revision, list(files), LEGAL)
 
 
-def adapter_of(spec: Checkpoint, files: Iterable[str]) -> Path | None:
-    """The folder of the adapter, if there is one.
+def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
+    """Returns the folder of an adapter, which may be on the hub; None for none.
 
     Raises:
-        SpecError: for `adapter`: there is none at that place, it is none of peft's, or its weights
-            are not safetensors.
+        SpecError: For `adapter`: it does not exist, is not in peft's form, or its weights are not
+            safetensors.
     """
-    if spec.adapter is None:
+    if adapter is None:
         return None
     files = list(files)
     try:
-        folder = find_checkpoint(spec.adapter, None, files, LEGAL)
+        folder = find_checkpoint(adapter, None, files, LEGAL)
     except SpecError as error:
         raise SpecError("adapter", error.value, error.legal, error.problem) from None
     if not (folder / "adapter_config.json").is_file():
         legal = "a LoRA adapter as peft writes it"
-        raise SpecError("adapter", spec.adapter, legal, "has no adapter_config.json")
+        raise SpecError("adapter", adapter, legal, "has no adapter_config.json")
     # Of an adapter on the hub they may not be there yet. peft would read a pickle instead.
-    are_there = Path(spec.adapter).is_dir() or set(WEIGHTS) <= set(files)
+    are_there = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
     if are_there and not (folder / ADAPTER_WEIGHTS).is_file():
         legal = "an adapter with safetensors (pickled weights are not loaded)"
-        raise SpecError("adapter", spec.adapter, legal, f"has no {ADAPTER_WEIGHTS}")
+        raise SpecError("adapter", adapter, legal, f"has no {ADAPTER_WEIGHTS}")
     return folder
 
 
@@ -156,7 +156,7 @@ def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfi
     if Path(spec.model).is_dir() and not any(folder.glob("*.safetensors")):
         legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
         raise SpecError("model", spec.model, legal, "has no safetensors file")
-    adapter_of(spec, ADAPTER_SETTINGS)
+    adapter_of(spec.adapter, ADAPTER_SETTINGS)
     return settings
 
 
@@ -281,7 +281,7 @@ def load_model(
         there, wanted = (" x ".join(map(str, shape)) for shape in (there, wanted))
         legal = f"a checkpoint whose weights are of the shapes that its config.json says ({wanted})"
         raise SpecError("model", spec.model, legal, f"has {name} of {there}")
-    adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
+    adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)
     if not device_map:
@@ -370,7 +370,7 @@ def fingerprint_of(
         more: what else changes one.
     """
     folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
-    adapter = adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS])
+    adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     files = hashed(folder, [*WEIGHTS, *SETTINGS])
     if adapter:
         files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])

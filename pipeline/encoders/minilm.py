@@ -152,7 +152,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         folder = _find_folder(spec, SETTINGS)
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
-        adapter_of(spec, ADAPTER_SETTINGS)
+        adapter_of(spec.adapter, ADAPTER_SETTINGS)
 
     @classmethod
     def attention(cls, spec: Spec) -> Attention | None:
@@ -496,7 +496,7 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     counts: in half precision the two ways differ visibly.
     """
     files = hashed(folder, WEIGHTS + SETTINGS)
-    if adapter := adapter_of(spec, [*WEIGHTS, *ADAPTER_SETTINGS]):
+    if adapter := adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):
         files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     settings = config.dump(spec)
     for field in ("model", "revision", "adapter", "max_batch_tokens", "document_prefix"):

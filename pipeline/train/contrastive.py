@@ -21,7 +21,7 @@ from pipeline.compression.samer import object_labels, places
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gathered, num_workers
 from pipeline.encoders import Trainable
-from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, CheckpointSpec, adapter_of
+from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.taps import Tap, average, single_taps
@@ -158,8 +158,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         self._tuned = None
         if spec.trains == "lora":
             self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder_class.lora_layers)
-            assert isinstance(spec.encoder, CheckpointSpec)
-            first = adapter_of(spec.encoder, [*WEIGHTS, *ADAPTER_SETTINGS])
+            adapter = getattr(spec.encoder, "adapter", None)
+            first = adapter_of(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
             if first is not None:
                 lora.load(self._tuned, first, self.encoder.part_of_checkpoint)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,3 +345,13 @@ def test_a_sample_follows_from_its_seed_alone(folder):
     assert sample(resumed, 10, seed=0) == chosen
     tables = listing.sample_items(job, 2, 10, 0)
     assert all(t for table in tables for t in table["text"].to_pylist())
+
+
+def test_listing_loads_no_torch():
+    """A listing process starts for every job, before anything else can."""
+    code = (
+        "import sys, pipeline.index.listing, pipeline.sources.text;"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -299,7 +299,7 @@ def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dt
 
 @pytest.mark.heavy
 def test_no_request_to_it_is_too_much(url):
-    from tests.serve.test_fuzz import ask_everything
+    from tests.serve.app.test_fuzz import ask_everything
 
     there = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
     there["rerank"] = {"by": "edje", "depth": 3}

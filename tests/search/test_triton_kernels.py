@@ -18,7 +18,7 @@ from pipeline.search import maxsim as maxsim_module
 from pipeline.search.maxsim import backends, best_tokens, maxsim
 from pipeline.search.packed import PackedVectors, Segment
 from tests.conftest import ROOT
-from tests.search.test_backends import FLOATS, OF_CODECS, oracle, queries, stored, vectors
+from tests.search.maxsim.test_backends import FLOATS, OF_CODECS, oracle, queries, stored, vectors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

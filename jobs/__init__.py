@@ -136,7 +136,7 @@ class SpecParser(Parser):
 
 
 def check_paths(spec: Mapping[str, Any]) -> None:
-    """Raises `SpecError` if the `path` of a spec's source, data or benchmark does not exist."""
+    """Raises `SpecError` if a file, folder or index that a spec names does not exist."""
     for field in ("source", "data", "benchmark"):
         given = spec.get(field)
         named = {field: given}
@@ -146,6 +146,13 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             path = each.get("path") if isinstance(each, Mapping) else None
             if isinstance(path, str) and path and not set(path) & set("*?["):  # those are globs
                 config.check_exists(path, f"{name}.path", "an existing file or folder")
+    if isinstance(folder := spec.get("rerank"), str):
+        config.check_exists(folder, "rerank", "the folder of a trained EDJE")
+    if isinstance(index := spec.get("fit_index"), str):
+        try:
+            check_index(index)
+        except SpecError as error:
+            raise SpecError("fit_index", index, error.legal, error.problem) from None
 
 
 def check_outputs(outputs: Sequence[str], field: str) -> None:
@@ -202,7 +209,9 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = {}
-    if not os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)  # before Ray is imported, which takes seconds
+    else:
         # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, SIGTERM is handled by Ray, which would drain the node for 30 s.
@@ -241,8 +250,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     """
     import ray
 
-    if address := os.environ.get("RAY_ADDRESS"):
-        _check_reachable(address)
+    address = os.environ.get("RAY_ADDRESS")
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _without_stderr():

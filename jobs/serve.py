@@ -108,7 +108,8 @@ def _settings(args: Any) -> ServeSpec:
         given["keys"] = args.keys
     if args.spec:
         if named:
-            raise SpecError("indexes", uris[0], "either indexes or --spec", "is given twice")
+            problem = "cannot be combined with --spec"
+            raise SpecError("indexes", uris[0], "either indexes or --spec", problem)
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
     if not named:

@@ -99,6 +99,8 @@ WRONG = [
     (["pool", NOWHERE, NOWHERE, "--output", "out"], "OUT"),
     (["recompress", SPEC], "spec"),
     (["recompress", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
+    (["index", f"{SPECS}.yaml", f"rerank={NOWHERE}"], "rerank"),
+    (["index", f"{SPECS}.yaml", f"fit_index={NOWHERE}"], "fit_index"),
     (["search", INDEX, "a query"], "index"),
     (["serve", INDEX], "index"),
     (["serve", "--spec", SPEC], "spec"),

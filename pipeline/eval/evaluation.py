@@ -332,7 +332,11 @@ def _count(index: Index, where: str | None) -> int:
 
 
 def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
-    """Yields notes on queries and relevant documents that are left out."""
+    """Yields notes on queries and relevant documents that are left out.
+
+    Raises:
+        SpecError: No query has a relevant document.
+    """
     yield f"{len(judged.queries)} judged queries"
     if judged.num_unjudged:
         yield f"{judged.num_unjudged} queries without judgments are left out"
@@ -344,9 +348,15 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
         for document, grade in grades.items()
         if grade > 0
     }
-    there = set()
+    if not relevant:
+        legal = "judgments with a grade above 0 for at least one query"
+        raise SpecError("benchmark", spec.benchmark.name, legal, "has no relevant document")
+    hopeless = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
+    if hopeless:
+        yield f"{hopeless} queries have no relevant document and score 0 in every row"
+    indexed = set()
     column = f"{spec.judged}_id"
     for batch in index.batches([column], where=spec.where):
-        there |= relevant & set(batch[column].to_pylist())
-    if missing := len(relevant) - len(there):
+        indexed |= relevant & set(batch[column].to_pylist())
+    if missing := len(relevant) - len(indexed):
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"

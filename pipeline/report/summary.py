@@ -13,12 +13,14 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     measure, results = evaluation.headline, evaluation.results
     best = evaluation.best(results)
     assert best is not None, "an evaluation has at least one row"
-    yield f"Best quality: {best.name}, {measure} {evaluation.quality(best):.4f}."
+    highest = evaluation.quality(best)
+    tied = [result.name for result in results if evaluation.quality(result) == highest]
+    yield f"Best quality: {', '.join(tied)}, {measure} {highest:.4f}."
 
     full = evaluation.best([result for result in results if result.method == FULL])
     frugal = evaluation.frugal(results)
-    if frugal is not None and full is not None:
-        kept = share(evaluation.quality(frugal) / (evaluation.quality(full) or 1))
+    if frugal is not None and full is not None and evaluation.quality(full) > 0:
+        kept = share(evaluation.quality(frugal) / evaluation.quality(full))
         parts = [
             f"{getattr(frugal, size):,.0f} of {getattr(full, size):,.0f} bytes per item"
             f" ({share(getattr(frugal, size) / max(1.0, getattr(full, size)))}) {of}"

@@ -209,10 +209,10 @@ def similarity_map(
         for parts_M in (sim_MN.max(axis=1), contribution_M)
     )
     text = row[info.text_column][0].as_py()
-    spans_T2, extents_T6 = _positions(row, info.positions)
+    spans_T2, extents_T6, confidence_T = _positions(row, info.positions)
     words = _words(text, spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
-    passages = find_passages(tokens, sim_MN, output_T, spans_T2, extents_T6, text)
+    passages = find_passages(tokens, sim_MN, output_T, spans_T2, extents_T6, text, confidence_T)
     score = float(sim_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 
@@ -613,8 +613,7 @@ def _row(searcher: Searcher, item_id: str, info: RepresentationInfo) -> Any:
     """The stored columns of an item that a map needs, as a table of one row."""
     schema = searcher.index.schema
     name, positions = info.name, info.positions
-    needed = [positions.get("extents"), positions.get("spans"), info.support_column, name]
-    needed.append(info.text_column)
+    needed = [*positions.values(), info.support_column, name, info.text_column]
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
     if not table.num_rows:
         raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
@@ -645,16 +644,20 @@ def _outputs(row: Any, info: RepresentationInfo) -> np.ndarray:
     return outputs_of(row[info.support_column][0].as_py(), info.support_form, num_tokens)
 
 
-def _positions(row: Any, positions: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the characters (T, 2) and the extents (T, 6) of an item's input tokens."""
+def _positions(row: Any, positions: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the characters (T, 2), extents (T, 6) and confidences (T,) of an item's tokens."""
     num_tokens = _num_tokens(row, positions)
     spans_T2, extents_T6 = np.full((num_tokens, 2), NO_SPAN), np.full((num_tokens, 6), np.nan)
+    confidence_T = np.full(num_tokens, np.nan)
     spans, extents = positions.get("spans"), positions.get("extents")
+    confidence = positions.get("confidence")
     if spans in row.column_names:
         spans_T2 = np.array(row[spans][0].as_py())
     if extents in row.column_names and row[extents].is_valid()[0].as_py():
         extents_T6 = np.array(row[extents][0].as_py(), float)
-    return spans_T2, extents_T6
+    if confidence in row.column_names and row[confidence].is_valid()[0].as_py():
+        confidence_T = np.array(row[confidence][0].as_py(), float)
+    return spans_T2, extents_T6, confidence_T
 
 
 def _words(

@@ -8,6 +8,7 @@ node before `ray start`:
 
     export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=pipeline.serve.front:middlewares
     export MAXRAY_HEADER_SECONDS=10      # time for the headers of a request
+    export MAXRAY_HEADER_BYTES=65536     # size of the headers of a request
     export MAXRAY_CONNECTIONS=1000       # open connections per proxy
 
 The limits are variables, not settings of a server: a proxy serves all applications of its node.
@@ -49,17 +50,23 @@ def middlewares() -> list[Middleware]:
 
 
 class LimitedProtocol(AutoHTTPProtocol):
-    """uvicorn's HTTP connection with a deadline for headers and a limit on connections.
+    """uvicorn's HTTP connection with limits on headers and on the number of connections.
+
+    The headers of a request have a deadline and a maximum size; uvicorn limits neither. The size is
+    checked after each read of the socket (256 KiB), so that much more may be accepted.
 
     Connections without a request in progress (new, idle, or with incomplete headers) never lock
     out others: where there are too many connections, the one that has waited longest is closed.
     """
 
     header_seconds = float(os.environ.get("MAXRAY_HEADER_SECONDS", 10))
+    header_bytes = int(os.environ.get("MAXRAY_HEADER_BYTES", 1 << 16))
     max_connections = int(os.environ.get("MAXRAY_CONNECTIONS", 1000))
     #: The connections of this process without a request in progress, longest wait first.
     _waiting: ClassVar[OrderedDict[LimitedProtocol, None]] = OrderedDict()
     _deadline: asyncio.TimerHandle | None = None
+    _is_in_headers = False
+    _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Counts the connection, and closes one if there are too many."""
@@ -72,13 +79,29 @@ class LimitedProtocol(AutoHTTPProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Ends the deadline when the headers are complete; the first byte of others starts it."""
-        cycle = self.cycle
+        cycle, was_in_headers = self.cycle, self._is_in_headers
         if self._deadline is None and (cycle is None or cycle.response_complete):
             self._start_deadline()
         super().data_received(data)
+        if self._is_in_headers:
+            # Of the first read, a part may belong to the request before.
+            self._num_header_bytes += len(data) if was_in_headers else 1
+            if self._num_header_bytes > self.header_bytes:
+                message = f"the headers are larger than {self.header_bytes:,} bytes"
+                self.refuse(ApiError("too_large", message))
         if self.cycle is not cycle:
             self._end_deadline()
             self._waiting.pop(self, None)
+
+    def on_message_begin(self) -> None:
+        """Notes that the headers of a request begin, also of one behind another in progress."""
+        self._is_in_headers, self._num_header_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Notes that the headers of a request are complete."""
+        self._is_in_headers = False
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         """Counts the connection among those without a request, unless the next one is there."""

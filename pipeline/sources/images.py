@@ -329,7 +329,7 @@ def _sidecars(file: MediaFile) -> dict[str, Any]:
     if ".json" in file.sidecars:
         try:
             fields = parse_line(file.sidecars[".json"].encode())
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Unreadable("damaged sidecar", f".json: {error}") from None
         if not isinstance(fields, dict):
             raise Unreadable("damaged sidecar", f".json: a {type(fields).__name__}, no object")

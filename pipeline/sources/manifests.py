@@ -133,7 +133,7 @@ def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
     """(where, fields) of each image of a JSON file in one of its forms."""
     try:
         rows = rows_of_value(parse_line(data))
-    except (ValueError, RecursionError) as error:  # a UnicodeError is a ValueError
+    except ValueError as error:  # a UnicodeError is a ValueError
         raise Unreadable("damaged manifest", str(error)) from None
     return [(f"{manifest}#{number}", image) for number, image in enumerate(rows)]
 

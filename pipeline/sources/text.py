@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, Literal
@@ -446,7 +447,7 @@ def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]
         raise Unreadable("not UTF-8", str(error)) from None
     except json.JSONDecodeError as error:  # its text would call every line "line 1"
         raise Unreadable("not JSON", f"{error.msg}, column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Unreadable("not JSON", str(error)) from None
     if not isinstance(value, dict):
         raise Unreadable("not a JSON object", f"a {type(value).__name__}")
@@ -454,16 +455,25 @@ def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]
 
 
 def parse_line(line: bytes) -> Any:
-    """The value of a line of JSON.
+    """Returns the value of a line of JSON.
 
     Raises:
-        UnicodeError: it is not UTF-8, or names characters that are no text.
-        ValueError, RecursionError: it is not JSON, or nested too deeply.
+        UnicodeError: The line is not UTF-8, or names characters that are not text.
+        ValueError: The line is not JSON, nested too deeply, or has too long an integer.
     """
     text = line.decode("utf-8").removeprefix("\ufeff")
-    value = json.loads(text, parse_constant=_refuse_constant)
+    too_deep = ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} levels deep, got more")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # Python's, of the digits of an integer
+            digits = sys.get_int_max_str_digits()
+            raise ValueError(f"integers must have at most {digits:,} digits, got more") from None
+        raise
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deep(value):
-        raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} levels deep, got more")
+        raise too_deep
     if "\\u" in text:  # an escaped half of a surrogate pair is no text: raises UnicodeEncodeError
         json.dumps(value, ensure_ascii=False).encode()
     return value

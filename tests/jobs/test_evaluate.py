@@ -270,6 +270,16 @@ def test_illegal_specs(spec_file, tmp_path, override, field):
     assert not (tmp_path / "out").exists()
 
 
+def test_queries_without_a_relevant_document(spec_file, tmp_path, capsys):
+    qrels = tmp_path / "benchmark/qrels/test.tsv"
+    qrels.write_text("1\twing\t0\nb\tbread\t-3\n")
+    with pytest.raises(SpecError, match="benchmark: 'beir' has no relevant document"):
+        evaluate.main([spec_file])
+    qrels.write_text("1\twing\t1\nb\tbread\t-3\n")
+    evaluate.main([spec_file, "scores=[late]", "representations=[full]"])
+    assert "1 queries have no relevant document and score 0 in every row" in capsys.readouterr().out
+
+
 def test_query_vectors_of_ones_own(spec_file, tmp_path):
     """Vectors that the encoder itself made give the very runs of the texts."""
     encoder = ENCODERS.build(ENCODERS.resolve("minilm"))

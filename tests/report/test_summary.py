@@ -16,6 +16,12 @@ def test_summary(evaluation):
     ]
 
 
+def test_tied_rows_and_a_quality_of_zero():
+    rows = [result(name, "none", None, quality=[0.0] * 12) for name in ("full", "other")]
+    (best,) = summary(evaluation_of(rows))
+    assert best == "Best quality: full.late, other.late, nDCG@10 0.0000."
+
+
 def against(*rows):
     """The sentence about BM25 at 0.5, beside rows of so much quality."""
     bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.5] * 12)

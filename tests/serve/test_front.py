@@ -136,6 +136,25 @@ def test_a_second_request_on_a_connection_has_the_same_time(start):
         assert b"headers took longer" in received(connection)
 
 
+@pytest.mark.parametrize("line", [b"A: b\r\n", b"A" * 100_000])
+@pytest.mark.parametrize("before", [b"", b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n"])
+def test_headers_are_limited_in_size(start, line, before):
+    with connect(start(), before + b"GET / HTTP/1.1\r\nHost: here\r\n") as connection:
+        sent = 0
+        with contextlib.suppress(OSError):  # the server closes the connection
+            while sent < 100 << 20:
+                connection.sendall(line * (100_000 // len(line)))
+                sent += 100_000
+        assert sent < 20 << 20  # what the sockets' buffers hold
+
+
+def test_large_bodies_are_not_taken_for_headers(start):
+    head = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 2000000\r\n\r\n"
+    with connect(start(), (head + bytes(2_000_000)) * 2) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert received(connection).count(b"200 OK") == 2
+
+
 def test_a_request_in_progress_is_not_cut(start):
     assert get(start(), "/slow").text == "fine"
 

@@ -17,7 +17,7 @@ from pipeline.index.reader import Index
 from pipeline.index.status import status
 from tests.conftest import ROOT
 
-OLD = Path(__file__).parent / "fixtures/old_index"
+OLD = ROOT / "tests/index/fixtures/old_index"
 EXPECTED = json.loads((OLD / "expected.json").read_text("utf-8"))
 
 

@@ -13,8 +13,11 @@ import yaml
 
 from pipeline import config, open_index
 from pipeline.index import backfill, job, recompress
+from pipeline.index.columns import Representation, encoder_fields, representation_fields
+from pipeline.index.info import representation_infos
 from pipeline.index.reader import Index
 from pipeline.index.status import status
+from pipeline.taps import Tap
 from tests.conftest import ROOT
 
 OLD = ROOT / "tests/index/fixtures/old_index"
@@ -58,6 +61,26 @@ def test_status_is_the_same(name):
     found = status(str(OLD / name))
     assert {key: found[key] for key in EXPECTED[name]} == EXPECTED[name]
     assert [(record["kind"], record["state"]) for record in found["jobs"]] == [("index", "done")]
+
+
+def test_columns_of_the_same_spec_have_the_stored_metadata():
+    """Byte for byte, so that older versions open what this one writes."""
+    schema = Index(str(OLD / "texts")).schema
+    infos = representation_infos(schema)
+    encoder_info = infos["full"].encoder
+    fields = []
+    for content in (encoder_info, encoder_info.for_field("caption")):
+        fields += encoder_fields(
+            content, keep_positions=True, keep_taps=[Tap("eos_row", layers="5")]
+        )
+    for info in infos.values():
+        given = {"id": info.name, "compressor": info.compressor, "codec": info.codec}
+        given |= {"of": info.field, "keep_support": info.support_column is not None}
+        wanted = config.parse(Representation, given)
+        fields += representation_fields(wanted, encoder_info, info.artefact, info.codec_artefact)
+    assert len(fields) == 20
+    for field in fields:
+        assert field.equals(schema.field(field.name), check_metadata=True)
 
 
 def test_the_job_that_made_it_finds_nothing_to_do(cluster, tmp_path):

@@ -63,7 +63,7 @@ def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
 def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
     """Raises `SpecError` if another encoder filled columns of this encoder's vector space."""
     pooled, representations = pooled_infos(schema).values(), representation_infos(schema).values()
-    stored = [(info.name, info.encoder["name"], info.fingerprint) for info in pooled]
+    stored = [(info.name, info.encoder, info.fingerprint) for info in pooled]
     for info in representations:
         stored.append((info.name, info.encoder.prefix, info.encoder.fingerprint))
     for name, prefix, fingerprint in stored:

@@ -253,15 +253,13 @@ class PooledInfo:
 
     Attributes:
         name: Name of the column.
-        encoder: Settings of the encoder, with its name.
+        encoder: Registered name of the encoder.
         fingerprint: Hash of the weights and of the settings that change vectors.
-        dim: Number of dimensions of a vector.
     """
 
     name: str
-    encoder: dict[str, Any]
+    encoder: str
     fingerprint: str
-    dim: int
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> PooledInfo:
@@ -272,8 +270,8 @@ class PooledInfo:
         """
         stored = metadata_of(schema.field(name))
         try:
-            return cls(name, stored["encoder"], stored["fingerprint"], stored["dim"])
-        except (KeyError, ValidationError) as error:
+            return cls(name, stored["encoder"]["name"], stored["fingerprint"])
+        except (KeyError, TypeError, ValidationError) as error:
             raise _malformed(name, error) from None
 
 

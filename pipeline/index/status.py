@@ -27,7 +27,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     lease = index.lease()
     infos, pooled = index.representations().values(), index.pooled_columns.values()
     encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
-    encoders |= {(info.encoder["name"], info.fingerprint) for info in pooled}
+    encoders |= {(info.encoder, info.fingerprint) for info in pooled}
     reasons = Counter(index.rejects()["reason"].to_pylist())
     return {
         "index": uri,

@@ -93,7 +93,7 @@ def test_other_columns(schema):
     assert list(pooled) == ["minilm_pooled", "minilm_caption_pooled"]
     first = pooled["minilm_pooled"]
     encoder = representation_infos(schema)["full"].encoder
-    assert first == PooledInfo("minilm_pooled", encoder.spec, encoder.fingerprint, 384)
+    assert first == PooledInfo("minilm_pooled", encoder.name, encoder.fingerprint)
     assert tap_names(schema) == ["eos_row/mean/5"]
     assert rerank_infos(schema) == {}
     adapter = {"role": "rerank", "encoder": {"name": "dual"}, "adapter": {"fingerprint": "a"}}

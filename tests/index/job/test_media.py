@@ -273,7 +273,9 @@ def test_hits_show_the_confidence_of_the_recogniser(uri, folder, tmp_path, capsy
     assert confidences() == ({0.75}, {0.75})
     search.main([str(tmp_path / "all"), "detour", "--k", "1"])
     assert "confidence 0.75" in capsys.readouterr().out
-    search.main([str(tmp_path / "all"), "detour", "--k", "1", "--save-maps", str(tmp_path / "maps")])
+    search.main(
+        [str(tmp_path / "all"), "detour", "--k", "1", "--save-maps", str(tmp_path / "maps")]
+    )
     (passage,) = json.loads((tmp_path / "maps/1.json").read_text())["passages"]
     assert passage["confidence"] == 0.75
     Index(str(tmp_path / "all")).dataset.drop_columns(["minilm_confidence"])  # as in old indexes

@@ -48,8 +48,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", 
 LEGAL = "the path of an existing folder, or the hub name of a model"
 
 
-class CheckpointSpec(config.ComponentSpec):
-    """What the specs of all encoders with weights of the transformers library have in common.
+class CheckpointFields(config.Spec):
+    """Fields of the specs of all models with weights of the transformers library.
 
     Attributes:
         model: a hub name, or a local folder as `save_pretrained` writes it.
@@ -76,6 +76,10 @@ class CheckpointSpec(config.ComponentSpec):
     def _make_folder_absolute(cls, model: str | None) -> str | None:
         # Actors run in other working directories.
         return config.absolute(model) if model and Path(model).expanduser().is_dir() else model
+
+
+class CheckpointSpec(CheckpointFields, config.ComponentSpec):
+    """Base of the specs of encoders with weights of the transformers library."""
 
 
 #: Fields that change no query vector: where files came from, and what a batch is.
@@ -184,7 +188,7 @@ def require_one_of(spec: CheckpointSpec, names: Sequence[str]) -> None:
         raise SpecError("model", spec.model, legal, "has none of the files that it needs")
 
 
-def load_processor(spec: CheckpointSpec, processor_class: Any, **options: Any) -> Any:
+def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
     """The processor of a checkpoint.
 
     Raises:

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from pipeline.config import SpecError
 from pipeline.encoders import batches_by_size
 from pipeline.encoders.loading import (
-    CheckpointSpec,
+    CheckpointFields,
     check_checkpoint,
     load_model,
     load_processor,
@@ -88,7 +88,7 @@ class JointEncoder(torch.nn.Module):
         text_dim: of the embeddings that are recovered.
     """
 
-    class Spec(CheckpointSpec):
+    class Spec(CheckpointFields):
         """Which language model, and how it reads.
 
         Attributes:

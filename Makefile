@@ -8,6 +8,9 @@ VENV   ?= .venv
 # Any torch from 2.11 will do; name a CUDA build here if you have a GPU:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
 TORCH  ?= torch==2.13.0
+# Each test process starts a Ray cluster of its own and needs about 4 GB; 0: no further processes.
+TEST_PROCESSES ?= 2
+PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
 .PHONY: demo test test-all models lint install clean
@@ -16,10 +19,10 @@ demo: install
 	$(RUN) -m jobs.demo
 
 test: install
-	$(RUN) -m pytest -m "not heavy and not gpu and not hub"
+	$(PYTEST) -m "not heavy and not gpu and not hub"
 
 test-all: install
-	$(RUN) -m pytest
+	$(PYTEST)
 
 models: install
 	$(RUN) -m jobs.data.make_models

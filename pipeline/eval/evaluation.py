@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import pipeline
+from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
 from pipeline.eval import JudgedQueries, bm25
@@ -69,6 +70,8 @@ def run(
         SpecError: The benchmark, the index or a representation is missing or invalid.
     """
     check_writable(spec.output, "output")
+    if spec.bm25:
+        extras.require("bm25s", "Stemmer")
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
     num_items = _count(searcher.index, spec.where)

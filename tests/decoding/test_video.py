@@ -350,9 +350,10 @@ def long_video(path: Path, seconds: int) -> Path:
 
 @pytest.mark.parametrize("sampling", ["fps", "scenes"])
 def test_memory_does_not_grow_with_the_video(tmp_path, sampling):
-    short, long = (long_video(tmp_path / f"{s}.mp4", s) for s in (60, 180))
+    short, long = (long_video(tmp_path / f"{s}.mp4", s) for s in (60, 480))
     once = peak_of(short, 60, sampling=sampling)
-    assert peak_of(long, 180, sampling=sampling) < 1.15 * once
+    # Peaks of one video differ by a fifth with the load; all frames and sound would add a half.
+    assert peak_of(long, 480, sampling=sampling) < 1.35 * once
 
 
 @pytest.mark.heavy

@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import fsspec
 import yaml
@@ -73,15 +73,31 @@ class Stopped(Exception):
 
 
 class Spec(BaseModel):
-    """Base of every spec: immutable, and unknown keys are errors that list the legal ones."""
+    """Base class of all specs: immutable, and an unknown field is an error.
+
+    Attributes:
+        renamed: Former field names and the present one of each, for the error message.
+
+    >>> class Budget(Spec):
+    ...     renamed: ClassVar = {"size": "num_vectors"}
+    ...     num_vectors: int = 32
+    >>> parse(Budget, {"size": 8})
+    Traceback (most recent call last):
+    ...
+    pipeline.config.SpecError: size: 8 is the former name of num_vectors; legal: num_vectors
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
             for key, value in data.items():
+                if key in cls.renamed and key not in cls.model_fields:
+                    new = cls.renamed[key]
+                    raise SpecError(str(key), value, new, f"is the former name of {new}")
                 if key not in cls.model_fields:
                     legal = ", ".join(cls.model_fields)
                     raise SpecError(str(key), value, legal, "stands under an unknown key")

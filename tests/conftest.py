@@ -39,11 +39,12 @@ CRANFIELD = ROOT / "jobs/data/cranfield"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Skips tests that need a missing GPU, and marks those that use the Ray cluster."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("ray")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -254,7 +254,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _without_stderr():
-            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:  # how Ray's handler of SIGTERM ends a process
         raise Stopped("stopped by SIGTERM") from None
     except Stopped:

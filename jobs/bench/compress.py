@@ -80,12 +80,13 @@ def methods(bench: Bench, args: Any) -> None:
             continue
         for batch in run["batches"]:
             own = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
-            bare, ratio = "-", "-"
+            compared: tuple[Repeats | str, Repeats | str] = "-", "-"
             if "bare" in batch:
                 bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
-                batch["ratio"] = ratio = own.over(bare)
+                batch["ratio"] = own.over(bare)
+                compared = bare, batch["ratio"]
             memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
-            rows.append([name, batch["size"], own, bare, ratio, memory, ""])
+            rows.append([name, batch["size"], own, *compared, memory, ""])
     memory = "GPU MiB" if args.device == "cuda" else "process MiB"
     header = ["method", "batch", "ms/document", "bare, ms/document", "ratio", memory, ""]
     title = (

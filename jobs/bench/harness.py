@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Bench:
             )
             print(f"{key:9} {say}", flush=True)
 
-    def add(self, name: str, title: str, figures: dict[str, Any], text: str) -> None:
+    def add(self, name: str, title: str, figures: Mapping[str, Any], text: str) -> None:
         """Prints a figure's table and adds its numbers to the record, which is written at once."""
         print(f"\n{title}\n\n{text}", flush=True)
         self.record["figures"][name] = {"title": title, **figures}
@@ -150,15 +150,32 @@ def run_apart(module: str, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def peak_bytes() -> int:
-    """The most memory this process has had resident.
+def peak_bytes(pid: int | None = None) -> int:
+    """Returns the peak resident memory of a process in bytes; by default of this one.
 
-    Not `getrusage`: its figure survives `exec`, so it may be that of the process that started this
-    one.
+    `getrusage` is not used because its value survives `exec`, so it may be that of the process
+    that started this one.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak: dict[str, Any] = dict(line.split(":", 1) for line in lines)
-    return int(peak["VmHWM"].split()[0]) * 1024
+    text = Path(f"/proc/{pid or 'self'}/status").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yields the process ids of all descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:  # the process has ended
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    pending = list(children.get(pid, ()))
+    while pending:
+        child = pending.pop()
+        yield child
+        pending += children.get(child, [])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

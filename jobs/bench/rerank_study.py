@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from jobs.bench.harness import Bench, table
-from jobs.bench.rerank_run import median_p95, milliseconds, random_pool
+from jobs.bench.rerank_run import median_p95, milliseconds, random_pool, scores_on_cpu
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
@@ -42,7 +43,7 @@ def study(bench: Bench, args: Any) -> None:
         sides = {}
         for name, joint in joints.items():
             given = random_pool(joint, tokens[name], args.text_tokens, 1, pool)
-            sides[name] = lambda joint=joint, given=given: joint.scores(*given).cpu()
+            sides[name] = functools.partial(scores_on_cpu, joint, *given)
         with torch.inference_mode():
             for name, times in milliseconds(sides, args.calls).items():
                 taken[name][pool] = times

@@ -292,7 +292,7 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
     encoder = info.encoder.fingerprint
-    if row.score == SINGLE:
+    if row.score == SINGLE and info.pooled_column is not None:
         return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
     compressor = info.compressor
     with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults

@@ -27,7 +27,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import stored, stored_tokens
 from pipeline.schema import ITEM, Hit
-from pipeline.search.options import EQUAL
+from pipeline.search.options import EQUAL, SearchOptions
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ class Ranker:
         places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
         queries = self._queries(result.representation, [places[q] for q in query_ids])
         how = {"k": NUM_HITS, **self._how(result.score)}
-        return self._searcher.search(queries, result.representation, **how)
+        options = SearchOptions.from_keywords(result.representation, explain=True, **how)
+        return self._searcher.search_with(queries, options)
 
     def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 
-
 #: Mean before training, mean after training, and standard deviation over runs after training.
 Change = tuple[float, float, float]
 

@@ -164,10 +164,11 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
 
 
 def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
-    """A parser for jobs that run a spec, with the arguments that all of them have.
+    """Returns a parser for jobs that run a spec, with the arguments that all of them have.
 
     Args:
-        profiles: whether the job takes a resources profile.
+        doc: Docstring of the job's module, shown by `--help`.
+        profiles: Whether the job takes a resources profile.
         has_index: Whether the spec's index must exist already.
     """
     made = SpecParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

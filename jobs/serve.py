@@ -1,4 +1,4 @@
-"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
+r"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
 
     python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
@@ -6,7 +6,7 @@
     python -m jobs.serve --spec settings.yaml seconds.search=5
     python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # reranks by EDJE too
     python -m jobs.serve key --name ann >> keys.yaml      # an access key
-    curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
+    curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
 An index is named by its folder. Without access keys (--keys) it listens on this machine alone. On a

@@ -17,6 +17,13 @@ class Beir(Benchmark["Beir.Spec"]):
     """
 
     class Spec(ComponentSpec):
+        """A benchmark in the form of BEIR.
+
+        Attributes:
+            path: Folder of the benchmark.
+            split: Split whose judgments are read.
+        """
+
         name: Literal["beir"] = "beir"
         path: str
         split: str = "test"

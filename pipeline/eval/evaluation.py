@@ -64,6 +64,8 @@ def run(
     """Evaluates rows that are not cached in the output folder, and writes their runs there.
 
     Args:
+        spec: Spec of the evaluation.
+        say: Function that reports a line of progress.
         pictures: Draws the images of a hit in the examples, see `Pictures`.
 
     Raises:

@@ -103,12 +103,16 @@ def region(boxes: Sequence[Box], side: int = SIDE) -> np.ndarray:
 
 
 def relevance_map(similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = SIDE) -> np.ndarray:
-    """(Y, X) the relevance of each cell: the maximum over the tokens that overlap it, else 0.
+    """Computes the relevance of each grid cell: the maximum over the tokens that overlap it.
 
     Args:
-        similarity_T: of each input token with the phrase, NaN where no vector stands for it; the
-            map has them brought to [0, 1] by their minimum and maximum, to 1 if all are equal.
-        boxes_T4: NaN for a token without a place.
+        similarity_T: Similarity of each input token with the phrase (T,), NaN for a token without a
+            vector. The map scales them to [0, 1] by minimum and maximum, to 1 if all are equal.
+        boxes_T4: Box of each token as x0 y0 x1 y1 in [0, 1], NaN for a token without a location.
+        side: Number of cells per axis.
+
+    Returns:
+        (side, side) float64 in [0, 1], rows from top to bottom; 0 where no token overlaps.
     """
     there = ~np.isnan(similarity_T)
     if not there.any():

@@ -18,16 +18,19 @@ METADATA = "metadata."
 def queries_by_kind(
     index: Index, judged: JudgedQueries, kinds: str, by: str, where: str | None
 ) -> dict[str, list[str]]:
-    """The ids of the queries whose relevant documents are of each kind, kinds in order.
+    """Groups query ids by the kinds of their relevant documents, kinds in order.
 
     A query with relevant documents of several kinds is in each of their groups.
 
     Args:
-        kinds: an item column of text such as "modality", or "metadata.KEY".
-        by: what the judgments name, "item" or "parent"; a parent is of the kinds of its items.
+        index: Index of the documents.
+        judged: Queries and their relevance judgments.
+        kinds: Item column of text such as "modality", or "metadata.KEY".
+        by: Level of the judgments, "item" or "parent"; a parent has the kinds of its items.
+        where: Lance filter of the items; None for all of them.
 
     Raises:
-        SpecError: there is no such column, or no item has the key.
+        SpecError: There is no such column, or no item has the key.
     """
     columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
     is_key = kinds.startswith(METADATA)

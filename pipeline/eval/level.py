@@ -21,7 +21,9 @@ def judged_level(
     item's and its parent's, such as those of whole documents, do not tell levels apart.
 
     Args:
-        asked: What the spec says.
+        index: Index of the documents.
+        judged: Queries and their relevance judgments.
+        asked: Level in the spec, or `auto`.
         where: Filter of the items that take part.
 
     Raises:

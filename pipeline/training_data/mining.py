@@ -33,19 +33,24 @@ def mine(
     score: Score = "late",
     say: Callable[[str], None] = print,
 ) -> Mined:
-    """Searches an index for each query, and writes which documents to train it against.
+    """Searches an index for each query and writes its hard negatives.
 
-    The index's ids are those of the data. What is relevant to a query is left out before ranks are
-    counted; items that the data do not have are left out afterwards.
+    The index must use the ids of the data. Relevant documents are left out before ranks are
+    counted; items that are not in the data are left out afterwards.
 
     Args:
-        output: gets lines {"query": ..., "negatives": [ids, best first]}, all at once at the end.
-        ranks: the first and the last that are taken, from 1. The best few are often relevant,
-            only not known to be.
+        searcher: Searcher of the index.
+        data: Queries, documents and relevance judgments.
+        output: Path or URI of the file to write, with lines
+            {"query": ..., "negatives": [ids, best first]}; it appears only when it is complete.
+        representation: Representation to search; default: `full` if it exists, else the first.
+        ranks: First and last rank to take, from 1. The best few are often relevant but unjudged.
+        score: Score to rank by.
+        say: Function that reports a line of progress.
 
     Raises:
-        SpecError: the ranks are not legal, the index has none of the documents, or cannot be
-            searched so.
+        SpecError: The ranks are invalid, the index has none of the documents, or cannot be searched
+            in this way.
     """
     first, last = ranks
     if not 1 <= first <= last:

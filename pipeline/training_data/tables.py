@@ -83,13 +83,15 @@ def files_of(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[s
 def read_rows(
     file: str, columns: Collection[str], picture: str | None = None
 ) -> Iterator[TableRow]:
-    """The rows of a file, in order, with those of the columns that it has.
+    """Yields the rows of a file in order, with those of the columns that it has.
 
     Args:
-        picture: the column that may hold pictures, which are not read.
+        file: Path or URI of a Parquet or JSON-lines file.
+        columns: Columns to read.
+        picture: Column that may hold images, which are not read.
 
     Raises:
-        SpecError: for `path`, naming the line or the row: the file is damaged.
+        SpecError: The file is corrupted; the error names `path` and the line or row.
     """
     if file.lower().endswith(TABLE):
         yield from _read_table(file, columns, picture)

@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     phase("index", index.main, "jobs/specs/demo.yaml", "--resources", RESOURCES)
     for number, (question, representation) in enumerate(QUESTIONS, start=1):
-        how = ["--representation", representation, "--k", "2", "--group-by", "parent"]
-        how += ["--save-maps", f"{OUT}/maps/{number}"] if number > 1 else []
-        phase("search", search.main, INDEX, question, *how)
+        options = ["--representation", representation, "--k", "2", "--group-by", "parent"]
+        options += ["--save-maps", f"{OUT}/maps/{number}"] if number > 1 else []
+        phase("search", search.main, INDEX, question, *options)
     for name in COLLECTIONS:
         phase(f"evaluate {name}", evaluate.main, f"jobs/specs/{name}_evaluate.yaml")
     scenes(phase, SHAPES, NUM_SCENES)
@@ -77,11 +77,12 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     with jobs.cluster():  # one for both
         for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):
             at = [f"index={folder}/{name}", f"source.path={folder}/images"]
-            how = ["--resources", RESOURCES]
-            phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *how)
+            options = ["--resources", RESOURCES]
+            phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *options)
     for name, query in (("words", [SCENE]), ("picture", ["--image", last])):
-        how = ["--representation", "samer_16", "--k", "3", "--save-maps", f"{folder}/maps/{name}"]
-        phase(f"search by {name}", search.main, f"{folder}/trained", *query, *how)
+        options = ["--representation", "samer_16", "--k", "3"]
+        options += ["--save-maps", f"{folder}/maps/{name}"]
+        phase(f"search by {name}", search.main, f"{folder}/trained", *query, *options)
     phrases = f"{folder}/phrases.jsonl"
     names = ["--index", f"{folder}/index", "full", "samer_16"]
     names += ["--index", f"{folder}/trained", "samer_16"]
@@ -94,9 +95,9 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
         at += [] if name == "index" else ["rerank=[]"]  # it has no tokens
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
     phase("compare", compare.main, *found)
-    how = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
-    how += ["--save-sheet", f"{folder}/edje.png"]
-    phase("search and rerank", search.main, f"{folder}/index", FIRST, *how)
+    options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
+    options += ["--save-sheet", f"{folder}/edje.png"]
+    phase("search and rerank", search.main, f"{folder}/index", FIRST, *options)
 
 
 if __name__ == "__main__":

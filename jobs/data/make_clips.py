@@ -2,10 +2,10 @@
 
     python jobs/data/make_clips.py
 
-`talk.mp4` shows four slides, cut out of PDF pages, while from second 5 to 16 somebody speaks;
-`tables.mp4` shows two others and has no sound track. `clips.json` says what is shown and said when:
-the text of a slide is that of the page's text layer. With the same versions of PyAV, Pillow and
-PDFium the bytes are the same again.
+`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16; `tables.mp4`
+shows two others and has no audio track. `clips.json` lists the slides and the speech with their
+times; the text of a slide is that of the page's text layer. The files are reproducible bit by bit
+with the same versions of PyAV, Pillow and PDFium.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make(
     """Writes a video and returns a description of its contents."""
     total = len(slides) * seconds_each
     shown = []
-    said = None
+    spoken = None
     with av.open(str(FOLDER / "clips" / name), "w", options={"fflags": "+bitexact"}) as container:
         options = {"crf": "27", "preset": "slow", "tune": "stillimage", "threads": "1"}
         video = container.add_stream("libx264", rate=FPS, options=options)
@@ -81,7 +81,7 @@ def make(
             sound = container.add_stream("aac", rate=SOUND_RATE, layout="mono")
             sound.bit_rate = 64_000
             sound.codec_context.flags |= av.codec.context.Flags.bitexact
-            samples, said = soundtrack(speech, total)
+            samples, spoken = soundtrack(speech, total)
         for number, slide in enumerate(slides):
             pixels, text = slide.draw()
             start = number * seconds_each
@@ -99,11 +99,11 @@ def make(
                 block.sample_rate, block.pts = SOUND_RATE, first
                 container.mux(sound.encode(block))
             container.mux(sound.encode())
-    return {"file": name, "seconds": total, "fps": FPS, "slides": shown, "speech": said}
+    return {"file": name, "seconds": total, "fps": FPS, "slides": shown, "speech": spoken}
 
 
 def soundtrack(speech: Path, total: float) -> tuple[np.ndarray, dict[str, Any]]:
-    """(1, samples): silence, the speech, and silence; and what is said when."""
+    """Returns samples (1, N) with the speech between silence, and its times and text."""
     recording, rate = soundfile.read(speech, dtype="float32", always_2d=True)
     assert rate == SOUND_RATE
     samples = np.zeros((1, round(total * rate)), np.float32)

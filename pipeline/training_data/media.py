@@ -59,12 +59,12 @@ def settings_of(spec: Decoding) -> dict[str, Any]:
 
 
 def _video(spec: Decoding, uri: str, wants: tuple[str, ...]) -> Video:
-    """Returns a source of whole video files, of which `uri` is one."""
+    """Returns a source that reads the video file at `uri` as one item."""
     return Video(Video.Spec(path=uri, window_seconds=None, **_fields(spec, Video.Spec)), wants)
 
 
 def _audio(spec: Decoding, uri: str) -> Audio:
-    """Returns a source of whole audio files, of which `uri` is one."""
+    """Returns a source that reads the audio file at `uri` as one item."""
     fields = _fields(spec, Audio.Spec)
     return Audio(Audio.Spec(path=uri, window_seconds=None, **fields), ("audio",))
 

@@ -2,8 +2,8 @@ r"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
 
     python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
-    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.k=100
-    python -m jobs.serve --spec settings.yaml seconds.search=5
+    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
+    python -m jobs.serve --spec settings.yaml timeouts.search_s=5
     python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # reranks by EDJE too
     python -m jobs.serve key --name ann >> keys.yaml      # an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
@@ -153,7 +153,7 @@ def _check_indexes(settings: ServeSpec) -> None:
 
     for index, served in settings.indexes.items():
         searcher = open_index(served.uri)
-        for name in served.load:
+        for name in served.preload:
             searcher.representation(name)
         if served.edje is not None:
             from pipeline.rerank.edje import about_of
@@ -190,7 +190,7 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
         threading.Event().wait()
     finally:
         jobs.say("finishing the requests under way")
-        asyncio.run(_end(settings.seconds.drain))
+        asyncio.run(_end(settings.timeouts.drain_s))
 
 
 async def _end(seconds: float) -> None:

@@ -182,9 +182,9 @@ class Server:
         self.saturation: float | None = None  # searches per second, once measured
         self.body = {"k": K, "representation": COLUMN}
         settings = {
-            "indexes": {"bench": {"uri": uri, "load": [COLUMN], "edje": edje}},
-            "limits": {"in_flight": 32},
-            "seconds": {"reload": 1},
+            "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
+            "limits": {"max_in_flight_requests": 32},
+            "reload_interval_s": 1,
         }
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")

@@ -69,7 +69,7 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     if not isinstance(settings, ServeSpec):
         settings = _parsed(settings)
     check_folder(settings.evaluations)
-    drain = settings.seconds.drain
+    drain = settings.timeouts.drain_s
     encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain)
     library = _deployment(Library, "Library", settings.library, drain)
     searchers: dict[str, list[Any]] = {}
@@ -78,12 +78,12 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     for name, served in settings.indexes.items():
         searchers[name] = [
             _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
-                served, settings.searcher, settings.seconds.filter, (i, served.shards)
+                served, settings.searcher, settings.timeouts.filter_s, (i, served.num_shards)
             )
-            for i in range(served.shards)
+            for i in range(served.num_shards)
         ]
         reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
-        rerankers[name] = reranker.bind(served, settings.reranker, settings.seconds.filter)
+        rerankers[name] = reranker.bind(served, settings.reranker, settings.timeouts.filter_s)
         if served.edje is not None:
             edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain)
             edjes[name] = edje.bind(served, settings.edje)
@@ -116,22 +116,22 @@ async def drain(application: str, seconds: float) -> None:
 
 def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:
     """A stage as a deployment with as many replicas as the settings say."""
-    replicas: dict[str, Any] = {"num_replicas": scale.replicas}
+    replicas: dict[str, Any] = {"num_replicas": scale.num_replicas}
     if scale.max_replicas is not None:
         replicas = {
             "num_replicas": "auto",
             "autoscaling_config": {
-                "min_replicas": scale.replicas,
+                "min_replicas": scale.num_replicas,
                 "max_replicas": scale.max_replicas,
-                "target_ongoing_requests": scale.target_ongoing,
+                "target_ongoing_requests": scale.target_ongoing_requests,
             },
         }
     return serve.deployment(
         stage,
         name=name,
         ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus},
-        max_ongoing_requests=scale.max_ongoing,
-        max_queued_requests=scale.max_queued,
+        max_ongoing_requests=scale.max_ongoing_requests,
+        max_queued_requests=scale.max_queued_requests,
         logging_config={"encoding": "JSON", "enable_access_log": False},
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=0.5,

@@ -146,7 +146,7 @@ class Engine:
             if places:
                 found = await self.calls.ask(
                     "encode",
-                    Caller(key, self.settings.seconds.encode),
+                    Caller(key, self.settings.timeouts.encode_s),
                     self._stages.encoder.encode,
                     representation,
                     info.encoder,
@@ -159,7 +159,7 @@ class Engine:
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
         """Returns the hits of the only shard, ranked and described in one call."""
-        seconds = self.settings.seconds.search + self.settings.seconds.describe
+        seconds = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
         (shard,) = self._stages.searchers[served.name]
         described = await self.calls.ask(
             "search", Caller(key, seconds), shard.search, served.edition, encoded, options
@@ -173,7 +173,7 @@ class Engine:
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
         """Returns the best items of all shards for each query."""
-        caller = Caller(key, self.settings.seconds.search)
+        caller = Caller(key, self.settings.timeouts.search_s)
         by_shard = await all_of(
             self.calls.ask("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
@@ -220,7 +220,7 @@ class Engine:
         key: str,
     ) -> list[Ranking]:
         """Returns the k best items by EDJE's joint encoder; texts and images are read apart."""
-        limits, caller = self.settings.limits, Caller(key, self.settings.seconds.rerank)
+        limits, caller = self.settings.limits, Caller(key, self.settings.timeouts.rerank_s)
         options = options.without_selection()
         rerank = self._stages.edjes[served.name].rerank
         written = [await asyncio.to_thread(read_written, query, limits) for query in queries]
@@ -258,7 +258,7 @@ class Engine:
         options = [SearchOptions(representation, k=max(len(own), 1), ids=own) for own in unique]
         rankings = await self.calls.ask(
             "rerank",
-            Caller(key, self.settings.seconds.rerank),
+            Caller(key, self.settings.timeouts.rerank_s),
             self._stages.rerankers[served.name].rank_each,
             served.edition,
             encoded,
@@ -282,7 +282,7 @@ class Engine:
         unique = list(dict.fromkeys(item_ids))
         found = await self.calls.ask(
             "edje",
-            Caller(key, self.settings.seconds.rerank),
+            Caller(key, self.settings.timeouts.rerank_s),
             self._stages.edjes[served.name].read,
             served.edition,
             written,
@@ -313,7 +313,7 @@ class Engine:
         parts = await all_of(
             self.calls.ask(
                 "describe",
-                Caller(key, self.settings.seconds.describe),
+                Caller(key, self.settings.timeouts.describe_s),
                 shards[i].describe,
                 served.edition,
                 encoded,
@@ -331,7 +331,7 @@ class Engine:
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
         """Returns the stored columns of an item; None if it is not in the index."""
-        caller = Caller(key, self.settings.seconds.describe)
+        caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
         return await self.calls.ask("item", caller, look_up, served.name, served.edition, item_id)
 
@@ -344,7 +344,7 @@ class Engine:
             ApiError: The item has none, or its file is gone.
         """
         arguments = served.name, served.edition, item_id, what, seconds
-        caller = Caller(key, self.settings.seconds.preview)
+        caller = Caller(key, self.settings.timeouts.preview_s)
         try:
             return await self.calls.ask("preview", caller, self._stages.library.preview, *arguments)
         except ApiError as error:

@@ -95,7 +95,10 @@ class Store:
             return self._same(folder, content)
         waiting = [name for name, state in self._states() if state["state"] == "queued"]
         own = sum(self._key_of(name) == key for name in waiting)
-        for number, most in ((len(waiting), self._own.max_queued), (own, self._own.max_of_key)):
+        for number, most in (
+            (len(waiting), self._own.max_queued),
+            (own, self._own.max_queued_per_key),
+        ):
             if number >= most:
                 message = f"{number} evaluations wait already"
                 raise ApiError("unavailable", message, retry_after=30)
@@ -134,11 +137,13 @@ class Store:
     def _check(self, asked: wire.EvaluationRequest) -> None:
         """Raises `ApiError` for what the limits of the server do not allow, or no job takes."""
         limits = self._settings.limits
-        if asked.k > limits.k:
-            raise ApiError("invalid_argument", f"k: {asked.k} is too many; legal: {limits.k}", "k")
+        if asked.k > limits.max_k:
+            raise ApiError(
+                "invalid_argument", f"k: {asked.k} is too many; legal: {limits.max_k}", "k"
+            )
         for name, text in (asked.queries or {}).items():
-            if len(text) > limits.query_chars or not text.strip():
-                legal = f"texts with a word, of {limits.query_chars:,} characters at most"
+            if len(text) > limits.max_query_chars or not text.strip():
+                legal = f"texts with a word, of {limits.max_query_chars:,} characters at most"
                 message = f"queries: {name!r} is not legal; legal: {legal}"
                 raise ApiError("invalid_argument", message, "queries")
 
@@ -290,7 +295,7 @@ class Store:
     def _remove_old(self) -> None:
         ended = {name for name, state in self._states() if state["state"] in ENDED}
         names = [name for name in self.names() if name in ended]
-        for name in names[self._own.keep :]:
+        for name in names[self._own.max_finished :]:
             _remove(self._folder / name)
 
 

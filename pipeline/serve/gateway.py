@@ -32,8 +32,8 @@ class Gateway:
         self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
         self.auth = Auth(settings)
         are_shared = self.auth.has_keys
-        self.in_flight = Shares(settings.limits.in_flight, are_shared=are_shared)
-        self.bodies = Shares(settings.limits.bodies, are_shared=are_shared)
+        self.in_flight = Shares(settings.limits.max_in_flight_requests, are_shared=are_shared)
+        self.bodies = Shares(settings.limits.max_pending_bodies, are_shared=are_shared)
         self._is_draining = False
 
     def check_running(self) -> None:
@@ -44,7 +44,7 @@ class Gateway:
     async def drain(self) -> None:
         """Takes no more requests, and waits until those in progress are answered."""
         self._is_draining = True
-        end = time.monotonic() + self.settings.seconds.drain
+        end = time.monotonic() + self.settings.timeouts.drain_s
         while self.in_flight.taken + self.bodies.taken and time.monotonic() < end:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
 

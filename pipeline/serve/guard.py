@@ -122,7 +122,7 @@ async def _read_body(
     Raises:
         ApiError: It is too large, which is reported before all of it has arrived, or too slow.
     """
-    most, seconds = settings.limits.body_bytes, settings.seconds.body
+    most, seconds = settings.limits.max_body_bytes, settings.timeouts.body_s
     too_large = ApiError("too_large", f"the body is larger than {most:,} bytes")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > most:

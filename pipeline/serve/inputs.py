@@ -63,14 +63,14 @@ def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) ->
     """Raises `ApiError` if the first stage would return too many hits."""
     depth = max(k, rerank_depth)
     field = "k" if k >= depth else "rerank.depth"
-    most = min(limits.k, max(limits.batch_hits // num_queries, 1))
+    most = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
     if depth > most:
         raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
 
 
 def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
     """Raises `ApiError` if EDJE would read too many pairs of a query and an item."""
-    most = limits.pairs // num_queries
+    most = limits.max_rerank_pairs // num_queries
     if num_items > most:
         message = f"{field}: EDJE is to read too many items, {num_items}; legal: {most} at most"
         raise ApiError("invalid_argument", message, field)
@@ -80,8 +80,8 @@ def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
     """Raises `ApiError` if a request has too many queries, or too much text."""
     num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
     for number, most, what in (
-        (len(queries), limits.batch, ""),
-        (num_chars, limits.batch_chars, " characters"),
+        (len(queries), limits.max_batch_queries, ""),
+        (num_chars, limits.max_batch_chars, " characters"),
     ):
         if number > most:
             message = f"queries: {number:,}{what} are too many; legal: {most:,} at most"
@@ -141,14 +141,14 @@ def read_written(query: wire.Query, limits: Limits) -> Unencoded:
     """
     text = wire.text_of(query)
     if text is not None:
-        if len(text) > limits.query_chars:
-            legal = f"{limits.query_chars:,} at most"
+        if len(text) > limits.max_query_chars:
+            legal = f"{limits.max_query_chars:,} at most"
             raise SpecError("query", f"{len(text):,} characters", legal, "are too many")
         check_texts([text])
     if isinstance(query, str):
         return query
     assert isinstance(query, wire.Image)
-    image = _read_image(query, limits.image_pixels)
+    image = _read_image(query, limits.max_image_pixels)
     return image if text is None else Composed(text, image)
 
 

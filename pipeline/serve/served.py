@@ -82,7 +82,7 @@ class ServedIndexes:
 
     async def _keep_fresh(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.seconds.reload)
+            await asyncio.sleep(self._settings.reload_interval_s)
             for name in self._settings.indexes:
                 try:
                     await self._refresh(name)
@@ -98,8 +98,8 @@ class ServedIndexes:
         if served is None:
             return
         representations = served.index.representations()
-        wanted = [n for n in spec.load if n in representations]
-        if representations and not spec.load:
+        wanted = [n for n in spec.preload if n in representations]
+        if representations and not spec.preload:
             wanted = [served.representation(None).name]
         shards = self._stages.searchers[name]
         calls: list[Awaitable] = [s.prepare.remote(served.edition, wanted) for s in shards]

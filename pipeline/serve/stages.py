@@ -62,7 +62,7 @@ Described = tuple[Hit, SimilarityMap | None]
 
 def limit_threads(scale: Scale) -> None:
     """Sets the threads of torch, which Ray would limit to the CPUs of the actor."""
-    torch.set_num_threads(scale.threads or os.cpu_count() or 1)
+    torch.set_num_threads(scale.num_threads or os.cpu_count() or 1)
 
 
 class QueryEncoder:

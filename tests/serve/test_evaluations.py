@@ -124,7 +124,10 @@ def test_sent_twice_it_is_one(http):
 @pytest.fixture
 def settings(index_uri, tmp_path) -> ServeSpec:
     folder = str(tmp_path / "evaluations")
-    given = {"indexes": {"i": {"uri": index_uri}}, "evaluations": {"folder": folder, "keep": 2}}
+    given = {
+        "indexes": {"i": {"uri": index_uri}},
+        "evaluations": {"folder": folder, "max_finished": 2},
+    }
     return parse(ServeSpec, given)
 
 

@@ -45,7 +45,7 @@ def test_pictures_as_queries(briefly, checkpoint, tmp_path):
 def test_a_text_and_a_picture_together(briefly, checkpoint, tmp_path):
     photos = index_photos(tmp_path, "qwen_vl", checkpoint("qwen2_vl"), keep="visual")
     uri, photo = str(tmp_path / "index"), photos["3.png"]
-    url = briefly({"indexes": {"i": {"uri": uri, "shards": 2}}}, "composed")
+    url = briefly({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
     query = Composed("but in red", photo)
     with Client(url, tries=20) as client:
         kinds = ["text", "image", "composed", "vectors"]

@@ -83,11 +83,12 @@ def reading_order(blocks: Sequence[Block[Item]], from_right: bool = False) -> li
     for axis, least in ((0, 0.012), (1, 0.0)):
         groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
         if len(groups) > 1:
-            parts = [[blocks[i] for i in group] for group in groups]
-            if axis == 0 and (table := _table(*parts, from_right)):
+            first, second = ([blocks[i] for i in group] for group in groups)
+            if axis == 0 and (table := _table(first, second, from_right)):
                 return table
-            parts = parts[::-1] if axis == 0 and from_right else parts
-            return [block for part in parts for block in reading_order(part, from_right)]
+            if axis == 0 and from_right:
+                first, second = second, first
+            return [*reading_order(first, from_right), *reading_order(second, from_right)]
     return [[[line.item] for line in block] for block in blocks]
 
 
@@ -103,7 +104,7 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
     widest = int(gaps.argmax())
     if gaps[widest] <= least:
         return [order.tolist()]
-    return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]
+    return [sorted(group.tolist()) for group in np.split(order, [widest + 1])]
 
 
 def _table(

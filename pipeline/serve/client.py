@@ -172,14 +172,17 @@ def raise_for_error(response: httpx2.Response) -> None:
     raise ServerError(response.status_code, problem)
 
 
-def _is_final(response: httpx2.Response | None, is_last: bool) -> bool:
-    """Whether a response is what the request gets; else it is sent again."""
-    if response is None or is_last:
-        return response is not None
-    # A 500 of the server says what is wrong. One that does not is of Ray's proxy, whose replica
-    # died with the request.
-    of_proxy = response.status_code == 500 and not _is_ours(response)
-    return response.status_code not in RETRIED and not of_proxy
+def _is_retryable(response: httpx2.Response) -> bool:
+    """Returns whether a request is sent again after this response."""
+    # A 500 of the server says what is wrong. Another one comes from Ray's proxy, whose replica died
+    # with the request.
+    is_of_proxy = response.status_code == 500 and not _is_ours(response)
+    return response.status_code in RETRIED or is_of_proxy
+
+
+def _is_temporary(error: httpx2.TransportError) -> bool:
+    """Returns whether a request is sent again after this error; errors of the client repeat."""
+    return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
 def _is_ours(response: httpx2.Response) -> bool:
@@ -328,17 +331,20 @@ class Client:
         return _read(self._response(call.arguments()), call.kind)
 
     def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
-        for tried in range(1, self._tries + 1):
-            response = None
+        num_tries = 0
+        while True:
+            num_tries += 1
+            response: httpx2.Response | None = None
             try:
                 response = self._http.request(**arguments)
             except httpx2.TransportError as error:
-                _raise_if_hopeless(error, tried == self._tries)
-            if _is_final(response, tried == self._tries):
-                raise_for_error(response)
-                return response
-            time.sleep(wait_before(tried, response))
-        raise AssertionError
+                if num_tries >= self._tries or not _is_temporary(error):
+                    raise
+            else:
+                if num_tries >= self._tries or not _is_retryable(response):
+                    raise_for_error(response)
+                    return response
+            time.sleep(wait_before(num_tries, response))
 
 
 class AsyncClient:
@@ -448,24 +454,20 @@ class AsyncClient:
         return _read(await self._response(call.arguments()), call.kind)
 
     async def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
-        for tried in range(1, self._tries + 1):
-            response = None
+        num_tries = 0
+        while True:
+            num_tries += 1
+            response: httpx2.Response | None = None
             try:
                 response = await self._http.request(**arguments)
             except httpx2.TransportError as error:
-                _raise_if_hopeless(error, tried == self._tries)
-            if _is_final(response, tried == self._tries):
-                raise_for_error(response)
-                return response
-            await asyncio.sleep(wait_before(tried, response))
-        raise AssertionError
-
-
-def _raise_if_hopeless(error: httpx2.TransportError, is_last: bool) -> None:
-    """Raises a broken connection's error, if it is not to be tried again."""
-    # What this side does wrong goes on being wrong.
-    if is_last or isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol):
-        raise error
+                if num_tries >= self._tries or not _is_temporary(error):
+                    raise
+            else:
+                if num_tries >= self._tries or not _is_retryable(response):
+                    raise_for_error(response)
+                    return response
+            await asyncio.sleep(wait_before(num_tries, response))
 
 
 def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:

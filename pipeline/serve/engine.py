@@ -20,7 +20,7 @@ from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.answers import hit_answer, truncation_warnings
-from pipeline.serve.calls import Calls, Stages
+from pipeline.serve.calls import Calls, Handle, Stages
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.inputs import check_edje, read_query, read_written
 from pipeline.serve.served import Served, ServedIndexes
@@ -75,7 +75,7 @@ class Engine:
     def __init__(
         self,
         settings: ServeSpec,
-        stages: Stages,
+        stages: Stages[Handle],
         observe: Callable[[str, float], None] = lambda stage, seconds: None,
         count: Callable[[str, str], None] = lambda event, stage: None,
     ):

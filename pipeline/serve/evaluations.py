@@ -350,9 +350,9 @@ class Evaluator:
         _write(folder / "state.json", {"state": "running"})
         command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        with (folder / "log").open("ab") as said:
+        with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=said, stderr=said, env=environment, stdin=subprocess.DEVNULL
+                command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
             )
         code = self._wait(process, folder)
         if self._ends.is_set() and code != 0:
@@ -363,8 +363,8 @@ class Evaluator:
             end(folder, "done")
         else:
             lines = _lines(folder / "log")
-            said = lines[-1] if lines and lines[-1].startswith("error: ") else ""
-            end(folder, "failed", error=said or f"the evaluation ended with exit code {code}")
+            message = lines[-1] if lines and lines[-1].startswith("error: ") else ""
+            end(folder, "failed", error=message or f"the evaluation ended with exit code {code}")
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
         """Waits for the end of a process; ends it if it is cancelled, or this replica ends."""

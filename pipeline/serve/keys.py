@@ -140,6 +140,8 @@ class Keys:
 
     def _read(self) -> str | None:
         """The text of the file; None if it has not changed since it was read."""
+        state: str | tuple[str, ...]
+        text: str | None
         if not self._uri:
             state = text = os.environ.get(VARIABLE, "")
         else:

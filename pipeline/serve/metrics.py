@@ -17,7 +17,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 #: What is ours of what Ray's agents export, and of Ray Serve what an operator looks at.
 SHOWN = re.compile(r"ray_(maxray|serve)_")
 SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
-SIZES = [1, 2, 4, 8, 16, 32, 64]
+SIZES: list[float] = [1, 2, 4, 8, 16, 32, 64]
 
 
 class Metrics:

@@ -12,7 +12,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.search.representations import representation_info
-from pipeline.serve.calls import Stages
+from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.outcomes import result
 from pipeline.serve.settings import ServedIndex, ServeSpec
@@ -58,7 +58,9 @@ class ServedIndexes:
         count: Called with the event and the stage when a new version cannot be opened.
     """
 
-    def __init__(self, settings: ServeSpec, stages: Stages, count: Callable[[str, str], None]):
+    def __init__(
+        self, settings: ServeSpec, stages: Stages[Handle], count: Callable[[str, str], None]
+    ):
         self._settings, self._stages, self._count = settings, stages, count
         self._served: dict[str, Served] = {}
         self._refreshing: asyncio.Task | None = None

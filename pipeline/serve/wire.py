@@ -103,7 +103,7 @@ def kind_of(query: Any) -> str:
     """By which of its forms a query is read, so that what is wrong is said of that form."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
-    forms = {Vectors: "vectors", Image: "image", Composed: "composed"}
+    forms: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
     return forms.get(type(query), "text")
 
 

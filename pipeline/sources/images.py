@@ -9,7 +9,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import manifests
 from pipeline.sources.files import escaped, existing_root, open_root
 from pipeline.sources.manifests import BadRow, Row, Table, plain
-from pipeline.sources.media import ARCHIVE, MediaFile, MediaSource, MediaSpec
+from pipeline.sources.media import ARCHIVE, ByteStream, MediaFile, MediaSource, MediaSpec
 from pipeline.sources.text import parse_line
 
 PICTURE_FIELDS = ("image", "file_name", "path")
@@ -274,18 +274,19 @@ class Images(MediaSource["Images.Spec"]):
     # -- where files lie ---------------------------------------------------------------------
 
     @functools.cached_property
-    def _images(self) -> tuple[Any, str]:
-        return open_root(self.spec.images)
+    def _images(self) -> tuple[Any, str] | None:
+        """File system and folder of the images; None if they lie beside the captions."""
+        return None if self.spec.images is None else open_root(self.spec.images)
 
     def place_of(self, file: MediaFile) -> tuple[Any, str]:
         """The file system of a picture and its path there; of the table, if that holds it."""
-        if self.spec.images is None or file.row is not None:
+        if file.row is not None or self._images is None:
             return super().place_of(file)
         fs, folder = self._images
         return fs, f"{folder}/{file.path}"
 
     @contextlib.contextmanager
-    def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
+    def _open(self, file: MediaFile) -> Iterator[ByteStream]:
         if file.row is None:
             with super()._open(file) as stream:
                 yield stream

@@ -212,7 +212,7 @@ class Pages(Source["Pages.Spec"]):
             return config.digest(_content(path))
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
-        numbers = [int(item.span[1]) for item in items]
+        numbers = [int(item.span[1]) for item in items if item.span]
         given = 0
         try:
             with self._local(document) as path:

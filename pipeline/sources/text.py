@@ -337,7 +337,7 @@ def read_lines(
     offset = start
     if start:
         stream.seek(start - 1)
-        newline = stream.read(end - start + 1).find(b"\n")
+        newline = stream.read(-1 if end is None else end - start + 1).find(b"\n")
         if newline < 0:  # inside a line that began before and goes on behind
             return
         offset = start + newline
@@ -352,9 +352,9 @@ def read_lines(
 def _skip_line(stream: BinaryIO) -> int:
     """Reads up to the end of a line; returns the number of bytes."""
     num_bytes = 0
-    while part := stream.readline(1 << 20):
-        num_bytes += len(part)
-        if part.endswith(b"\n"):
+    while data := stream.readline(1 << 20):
+        num_bytes += len(data)
+        if data.endswith(b"\n"):
             break
         if num_bytes > MAX_SKIPPED_BYTES:
             raise OSError(f"a line must end within {MAX_SKIPPED_BYTES:,} bytes, got a longer one")

@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal, TypeGuard
 from urllib.parse import quote
 
 import fsspec
@@ -438,7 +438,7 @@ def _clean(text: str) -> str:
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) < MOST  # SQLite holds no larger integer; NaN is not less
 

@@ -110,8 +110,9 @@ class Rapid(Recogniser["Rapid.Spec"]):
             ]
         if item.get("frames"):
             span = item.get("span")
-            is_timed = span and span["unit"] == "seconds"
-            times = (span["start"], span["end"]) if is_timed else None
+            times = None
+            if span and span["unit"] == "seconds":
+                times = span["start"], span["end"]
             lines += read_frames(item["frames"], times, self._read_lines, self.spec.min_change)
         return lines
 

@@ -72,7 +72,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
     def __init__(self, spec: Spec):
         self.spec = spec
         folder = _find_folder(spec, WEIGHTS + SETTINGS)
-        generation = _check_folder(spec, folder, with_weights=True)
+        generation, no_timestamps = _check_folder(spec, folder, with_weights=True)
         model = WhisperForConditionalGeneration.from_pretrained(
             folder, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
         )
@@ -83,7 +83,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
             feature_extractor=processor.feature_extractor,
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         )
-        self._first_time = generation.no_timestamps_token_id + 1
+        self._first_time = no_timestamps + 1
         self._by_word = getattr(generation, "alignment_heads", None) is not None
         self._arguments: dict[str, Any] = {"do_sample": False, "num_beams": 1}
         if getattr(generation, "is_multilingual", False):  # others refuse to be told
@@ -209,8 +209,10 @@ def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
     return find_checkpoint(spec.model, spec.revision, hub_files, legal)
 
 
-def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> GenerationConfig:
-    """The checkpoint's generation config, which must say how times are written."""
+def _check_folder(
+    spec: Whisper.Spec, folder: Path, with_weights: bool
+) -> tuple[GenerationConfig, int]:
+    """Returns the generation config of a checkpoint, and the id of its last token before times."""
     try:
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -230,7 +232,8 @@ def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> Gener
             f"({str(error).splitlines()[0]})"
         )
         raise SpecError("model", spec.model, legal, "lacks one of them") from None
-    if getattr(generation, "no_timestamps_token_id", None) is None:
+    no_timestamps = getattr(generation, "no_timestamps_token_id", None)
+    if no_timestamps is None:
         legal = "a checkpoint whose generation_config.json has no_timestamps_token_id"
         raise SpecError("model", spec.model, legal, "gives no times")
     if spec.language is not None:
@@ -238,4 +241,4 @@ def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> Gener
         if f"<|{spec.language}|>" not in known:
             codes = ", ".join(sorted(code.strip("<|>") for code in known)) or "none (English only)"
             raise SpecError("language", spec.language, codes)
-    return generation
+    return generation, no_timestamps

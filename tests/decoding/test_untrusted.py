@@ -21,7 +21,7 @@ import pytest
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable, untrusted
-from pipeline.decoding.process import DecodingProcess, Limits
+from pipeline.decoding.process import DecodingProcess, Limits, PipedProcess
 from pipeline.schema import Item, Reject
 from pipeline.sources import Source, manifests, vector_files
 from pipeline.sources.audio import Audio
@@ -356,9 +356,7 @@ def test_replies_of_a_process_that_was_taken_over(sent):
     """What a file that runs code in the decoding process can send back."""
     process = DecodingProcess("image", Limits(seconds=5))
     code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
-    process._process = subprocess.Popen(
-        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
+    process._process = PipedProcess("-S", "-c", code, bufsize=0)
     with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):
         process.call("read_picture", "nowhere")
 

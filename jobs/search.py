@@ -194,10 +194,12 @@ def _search(
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
             print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
-            if num_cut := max((hit.reranked.num_cut for hit in hits if hit.reranked), default=0):
+            if num_tokens := max(
+                (hit.reranked.num_truncated_tokens for hit in hits if hit.reranked), default=0
+            ):
                 what = "the query" if isinstance(query, str) else "a hit's text"
                 problem = "longer than what the reranker reads: these are cut"
-                print(f"{what} is {num_cut:,} tokens {problem}")
+                print(f"{what} is {num_tokens:,} tokens {problem}")
             if args.save_maps:
                 moved = (named.rpartition("=") for named in args.documents)
                 documents = {name: folder for name, _, folder in moved}

@@ -51,7 +51,7 @@ class TextLine(Generic[Item]):
 #: Lines of text one below the other.
 Block = Sequence[TextLine[Item]]
 #: The items of a row: one line of text, or the cells of a row of a table.
-Row = list[Item]
+LayoutRow = list[Item]
 
 
 def is_right_to_left(text: str) -> bool:
@@ -60,7 +60,9 @@ def is_right_to_left(text: str) -> bool:
     return directions["R"] + directions["AL"] > directions["L"]
 
 
-def reading_order(blocks: Sequence[Block[Item]], from_right: bool = False) -> list[list[Row[Item]]]:
+def reading_order(
+    blocks: Sequence[Block[Item]], from_right: bool = False
+) -> list[list[LayoutRow[Item]]]:
     """Returns blocks in reading order, by recursive cuts along white space.
 
     Columns of text are read one after the other, then from the top. Columns of a table are read
@@ -109,7 +111,7 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
 
 def _table(
     left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
-) -> list[list[Row[Item]]] | None:
+) -> list[list[LayoutRow[Item]]] | None:
     """The rows of what stands on both sides of a gap, as one block; None if it is no table."""
     sides = [[line for block in side for line in block] for side in (left, right)]
     lines = sides[0] + sides[1]

@@ -39,7 +39,7 @@ def check(spec: IndexSpec) -> None:
         raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as source.dim")
     _check_taps(spec, encoder.attention(spec.encoder))
     for source in filter(None, (spec.source, spec.fit.source)):
-        for each in SOURCES.load(source.name).parts(source):
+        for each in SOURCES.load(source.name).leaf_specs(source):
             _check_source(spec, each.name)
 
 

@@ -85,7 +85,7 @@ def remarks(spec: IndexSpec) -> list[str]:
 @ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files of a spec's source, each with how much of it can be read."""
-    parts = SOURCES.load(spec.source.name).parts(spec.source)
+    parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
     if not any({"frames", "audio"} & set(SOURCES.load(part.name).gives) for part in parts):
         return []
     names = ", ".join(map(quote, spec.build_source().collections))

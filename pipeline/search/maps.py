@@ -295,7 +295,7 @@ class Previews:
                 source = yaml.safe_load(stream).get("source")
             if isinstance(source, dict):  # the source of a recompression is a column
                 spec = SOURCES.resolve(source)
-                yield from SOURCES.load(spec.name).parts(spec)
+                yield from SOURCES.load(spec.name).leaf_specs(spec)
 
 
 def _collections(spec: Spec) -> tuple[str, ...]:

@@ -83,8 +83,9 @@ class Calls:
 
         Args:
             stage: Name of the stage in errors and metrics.
-            method: Method of its handle, called with the arguments and the caller, whose
-                `seconds` are those that are left.
+            caller: The access key, and the time limit in seconds.
+            method: Method of the handle of the stage.
+            arguments: Its arguments; the caller with the remaining seconds is added to them.
 
         Raises:
             ApiError: The request is invalid, or the stage is overloaded, gone or too slow.

@@ -122,8 +122,11 @@ class Engine:
         with timer.stage("describe"):
             hits = await self._describe(served, encoded, rankings, options, key)
         if options.rerank == "edje":
-            nums_cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
-            warnings += truncation_warnings(queries, nums_cut)
+            num_truncated = [
+                max((hit.edje.num_truncated_tokens for hit in own if hit.edje), default=0)
+                for own in hits
+            ]
+            warnings += truncation_warnings(queries, num_truncated)
         return hits, is_reranked, warnings
 
     async def encode(
@@ -226,10 +229,10 @@ class Engine:
         written = [await asyncio.to_thread(read_written, query, limits) for query in queries]
         places = [[i for i, q in enumerate(written) if isinstance(q, k)] for k in (str, bytes)]
         given = [([written[i] for i in own], [rankings[i] for i in own]) for own in places if own]
-        parts = await all_of(
+        reranked = await all_of(
             self.calls.ask("edje", caller, rerank, served.edition, *own, options) for own in given
         )
-        found = dict(zip(itertools.chain(*places), itertools.chain(*parts), strict=True))
+        found = dict(zip(itertools.chain(*places), itertools.chain(*reranked), strict=True))
         return [found[place] for place in range(len(queries))]
 
     async def score_by_vectors(
@@ -289,9 +292,9 @@ class Engine:
             unique,
         )
         best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
-        num_cut = max((num_cut for _, num_cut in found.values()), default=0)
+        num_truncated = max((number for _, number in found.values()), default=0)
         scores = {item_id: found[item_id][0] for item_id in best}
-        return scores, truncation_warnings([query], [num_cut])
+        return scores, truncation_warnings([query], [num_truncated])
 
     async def _describe(
         self,
@@ -310,7 +313,7 @@ class Engine:
             for i in range(len(shards))
         ]
         asked = [i for i, own in enumerate(places) if any(own)]
-        parts = await all_of(
+        by_shard = await all_of(
             self.calls.ask(
                 "describe",
                 Caller(key, self.settings.timeouts.describe_s),
@@ -323,7 +326,7 @@ class Engine:
             for i in asked
         )
         hits: list[dict[int, wire.Hit]] = [{} for _ in rankings]
-        for i, described in zip(asked, parts, strict=True):
+        for i, described in zip(asked, by_shard, strict=True):
             for found, own, hits_of_query in zip(hits, places[i], described, strict=True):
                 for place, (hit, map) in zip(own, hits_of_query, strict=True):
                     found[place] = hit_answer(hit, place + 1, map, options)

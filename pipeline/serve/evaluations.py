@@ -72,10 +72,13 @@ class Store:
     def create(
         self, asked: wire.EvaluationRequest, index: str, key: str, idempotency: str | None
     ) -> str:
-        """Queues an evaluation; the same one again, if the client sends its request twice.
+        """Queues an evaluation, once if the client sends the request twice, and returns its id.
 
         Args:
-            idempotency: what the client calls this request, equal when it is sent again.
+            asked: The request.
+            index: Name of the index.
+            key: Name of the access key.
+            idempotency: Idempotency key of the request: equal if the request is sent again.
 
         Raises:
             ApiError: too many wait, what is asked is not legal, or the client called another

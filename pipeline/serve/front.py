@@ -156,6 +156,7 @@ class Front:
         self._recent: OrderedDict[str, None] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

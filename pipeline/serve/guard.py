@@ -33,6 +33,7 @@ class Guard:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -68,8 +68,12 @@ class Library:
         """Returns the encoded image or audio of an item, and its media type.
 
         Args:
+            index: Name of the index.
+            edition: Version of the index.
+            item_id: Id of the item.
             what: "picture" or "sound".
-            seconds: Time in the parent, for a frame of a video.
+            seconds: Time of a video frame in the parent, in seconds.
+            caller: The access key, and the time limit in seconds.
 
         Raises:
             SpecError: The item has no preview; for `documents`: its file is gone or has changed

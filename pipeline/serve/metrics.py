@@ -98,10 +98,10 @@ async def gathered(timeout: float = 5.0) -> str:
 
 
 def merge_texts(texts: Sequence[str]) -> str:
-    """The shown families of several exports, each family's samples side by side.
+    r"""Merges exports: the samples of each exported metric family stand together.
 
-    >>> one = "# TYPE ray_maxray_a counter\\nray_maxray_a{n='1'} 2\\n# TYPE go gauge\\ngo 1\\n"
-    >>> two = "# TYPE ray_maxray_a counter\\nray_maxray_a{n='2'} 3\\n"
+    >>> one = "# TYPE ray_maxray_a counter\nray_maxray_a{n='1'} 2\n# TYPE go gauge\ngo 1\n"
+    >>> two = "# TYPE ray_maxray_a counter\nray_maxray_a{n='2'} 3\n"
     >>> print(merge_texts([one, two]), end="")
     # TYPE ray_maxray_a counter
     ray_maxray_a{n='1'} 2

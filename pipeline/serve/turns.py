@@ -134,7 +134,9 @@ class Turns:
         """Returns a result per value.
 
         Args:
+            caller: The access key, and the time limit in seconds.
             group: Values of equal groups may be computed together.
+            values: The values to compute.
 
         Raises:
             TimeoutError: It is not done within the caller's time.

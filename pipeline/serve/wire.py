@@ -274,8 +274,8 @@ class Map(Answer):
     words: list[Word]
 
 
-class Parts(Answer):
-    """What the score of a hit is made of."""
+class ScoreParts(Answer):
+    """The components of the score of a hit."""
 
     late: float | None
     late_mean: float | None
@@ -294,12 +294,13 @@ class Joint(Answer):
 
     Attributes:
         logit: that it matches the query; null: it was not read, or is behind `depth`.
-        num_cut: tokens of the text (the query's, or for a picture the hit's) that were too many.
+        num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
+            if the query is an image.
         problem: why a hit that should have been read was not; it keeps its rank.
     """
 
     logit: float | None
-    num_cut: int
+    num_truncated_tokens: int
     problem: str | None
 
 
@@ -313,7 +314,7 @@ class Hit(Answer):
     title: str | None
     text: str | None
     span: dict[str, Any] | None
-    parts: Parts | None = None
+    parts: ScoreParts | None = None
     first_stage: FirstStage | None = None
     edje: Joint | None = None
     matches: list[Match] | None = None

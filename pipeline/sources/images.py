@@ -19,7 +19,7 @@ from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import manifests
 from pipeline.sources.files import escaped, existing_root, open_root
-from pipeline.sources.manifests import BadRow, Row, Table, plain
+from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, plain
 from pipeline.sources.media import ARCHIVE, ByteStream, MediaFile, MediaSource, MediaSpec
 from pipeline.sources.text import parse_line
 
@@ -144,7 +144,7 @@ class Images(MediaSource["Images.Spec"]):
             return
         rows = self._table_rows(shard) if "rows" in shard else None
         for row in rows or manifests.read(*self._folder, shard):
-            if isinstance(row, BadRow):
+            if isinstance(row, MalformedEntry):
                 yield self.reject(escaped(row.where), "", row.problem, "list")
                 continue
             fields = dict(row.fields)
@@ -169,18 +169,20 @@ class Images(MediaSource["Images.Spec"]):
             suffix = PurePosixPath(name or "").suffix.lower()
             yield MediaFile(own, path, size, None, suffix, about=about, row=number)
 
-    def _table_rows(self, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
+    def _table_rows(self, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
         manifest = shard["manifest"]
         try:
             with self._open_table(manifest) as table:
                 for number in range(*shard["rows"]):
                     where = f"{manifest}#row={number}"
                     try:
-                        yield Row(functools.partial(str, where), table.row(number), number)
+                        yield ManifestEntry(
+                            functools.partial(str, where), table.row(number), number
+                        )
                     except (Unreadable, OSError) as error:
-                        yield BadRow(where, error)
+                        yield MalformedEntry(where, error)
         except (Unreadable, OSError) as error:
-            yield BadRow(manifest, error)
+            yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
         """Takes the id out of a row's fields; None if there is none."""

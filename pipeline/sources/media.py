@@ -115,21 +115,25 @@ class MediaSource(Source[MediaSpecT]):
 
     @abstractmethod
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
-        """The items of a file, payload left out.
+        """Yields the items of a file, without payload.
 
         Args:
-            path: where it lies on this machine, if `opens_to_list`.
+            file: The file.
+            revision: Its revision.
+            path: Its local path, if `opens_to_list`.
 
         Raises:
-            Unreadable: it cannot be read.
+            Unreadable: It cannot be read.
         """
 
     @abstractmethod
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """For each of a file's wanted items, in order, the finished `Item` or an `Unreadable`.
+        """Yields the given items of a file with their payload, or `Unreadable`, in order.
 
         Args:
-            path: where the file lies on this machine.
+            file: The file.
+            path: Its local path.
+            items: The items to decode.
         """
 
     def settings(self) -> dict[str, Any]:

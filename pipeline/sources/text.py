@@ -294,10 +294,10 @@ class Text(Source["Text.Spec"]):
 
 
 def join_title(title: str, text: str) -> str:
-    """The text that is encoded: it starts with its title.
+    r"""Returns the text to encode, which starts with the title.
 
     >>> join_title("On wings", "On wings. They lift."), join_title("On wings", "They lift.")
-    ('On wings. They lift.', 'On wings\\nThey lift.')
+    ('On wings. They lift.', 'On wings\nThey lift.')
     """
     if not title.strip():
         return text

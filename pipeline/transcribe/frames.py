@@ -168,7 +168,9 @@ def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> b
     confuses, such as `l` and `1`. So different digits and different words stay apart.
 
     Args:
-        is_unchanged: whether the image of the line is the same; called only where it matters.
+        first: Text of the first reading.
+        second: Text of the second reading.
+        is_unchanged: Returns whether the image of the line is the same; called only if needed.
 
     >>> is_same_text("Good evening", "good evening.", lambda: False)
     True

@@ -49,7 +49,7 @@ TABLE_VERSION = 2
 PLACE = ("x0", "y0", "x1", "y1", "start", "stop")
 COLUMNS = ("id", "text", *PLACE, "confidence", "frame", "is_multivent")
 #: A line; or with a null text the mere fact that there is a file of an id or frame.
-Row = tuple[Any, ...]
+LineRecord = tuple[Any, ...]
 
 JSONL, CSV, ZIP, TARS = ".jsonl", ".csv", ".zip", (".tar", ".tar.gz", ".tgz")
 #: A file of text in MultiVENT 2.0: the video's key, and the number of the frame.
@@ -152,13 +152,13 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         names = _names(parent) if self._names_count else [parent]
         rows = next((rows for name in names if (rows := self._rows(name))), [])
         lines = self._lines(rows, fps)
-        return lines if parent == own else _of_part(lines, item.get("span"))
+        return lines if parent == own else _lines_in_span(lines, item.get("span"))
 
-    def _rows(self, id: str) -> list[Row]:
+    def _rows(self, id: str) -> list[LineRecord]:
         query = f"SELECT {', '.join(COLUMNS)} FROM lines WHERE id = ? ORDER BY frame, rowid"
         return self._table.execute(query, (id,)).fetchall()
 
-    def _lines(self, rows: list[Row], fps: float | None) -> list[Line]:
+    def _lines(self, rows: list[LineRecord], fps: float | None) -> list[Line]:
         placed: dict[Any, tuple[Any, ...]] = {}
         frames: dict[int, list[str]] = {}
         for number, (_, text, *place, confidence, frame, is_multivent) in enumerate(rows):
@@ -261,7 +261,7 @@ def _check_regular(fs: fsspec.AbstractFileSystem, path: str) -> None:
         raise SpecError("path", path, "a regular file", kind) from None
 
 
-Parser = Callable[[str, IO[bytes], int], Iterator[Row]]
+Parser = Callable[[str, IO[bytes], int], Iterator[LineRecord]]
 
 
 def _parsers(spec: Precomputed.Spec) -> dict[str, Parser]:
@@ -345,7 +345,7 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
         yield name, file
 
 
-def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
+def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     """The lines of a JSON lines file.
 
     Raises:
@@ -355,7 +355,7 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
         if not (line := line.replace(b"\0", b"").removeprefix(b"\xef\xbb\xbf").strip()):
             continue
         try:
-            yield _row_of(json.loads(line.decode()))
+            yield _line_record(json.loads(line.decode()))
         except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
             problem = str(error) if type(error) is ValueError else "is no JSON in UTF-8"
             raise SpecError("path", f"{name}:{number}", LEGAL_LINE, problem) from None
@@ -374,7 +374,7 @@ def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
         yield line
 
 
-def _row_of(entry: Any) -> Row:
+def _line_record(entry: Any) -> LineRecord:
     """The row of a parsed line; a ValueError says what is wrong with it."""
     if not isinstance(entry, dict):
         raise ValueError("is no JSON object")
@@ -399,7 +399,7 @@ def _row_of(entry: Any) -> Row:
     return (_clean(id), _clean(text) or None, *box, start, end, sure, None, 0)
 
 
-def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
+def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     """The lines of a CSV file of MultiVENT 2.0; none if it is of another kind.
 
     Raises:
@@ -487,14 +487,14 @@ def _over_time(
     yield from ((text, (start / fps, end / fps)) for text, start, end in lines)
 
 
-def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
+def _lines_in_span(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
     """What belongs to a part of a parent, given the lines of the parent.
 
     >>> lines = [spread("one two", (0.0, 12.0), kind=AUDIO), spread("untimed")]
     >>> lines.append(spread("a sentence", (3.0, 6.0), kind=AUDIO))
-    >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 5, "end": 15})]
+    >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 5, "end": 15})]
     ['two']
-    >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 0, "end": 5})]
+    >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 0, "end": 5})]
     ['one', 'untimed', 'a sentence']
     """
     if span is None or not span["unit"]:
@@ -507,10 +507,10 @@ def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
             return is_first
         return span["start"] <= middle < span["end"]
 
-    def part(line: Line) -> tuple[Word, ...]:
+    def words_inside(line: Line) -> tuple[Word, ...]:
         whole = line.words[0].times[0], line.words[-1].times[1]
         if whole[1] - whole[0] <= LONGEST_SENTENCE:
             return line.words if belongs(whole) else ()
         return tuple(word for word in line.words if belongs(word.times))
 
-    return [Line(words) for words in map(part, lines) if words]
+    return [Line(words) for words in map(words_inside, lines) if words]

@@ -92,7 +92,7 @@ def test_the_pool_is_in_the_order_of_the_joint_encoder(uri, model, pool, add_fir
     for hit, before in zip(found, expected, strict=True):
         about = hit.reranked
         assert (about.first_rank, about.first_score) == (before.rank, before.score)
-        assert about.num_cut == 0 and about.problem == ""
+        assert about.num_truncated_tokens == 0 and about.problem == ""
         if before.rank <= pool:
             assert about.joint == pytest.approx(alone[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
@@ -188,7 +188,7 @@ def test_a_text_that_is_too_long_is_cut_and_says_so(tmp_path, uri, dual):
     hits = open_index(uri).search(TEXT, rerank=short, **HOW)
     num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
     assert num_tokens > 6
-    assert {hit.reranked.num_cut for hit in hits} == {num_tokens - 6}
+    assert {hit.reranked.num_truncated_tokens for hit in hits} == {num_tokens - 6}
 
 
 def test_what_is_refused(tmp_path, uri, dual, model, photos):

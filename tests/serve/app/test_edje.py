@@ -95,7 +95,10 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
         assert hit.first_stage.rank == about.first_rank
         assert hit.first_stage.score == pytest.approx(about.first_score, abs=1e-5)
         assert hit.edje.logit == (about.joint and pytest.approx(about.joint, abs=1e-4))
-        assert (hit.edje.num_cut, hit.edje.problem or "") == (about.num_cut, about.problem)
+        assert (hit.edje.num_truncated_tokens, hit.edje.problem or "") == (
+            about.num_truncated_tokens,
+            about.problem,
+        )
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 90) -> None:
@@ -116,7 +119,7 @@ def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
         reranker = Reranker(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **HOW)
         assert found.reranked and {"edje", "total"} < set(found.milliseconds)
-        cut = max(hit.reranked.num_cut for hit in expected)
+        cut = max(hit.reranked.num_truncated_tokens for hit in expected)
         assert found.warnings == ([CUT.format("texts of hits", cut)] if cut else [])
         assert_same(found.hits, expected)
         flagged |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
@@ -181,7 +184,7 @@ def test_a_text_that_is_cut_is_warned_of(client, searcher, model):
     long = f"{TEXT} {TEXT}"
     found = client.search(long, rerank={"by": "edje"}, **HOW)
     assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **HOW))
-    most = max(hit.edje.num_cut for hit in found.hits)
+    most = max(hit.edje.num_truncated_tokens for hit in found.hits)
     assert most and found.warnings == [CUT.format("queries", most)]
     assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
 

@@ -280,11 +280,18 @@ class Client:
         item_id: str,
         index: str | None = None,
         *,
-        what: Literal["picture", "sound"] = "picture",
+        media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
-        """What an item looks or sounds like: a JPEG, PNG or WebP picture, or a WAV sound."""
-        return self._response(_preview(item_id, index, what, seconds).arguments()).content
+        """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item.
+
+        Args:
+            item_id: Id of the item.
+            index: Name of the index; default: the only one.
+            media: "image" or "audio".
+            seconds: Time of a video frame in the parent, in seconds; default: the middle.
+        """
+        return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
     def indexes(self) -> list[wire.IndexInfo]:
         """What is served."""
@@ -405,11 +412,11 @@ class AsyncClient:
         item_id: str,
         index: str | None = None,
         *,
-        what: Literal["picture", "sound"] = "picture",
+        media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
         """As `Client.preview`."""
-        return (await self._response(_preview(item_id, index, what, seconds).arguments())).content
+        return (await self._response(_preview(item_id, index, media, seconds).arguments())).content
 
     async def indexes(self) -> list[wire.IndexInfo]:
         """As `Client.indexes`."""
@@ -481,8 +488,8 @@ def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
 
 
 def _preview(
-    item_id: str, index: str | None, what: str, seconds: float | None
+    item_id: str, index: str | None, media: str, seconds: float | None
 ) -> _Call[wire.Answer]:
-    parameters = {"index": index, "what": what, "seconds": seconds}
+    parameters = {"index": index, "media": media, "seconds": seconds}
     path = f"/v1/previews/{_quoted(item_id)}"
     return _Call("GET", path, wire.Answer, parameters=parameters)

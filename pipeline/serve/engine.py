@@ -339,14 +339,14 @@ class Engine:
         return await self.calls.ask("item", caller, look_up, served.name, served.edition, item_id)
 
     async def preview(
-        self, served: Served, item_id: str, what: str, seconds: float | None, key: str
+        self, served: Served, item_id: str, media: str, seconds: float | None, key: str
     ) -> tuple[bytes, str]:
         """Returns the encoded image or audio of an item, and its media type.
 
         Raises:
             ApiError: The item has none, or its file is gone.
         """
-        arguments = served.name, served.edition, item_id, what, seconds
+        arguments = served.name, served.edition, item_id, media, seconds
         caller = Caller(key, self.settings.timeouts.preview_s)
         try:
             return await self.calls.ask("preview", caller, self._stages.library.preview, *arguments)

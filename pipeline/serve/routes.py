@@ -232,13 +232,13 @@ async def preview(
     key: Allowed,
     gateway: With,
     index: IndexName = None,
-    what: Literal["picture", "sound"] = "picture",
+    media: Literal["image", "audio"] = "image",
     seconds: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
 ) -> Response:
     """Returns the image or the audio of an item."""
     served = gateway.served(key, index)
-    _log(request, index=served.name, what=what)
-    data, media_type = await gateway.engine.preview(served, item_id, what, seconds, key.name)
+    _log(request, index=served.name, media=media)
+    data, media_type = await gateway.engine.preview(served, item_id, media, seconds, key.name)
     headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
     return Response(data, media_type=media_type, headers=headers)
 

@@ -167,7 +167,7 @@ class Video:
 
     @cached_property
     def has_video(self) -> bool:
-        """Whether it has frames, and their times are known."""
+        """True if the file has frames whose times are known."""
         if self._video is None:
             return False
         try:

@@ -123,8 +123,8 @@ class Engine:
             hits = await self._describe(served, encoded, rankings, options, key)
         if options.rerank == "edje":
             num_truncated = [
-                max((hit.edje.num_truncated_tokens for hit in own if hit.edje), default=0)
-                for own in hits
+                max((hit.edje.num_truncated_tokens for hit in query_hits if hit.edje), default=0)
+                for query_hits in hits
             ]
             warnings += truncation_warnings(queries, num_truncated)
         return hits, is_reranked, warnings

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.taps import Tap
@@ -181,12 +182,17 @@ class Trainable(Encoder[ComponentSpecT]):
 
     model: Any  # of the transformers library
     device: Any  # of the model
-    has_projection: ClassVar[bool] = False  # and the spec's field `projection` for another
+    has_projection: ClassVar[bool] = False  # has `projection`, which the spec can replace
     #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
     part_of_checkpoint: ClassVar[str] = ""
     #: The linear layers that LoRA is put beside if nothing else is said: of the language model,
     #: and not of the tower of its pictures.
     lora_layers: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+
+    @property
+    def projection(self) -> torch.nn.Module:
+        """Module that maps hidden states to token vectors, for encoders with `has_projection`."""
+        raise AssertionError(f"{type(self).__name__} has no projection")
 
     @abstractmethod
     def read_queries(self, texts: Sequence[str]) -> list[Any]:

@@ -82,11 +82,6 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """Returns the module whose attention the taps describe: by default the whole model."""
         return self.model
 
-    @property
-    def projection(self) -> torch.nn.Module:
-        """Module that maps the model's states to token vectors, before normalisation."""
-        raise AssertionError(f"{type(self).__name__} has no projection")
-
     # -- items -------------------------------------------------------------------------------------
 
     @classmethod

@@ -13,16 +13,17 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError, within
 from pipeline.encoders import Attention, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
-from pipeline.registry import OCR, SPEECH, OcrSpec, SpeechSpec
+from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
-from pipeline.transcribe import Line
+from pipeline.transcribe import Line, Recogniser
 
 #: What recognisers read, and nobody behind them.
 PAYLOAD = ("scan", "frames", "audio")
@@ -50,8 +51,8 @@ class Transcript(Encoder["Transcript.Spec"]):
 
         name: Literal["transcript"] = "transcript"
         text: MiniLM.Spec = MiniLM.Spec()
-        ocr: OcrSpec = "rapidocr"
-        speech: SpeechSpec = "pocketsphinx"
+        ocr: OcrSpec = Field("rapidocr", validate_default=True)
+        speech: SpeechSpec = Field("pocketsphinx", validate_default=True)
 
     needs = ()
     prepares = True
@@ -108,16 +109,17 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
-        """How many ids of files that stand in for a recogniser are those of no item."""
-        said = []
+        """Reports the ids in files of precomputed text or speech that belong to no item."""
+        found = []
         for field, part in _parts(spec):
             number, some = _registry(field).load(part.name).unmatched(part, ids())
             if number:
-                said.append(
-                    f"{field}: {number:,} ids of {part.path} belong to no item: {', '.join(some)}"
-                    + (", ..." if number > len(some) else "")
+                path = getattr(part, "path", part.name)
+                more = ", ..." if number > len(some) else ""
+                found.append(
+                    f"{field}: {number:,} ids of {path} belong to no item: {', '.join(some)}{more}"
                 )
-        return said
+        return found
 
     @classmethod
     def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
@@ -136,7 +138,10 @@ class Transcript(Encoder["Transcript.Spec"]):
                 extents = torch.full(shape, torch.nan, device=batch.mask.device)
                 batch = dataclasses.replace(batch, extents=extents)
             # Of a text without a word MiniLM keeps its pooled vector.
-            has_words = ((batch.spans[..., 0] >= 0) & batch.mask).any(dim=1)
+            is_word = batch.mask
+            if batch.spans is not None:
+                is_word = is_word & (batch.spans[..., 0] >= 0)
+            has_words = is_word.any(dim=1)
             yield rows, dataclasses.replace(batch, mask=batch.mask & has_words.unsqueeze(1))
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
@@ -153,7 +158,7 @@ def _parts(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
     return [(f, part) for f in ("ocr", "speech") if (part := getattr(spec, f)) is not None]
 
 
-def _registry(field: str):
+def _registry(field: str) -> Registry[Recogniser[Any]]:
     return {"ocr": OCR, "speech": SPEECH}[field]
 
 

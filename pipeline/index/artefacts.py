@@ -54,7 +54,7 @@ def save_artefact(
     stored[ABOUT] = np.array(json.dumps(about, sort_keys=True))
     name = _hash(stored)
     with fsspec.open(_path(index, name), "wb", auto_mkdir=True) as file:
-        np.savez(file, **stored)
+        np.savez(file, allow_pickle=False, **stored)
     return name
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from pipeline.index.checks import check, refuse_other_encoders
 from pipeline.index.columns import RERANK_TOKENS, every_representation
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import Index, part
+from pipeline.index.reader import Index, get_fragment, part
 from pipeline.index.recompress import Filled, Progress, commit_filled, filling
 from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
 from pipeline.index.session import Session
@@ -66,7 +66,7 @@ def run(
         legal = "an index that has rows; run `python -m jobs.index` with this spec"
         raise SpecError("index", spec.index, legal, "is empty")
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
-    with Session(spec, "backfill", job_id, progress.summary, lease_seconds) as session:
+    with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
         load = tasks.describe_encoder.options(**resources.encode.of_a_task)
         encoder_info = ray.get(load.remote(spec.encoder))
@@ -81,7 +81,7 @@ def run(
         listed = spec.listing_job(session.folder)
         shards_of = _fragments(session, listed, resources)
         dataset = writer.dataset
-        lacking = [f for f in shards_of if dataset.get_fragment(f).count_rows(WITHOUT_TOKENS)]
+        lacking = [f for f in shards_of if get_fragment(dataset, f).count_rows(WITHOUT_TOKENS)]
         progress.fragments = len(dataset.get_fragments())
         progress.done_before = progress.fragments - len(lacking)
         report(f"{len(lacking)} of {progress.fragments} fragments have items without tokens")
@@ -194,7 +194,7 @@ class CacheFragment:
     def fill(self, number: int, shards: list[int]) -> Filled:
         """Fills the rows of one fragment that have no tokens."""
         start = time.perf_counter()
-        fragment = self.index.dataset.get_fragment(number)
+        fragment = get_fragment(self.index.dataset, number)
         with self.index.reading():
             table = fragment.to_table(columns=["item_id"], filter=WITHOUT_TOKENS, with_row_id=True)
         row_of = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
@@ -209,7 +209,8 @@ class CacheFragment:
                     parts.append(done.filter(has_tokens).select(["item_id", RERANK_TOKENS]))
         num_done = sum(part.num_rows for part in parts)
         encoded = time.perf_counter()
-        metadata, modified = None, []
+        written: Any = None
+        modified: list[int] = []
         if num_done:
             filled = pa.concat_tables(parts)
             rows = pa.array([row_of[i] for i in filled["item_id"].to_pylist()], pa.uint64())
@@ -217,6 +218,6 @@ class CacheFragment:
             columns = pa.schema([pa.field("_rowid", pa.uint64()), field])
             filled = pa.table([rows, filled[RERANK_TOKENS]], names=columns.names).cast(columns)
             metadata, modified = fragment.update_columns(filled)
+            written = metadata.to_json()
         seconds = {"encode": encoded - start, "write": time.perf_counter() - encoded}
-        written = metadata and metadata.to_json()
         return Filled(written, modified, num_done, num_tried - num_done, seconds)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import Spec, SpecError, dump, expand_sweep, parse, within
+from pipeline.config import ComponentSpec, Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import as_used, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
@@ -51,7 +51,7 @@ class Representation(Spec):
     """One column of token vectors: a compressor, a codec and the column's name."""
 
     compressor: CompressorSpec
-    codec: CodecSpec = Field(default="float16")
+    codec: CodecSpec = Field(default="float16", validate_default=True)
     of: Aspect = "content"
     id: str = ""  # the column's name; default: of method, budget and codec, such as hpool_32_int8
     keep_support: bool = (
@@ -82,16 +82,21 @@ class Representation(Spec):
 
 
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
-    """The name of a column: the method, its settings that are not the defaults, the budget.
+    """Returns the default name of a column: the method, its non-default settings, the budget.
+
+    Args:
+        compressor: Spec of a compressor, or of a component of one.
+        with_budget: Adds `num_vectors` or `ratio`.
 
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 32}))
     'hpool_32'
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "ratio": 0.125, "linkage": "rows"}))
     'hpool_rows_12_5pct'
     """
-    parts = ["full" if compressor.name == "none" else compressor.name]
+    values = dict(compressor)
+    parts = ["full" if values["name"] == "none" else values["name"]]
     for name, field in type(compressor).model_fields.items():
-        value = getattr(compressor, name)
+        value = values[name]
         is_default = field.is_required() or value == field.get_default(call_default_factory=True)
         if name in ("name", "num_vectors", "ratio") or (is_default and name != "method"):
             continue
@@ -102,10 +107,10 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
         else:
             numbers = value if isinstance(value, list | tuple) else [value]
             parts.append(name + "_".join("" if n is True else str(n) for n in numbers))
-    if with_budget and getattr(compressor, "num_vectors", None):
-        parts.append(str(compressor.num_vectors))
-    if with_budget and getattr(compressor, "ratio", None):
-        parts.append(f"{100 * compressor.ratio:g}pct")
+    if with_budget and (num_vectors := values.get("num_vectors")):
+        parts.append(str(num_vectors))
+    if with_budget and (ratio := values.get("ratio")):
+        parts.append(f"{100 * ratio:g}pct")
     return re.sub("[^a-z0-9]+", "_", "_".join(parts).lower()).strip("_")
 
 
@@ -135,8 +140,8 @@ def codec_name(codec: Mapping[str, Any]) -> str:
     return " ".join([codec["name"], *told])
 
 
-def codec_id(codec: Spec) -> list[str]:
-    """What a codec adds to the name of a column: nothing if it is the default.
+def codec_id(codec: ComponentSpec) -> list[str]:
+    """Returns the parts that a codec adds to the name of a column: none for the default codec.
 
     >>> codec_id(CODECS.resolve({"name": "residual", "bits": 2, "num_centroids": 64}))
     ['residual', '2', 'num_centroids64']

@@ -125,9 +125,10 @@ class _Parser:
 
     def _take(self, *keys: str) -> bool:
         """Takes the next word over into the SQL if it is one of these."""
-        if not self._sees(*keys):
+        word = self._word
+        if word is None or word.key not in keys:
             return False
-        self._emit(self._word.key)
+        self._emit(word.key)
         return True
 
     def _emit(self, sql: str) -> None:
@@ -249,7 +250,7 @@ class _Parser:
         elif self._following() == "(" and word.key == "CAST":
             self._cast()
         elif self._following() == "(" and _NAME.fullmatch(word.text):
-            self._call()
+            self._call(word)
         else:
             self._column(any_column)
 
@@ -306,9 +307,8 @@ class _Parser:
             raise self._expected(f"one of the types {', '.join(TYPES)}")
         self._emit(word.text.lower())
 
-    def _call(self) -> None:
-        """A function and its arguments; only functions of lists take lists."""
-        word = self._word
+    def _call(self, word: _Word) -> None:
+        """A function, named by `word`, and its arguments; only functions of lists take lists."""
         name = word.text.lower()
         if name not in FUNCTIONS + LIST_FUNCTIONS:
             legal = f"the functions {', '.join(FUNCTIONS + LIST_FUNCTIONS)}"

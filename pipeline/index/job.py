@@ -99,7 +99,7 @@ def run(
     check_reasons(spec, retry_rejects)
     progress = Progress()
     start = time.perf_counter()
-    with Session(spec, "index", job, progress.summary, lease_seconds) as session:
+    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds) as session:
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
         # The encoder is loaded while the source is listed.

@@ -43,7 +43,7 @@ class Lease:
         pid = os.getpid()
         return cls(owner, epoch, expires, job, _host(), pid, _process_start(pid))
 
-    def entry(self) -> dict[str, str]:
+    def entry(self) -> dict[str, str | None]:
         """The lease as an entry of the dataset's config."""
         return {LEASE_KEY: json.dumps(asdict(self))}
 

@@ -263,7 +263,10 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
                 continue
             result = next(decoded)
             assert result.item_id == entry.item_id, "decode yields one result an item, in order"
-            (items if isinstance(result, Item) else rejects).append(result)
+            if isinstance(result, Item):
+                items.append(result)
+            else:
+                rejects.append(result)
             if status[row] == CHANGED:
                 replaces.setdefault(str(fragment[row]), []).append(entry.item_id)
         yield Unit(
@@ -418,7 +421,8 @@ def preview(
 ) -> tuple[pa.Table, int, list[Reject]]:
     """Lists a source without keeping anything: (first items decoded, number of items, rejects)."""
     sample: list[Item] = []
-    num_items, rejects = 0, []
+    rejects: list[Reject] = []
+    num_items = 0
     for shard in source.shards():
         left = None if limit is None else limit - num_items - len(rejects)
         if left == 0:

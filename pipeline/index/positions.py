@@ -43,9 +43,9 @@ def as_used(table: pa.Table) -> pa.Table:
 
 
 def stored_bytes(column: pa.Array) -> np.ndarray:
-    """(B,) the bytes of the numbers in each row of a column of lists, or of a struct of lists."""
+    """Returns the (B,) sizes in bytes of the rows of a column of lists, or of a struct of lists."""
     if pa.types.is_struct(column.type):
-        return sum(stored_bytes(child) for child in column.flatten())
+        return np.sum([stored_bytes(child) for child in column.flatten()], axis=0)
     return pc.list_value_length(column).fill_null(0).to_numpy() * bytes_of_element(column.type)
 
 

@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem
 
 from pipeline import config
 from pipeline.atomic import check_writable
-from pipeline.config import SpecError, absolute, digest, within
+from pipeline.config import JobError, SpecError, absolute, digest, within
 from pipeline.extras import MissingExtra, require_storage
 from pipeline.index import ITEMS, PARTS, REJECTS, no_index
 from pipeline.index.artefacts import load_artefact
@@ -392,6 +392,18 @@ def open_edition(uri: str, edition: Edition) -> Index:
     if index.edition != edition:
         raise SpecError("index", uri, "the index that is served", "is another one now")
     return index
+
+
+def get_fragment(dataset: lance.LanceDataset, number: int) -> lance.LanceFragment:
+    """Returns a fragment of a dataset.
+
+    Raises:
+        JobError: The version of the dataset has no such fragment.
+    """
+    fragment = dataset.get_fragment(number)
+    if fragment is None:
+        raise JobError(f"{dataset.uri} has no fragment {number} in version {dataset.version}")
+    return fragment
 
 
 def nested_ids(field: Any) -> list[int]:

@@ -39,7 +39,7 @@ from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, store
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import as_used
-from pipeline.index.reader import Index, part
+from pipeline.index.reader import Index, get_fragment, part
 from pipeline.index.session import Session, configure_ray_data, rows_of
 from pipeline.index.stages import Compress, Found
 from pipeline.index.token_columns import TAP, batches_of, with_taps
@@ -126,7 +126,7 @@ def run(
     if learning:
         check_sample(spec, encoder_info, aspect, learning)
     progress = Progress()
-    with Session(spec, "recompress", job, progress.summary, lease_seconds) as session:
+    with Session(spec.index, spec, "recompress", job, progress.summary, lease_seconds) as session:
         learned = _prepare_columns(session, spec, encoder_info, wanted)
         dataset = session.writer.dataset
         left = columns_left(dataset, [r.id for r in wanted])
@@ -357,7 +357,7 @@ class FillFragment:
     def fill(self, number: int) -> Filled:
         """Fills one fragment; rows without full tokens keep null."""
         start = time.perf_counter()
-        fragment = self.index.dataset.get_fragment(number)
+        fragment = get_fragment(self.index.dataset, number)
         with self.index.reading():
             encoder_info = self.stage.encoder_info
             taps = taps_of(self.stage.representations, encoder_info.num_layers)

@@ -27,28 +27,33 @@ class Session:
     """Holds an index's lease while a job writes, and records the job under `<index>/jobs/<job>/`.
 
     Args:
-        kind: the verb, for the record.
-        summary: what to record, asked for whenever the record is written.
-        lease_seconds: how long the lease lives without renewal; it is renewed four times in that.
+        index: URI of the index.
+        spec: Spec of the job, for the record.
+        kind: Verb that names the job, for the record.
+        job: Identifier of the job.
+        summary: Returns the counts to record; called whenever the record is written.
+        lease_seconds: Lifetime of the lease without renewal; it is renewed four times as often.
     """
 
     def __init__(
         self,
+        index: str,
         spec: Spec,
         kind: str,
         job: str,
         summary: Callable[[], dict[str, Any]],
         lease_seconds: float,
     ):
-        self.spec, self.kind, self.job, self._summary = spec, kind, job, summary
-        self.folder = part(spec.index, JOBS, job)
+        self.index, self.spec, self.kind, self.job = index, spec, kind, job
+        self._summary = summary
+        self.folder = part(index, JOBS, job)
         self._lease_seconds = lease_seconds
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._lost: Exception | None = None
 
     def __enter__(self) -> Session:
-        self.writer = IndexWriter(self.spec.index, self.job, self._lease_seconds)
+        self.writer = IndexWriter(self.index, self.job, self._lease_seconds)
         self._renewer = threading.Thread(target=self._renew, daemon=True)
         self._renewer.start()
         self._old_handler = None
@@ -68,7 +73,7 @@ class Session:
             with contextlib.suppress(OSError, ValueError):
                 self._end()
             problem = "was deleted while the job was writing to it; rerun the job to build it anew"
-            raise JobError(f"the index {self.spec.index} {problem}") from None
+            raise JobError(f"the index {self.index} {problem}") from None
         self._end()
         with contextlib.suppress(OSError):
             stopped = kind in (Stopped, KeyboardInterrupt)
@@ -78,8 +83,8 @@ class Session:
     def _is_deleted(self) -> bool:
         """Whether the index is gone or was deleted meanwhile; the job's own writes recreate it."""
         try:
-            open_dataset(self.spec.index)
-            storage, path = open_folder(self.spec.index, JOBS, self.job, "spec.yaml")
+            open_dataset(self.index)
+            storage, path = open_folder(self.index, JOBS, self.job, "spec.yaml")
             return not storage.exists(path)
         except SpecError:
             return True

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
+from ray.data.block import DataBatch
 
 from pipeline.decoding.process import keep_memory
 from pipeline.index import listing
@@ -82,7 +82,7 @@ def read_units(
 ) -> ray.data.Dataset:
     """Returns the units of some shards that are to be done, as packed rows, read by tasks."""
 
-    def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+    def read(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
         start = time.perf_counter()
         for shard in block["shard"]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import lance
 import pyarrow as pa
@@ -32,6 +32,7 @@ from pipeline.index.reader import (
     check_whole,
     exists,
     first_line,
+    get_fragment,
     holds_parts,
     open_dataset,
     part,
@@ -39,7 +40,7 @@ from pipeline.index.reader import (
 )
 from pipeline.schema import ITEM, REJECT
 
-STORAGE_VERSION = "2.2"
+STORAGE_VERSION: Final = "2.2"
 
 
 class LeaseHeld(SpecError):
@@ -177,6 +178,7 @@ class IndexWriter:
     def _commit(
         self, fragments: Sequence[FragmentMetadata], replaced: dict[int, list[str]]
     ) -> None:
+        operation: LanceOperation.BaseOperation
         if not replaced:
             operation = LanceOperation.Append(list(fragments))
         else:
@@ -193,7 +195,7 @@ class IndexWriter:
     def _without(self, rows: dict[int, list[str]]) -> tuple[list[FragmentMetadata], list[int]]:
         updated, removed = [], []
         for fragment_id, item_ids in rows.items():
-            metadata = self.dataset.get_fragment(fragment_id).delete(with_ids(item_ids))
+            metadata = get_fragment(self.dataset, fragment_id).delete(with_ids(item_ids))
             if metadata is None:
                 removed.append(fragment_id)
             else:

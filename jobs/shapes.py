@@ -25,17 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="which of the held-out series, from 0 (default): each has other scenes",
+        help="number of the validation series, from 0 (default); each has other scenes",
     )
     args = parser.parse(arguments)
 
     from pipeline.atomic import check_writable
     from pipeline.config import SpecError
-    from pipeline.synthetic.shapes_data import HELD_OUT
+    from pipeline.synthetic.shapes_data import VALIDATION_SERIES
     from pipeline.synthetic.shapes_files import write_collection
 
-    if not 0 <= args.series < HELD_OUT:
-        raise SpecError("series", args.series, f"an integer from 0 to {HELD_OUT - 1}")
+    if not 0 <= args.series < VALIDATION_SERIES:
+        raise SpecError("series", args.series, f"an integer from 0 to {VALIDATION_SERIES - 1}")
     check_writable(args.folder, "FOLDER")
     write_collection(Path(args.folder), args.count, args.series)
     print(f"{args.folder}: {args.count} scenes with captions, judgments and boxes")

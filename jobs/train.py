@@ -6,7 +6,7 @@
     python -m jobs.train SPEC --dry-run
 
 Writes to the spec's `output`: `model/`, what was trained, as an encoder's spec names it; `best/`,
-the one that was best on held-out data; `metrics.jsonl`; `checkpoints/`, from which the same command
+the best one on the validation data; `metrics.jsonl`; `checkpoints/`, from which the same command
 goes on. A spec with a `sweep` is a run for each of its combinations, in folders below `output`, and
 a table and a plot of all of them. With --resources it runs on a Ray cluster, on as many workers as
 the profile says; without, in this process. --dry-run checks the spec and says what would be done.

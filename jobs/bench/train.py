@@ -1,12 +1,12 @@
-"""Training: kept states against a model that runs each time; a large backbone with LoRA.
+"""Training with cached hidden states against a model that runs each time; LoRA on a large model.
 
     python -m jobs.bench train
     python -m jobs.bench train --only states --scenes 512
     python -m jobs.bench train --only lora --family colqwen2 --batch 16 --device cuda
 
-`states`: an epoch of a projection alone, of the shipped ColPali through SaMer, with the frozen
-model running and with its states kept. `lora`: steps of a model of a published shape with random
-weights (all layers on a GPU, two on a CPU), and the share of this machine's own matrix rate.
+`states`: an epoch of training only the projection of the shipped ColPali through SaMer, with and
+without cached hidden states. `lora`: steps of a model of a published shape with random weights (all
+layers on a GPU, two on a CPU), and the share of this machine's own matrix rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=jobs.positive, help="of the language model")
     parser.add_argument("--batch", type=jobs.positive, default=16 if on_gpu else 2, help="pages")
     parser.add_argument("--steps", type=jobs.positive, default=10 if on_gpu else 2)
-    parser.add_argument("--recompute", action="store_true", help="activations, see TrainSpec")
+    parser.add_argument("--activation-checkpointing", action="store_true")
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=3)
     args.layers = args.layers or (None if args.device == "cuda" else 2)
@@ -57,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 figure(bench, Path(folder), args)
 
 
-# -- kept states -----------------------------------------------------------------------------------
+# -- cached hidden states --------------------------------------------------------------------------
 
 
 def states(bench: Bench, folder: Path, args: Any) -> None:
-    """An epoch with and without kept states, in turn; and what it takes to keep them."""
+    """Measures an epoch with and without cached hidden states, and the time to cache them."""
 
     def loop(name: str, states: str | None) -> Loop:
         learner = {
@@ -74,25 +74,25 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
                 "query_prefix": "",
                 "num_augmentation": 0,
             },
-            "trains": "projection",
-            "states": states,
+            "trainable": "projection",
+            "hidden_states_cache": states,
             "compressor": {"name": "samer", "num_vectors": 16, "object_prior": True},
         }
         given = {
             "name": name,
             "output": str(folder / name),
             "learner": learner,
-            "data": {"name": "shapes", "num_scenes": args.scenes, "fresh": False, "held_out": 2},
+            "data": {"name": "shapes", "num_scenes": args.scenes, "fresh": False, "validation": 2},
             "batch_size": min(64, args.scenes),
         }
         return Loop(config.parse(TrainSpec, given), say=lambda line: None)
 
-    runs: dict[str, list[float]] = {"the model runs": [], "its states are kept": []}
+    runs: dict[str, list[float]] = {"the model runs": [], "hidden states are cached": []}
     keeping = []
     for number in range(args.repeats):
         beginning = []
         for name, times in runs.items():
-            cache = str(folder / f"states-{number}") if "kept" in name else None
+            cache = str(folder / f"states-{number}") if "cached" in name else None
             started = time.perf_counter()
             one = loop(f"{number}-{cache is None}", cache)
             beginning.append(time.perf_counter() - started)
@@ -105,8 +105,8 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
     plain, kept = seconds.values()
     ratio = plain.over(kept)
     rows = [[name, str(times)] for name, times in seconds.items()]
-    rows.append(["keeping them, once", str(Repeats(tuple(keeping)))])
-    rows.append(["**without / with kept states**", f"**{ratio}**"])
+    rows.append(["caching them, once", str(Repeats(tuple(keeping)))])
+    rows.append(["**without / with cached hidden states**", f"**{ratio}**"])
     title = f"An epoch of {args.scenes} scenes, the projection alone through SaMer, K = 16: seconds"
     figures = {"seconds": seconds, "keeping": Repeats(tuple(keeping)), "ratio": ratio}
     bench.add("states", title, figures, table(["", "seconds"], rows))
@@ -125,12 +125,12 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         "learner": {
             "name": "contrastive",
             "encoder": {**encoder, "max_batch_tokens": 1 << 20},
-            "trains": "lora",
+            "trainable": "lora",
         },
-        "data": {"name": "shapes", "num_scenes": 2, "held_out": 2},
+        "data": {"name": "shapes", "num_scenes": 2, "validation": 2},
         "batch_size": 2,
         "precision": "bfloat16",
-        "recompute": args.recompute,
+        "activation_checkpointing": args.activation_checkpointing,
     }
     pages = [path.read_bytes() for path in sorted((folder / "pages").glob("*.jpg"))]
     facts = torch.arange(len(pages)).unsqueeze(1)

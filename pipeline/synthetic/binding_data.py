@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair, Report, pair_of
-from pipeline.synthetic.shapes_data import HELD_OUT, png
+from pipeline.synthetic.shapes_data import VALIDATION_SERIES, png
 from pipeline.training_data.base import Batch, TrainingData, own_share
 from pipeline.training_data.quality import Quality, pairwise
 
@@ -39,9 +39,11 @@ class Binding(TrainingData["Binding.Spec"]):
                 same queries, in another order.
             queries: of each report in a batch, of the 25 that there are.
             series: of the pairs; null: the run's seed.
-            held_out: pairs on which quality is measured, with all of their queries: the first of
-                the benchmark's.
+            validation: Number of validation pairs, the first ones of the benchmark, with all of
+                their queries.
         """
+
+        renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["binding"] = "binding"
         form: Form = "text"
@@ -49,8 +51,8 @@ class Binding(TrainingData["Binding.Spec"]):
         num_pairs: int = Field(1600, ge=1)
         fresh: bool = True
         queries: int = Field(4, ge=1, le=PANELS)
-        series: int | None = Field(None, ge=0, lt=HELD_OUT)
-        held_out: int = Field(NUM_PAIRS, ge=1)
+        series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
+        validation: int = Field(NUM_PAIRS, ge=1)
 
     @property
     def gives(self) -> frozenset[str]:
@@ -91,16 +93,16 @@ class Binding(TrainingData["Binding.Spec"]):
             pairs = [pair_of(series, number) for number in numbers]
             yield batch_of(pairs, panels, spec.form, spec.side)
 
-    def held_out(self) -> Batch:
-        """The benchmark's pairs with all of their queries."""
-        pairs = evaluation_pairs(self.spec.held_out)
+    def validation(self) -> Batch:
+        """Returns the benchmark's pairs with all of their queries."""
+        pairs = evaluation_pairs(self.spec.validation)
         return batch_of(pairs, [range(PANELS)] * len(pairs), self.spec.form, self.spec.side)
 
-    def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> Quality:
-        """Pairwise accuracy: each query ranks its report and the hard negative alone."""
-        facts_B = held_out.document_facts[:, 0]
+    def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
+        """Computes the pairwise accuracy of each query between its report and the hard negative."""
+        facts_B = validation.document_facts[:, 0]
         column = {fact: place for place, fact in enumerate(facts_B.tolist())}
-        facts_Q = held_out.query_facts[:, 0].tolist()
+        facts_Q = validation.query_facts[:, 0].tolist()
         rows = torch.arange(len(facts_Q))
         positive_Q, negative_Q = (
             scores_QB[rows, [column[fact + behind] for fact in facts_Q]] for behind in (0, 1)
@@ -110,7 +112,7 @@ class Binding(TrainingData["Binding.Spec"]):
 
 def evaluation_pairs(count: int = NUM_PAIRS, seed: int = 0) -> list[Pair]:
     """The pairs of the benchmark, on which nothing is trained."""
-    return [pair_of(HELD_OUT + seed, number) for number in range(count)]
+    return [pair_of(VALIDATION_SERIES + seed, number) for number in range(count)]
 
 
 def payload(report: Report, form: Form, side: int = SIDE) -> dict[str, Any]:

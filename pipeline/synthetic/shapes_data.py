@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from pipeline.synthetic.shapes import (
 )
 from pipeline.training_data.base import Batch, Phrases, TrainingData, own_share
 
-#: Series of scenes from here on are never trained on; those of runs are below. Both are one word of
-#: a generator's seed: of longer numbers the words could be those of a series and a scene's number.
-HELD_OUT = 1 << 31
+#: First validation series; training series are below. Both fit into one 32-bit word of a
+#: generator's seed: the words of larger numbers could equal those of a series and a scene's number.
+VALIDATION_SERIES = 1 << 31
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -47,11 +47,13 @@ class Shapes(TrainingData["Shapes.Spec"]):
                 of `single_epochs`; between them it falls evenly. To learn what things are called
                 comes before where they lie.
             series: of the scenes; null: the run's seed.
-            held_out: scenes on which quality is measured, with one caption of two objects each.
+            validation: Number of validation scenes, with one caption of two objects each.
             side: Width and height of a scene, in pixels.
             radii: Radius of small and of large objects, in pixels.
             objects: Smallest and largest number of objects of a scene.
         """
+
+        renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["shapes"] = "shapes"
         num_scenes: int = Field(6400, ge=2)
@@ -59,8 +61,8 @@ class Shapes(TrainingData["Shapes.Spec"]):
         captions: int = Field(4, ge=1)
         single: tuple[Share, Share] = (0.0, 0.0)
         single_epochs: int = Field(1, ge=1)
-        series: int | None = Field(None, ge=0, lt=HELD_OUT)
-        held_out: int = Field(1000, ge=2)
+        series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
+        validation: int = Field(1000, ge=2)
         side: int = Field(DEFAULT_LAYOUT.side, ge=16)
         radii: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.radii
         objects: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.objects
@@ -128,10 +130,10 @@ class Shapes(TrainingData["Shapes.Spec"]):
             keys = [self._key(series, number) for number in numbers[own]]
             yield batch_of(scenes.take(own), captions, keys)
 
-    def held_out(self) -> Batch:
-        """Scenes of another series, a caption of two objects and a phrase for each."""
-        scenes, captions, scene_C = held_out(self.spec.held_out, layout=self.spec.layout)
-        keys = [self._key(HELD_OUT, number) for number in range(len(scenes))]
+    def validation(self) -> Batch:
+        """Returns scenes of another series with a caption of two objects and a phrase each."""
+        scenes, captions, scene_C = validation_scenes(self.spec.validation, layout=self.spec.layout)
+        keys = [self._key(VALIDATION_SERIES, number) for number in range(len(scenes))]
         return batch_of(scenes, captions, keys, phrases_of(scenes, captions, scene_C))
 
     def _key(self, series: int, number: int) -> str:
@@ -147,12 +149,23 @@ class Shapes(TrainingData["Shapes.Spec"]):
         return torch.from_numpy(held).to(query_facts.device)
 
 
-def held_out(
+def validation_scenes(
     count: int, series: int = 0, layout: Layout = DEFAULT_LAYOUT
 ) -> tuple[Scenes, Captions, np.ndarray]:
-    """Scenes that nothing is trained on, a caption of two objects for each, and its scene."""
-    scenes = scenes_of(HELD_OUT + series, range(count), layout)
-    captions, scene_C = captions_of(scenes, np.random.default_rng([HELD_OUT + series, count]))
+    """Returns scenes that are never trained on.
+
+    Args:
+        count: Number of scenes.
+        series: Number of the validation series, from 0.
+        layout: Sizes of the scenes.
+
+    Returns:
+        The scenes, a caption of two objects for each, and the (C,) scene of each caption.
+    """
+    scenes = scenes_of(VALIDATION_SERIES + series, range(count), layout)
+    captions, scene_C = captions_of(
+        scenes, np.random.default_rng([VALIDATION_SERIES + series, count])
+    )
     return scenes, captions, scene_C
 
 

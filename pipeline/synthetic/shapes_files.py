@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.atomic import write_atomic
-from pipeline.synthetic.shapes_data import held_out, phrases_of, png
+from pipeline.synthetic.shapes_data import phrases_of, png, validation_scenes
 
 
 def write_collection(folder: Path, count: int, series: int = 0) -> None:
@@ -24,9 +24,9 @@ def write_collection(folder: Path, count: int, series: int = 0) -> None:
     Args:
         folder: Folder to write to.
         count: Number of scenes.
-        series: Series of held-out scenes; training measures quality on series 0.
+        series: Number of the validation series; training evaluates on number 0.
     """
-    scenes, captions, scene_C = held_out(count, series)
+    scenes, captions, scene_C = validation_scenes(count, series)
     names = [f"scene-{row:05d}.png" for row in range(count)]
     for row, name in enumerate(names):
         write_atomic(str(folder / "images" / name), png(scenes.picture(row)))

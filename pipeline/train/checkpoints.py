@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the model that comes out of it: each there whole or not at all."""
+"""Checkpoints and trained models of a run, written atomically."""
 
 from __future__ import annotations
 
@@ -18,37 +18,43 @@ import torch
 from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
 from pipeline.encoders.loading import hashed
+from pipeline.train.migration import migrated_spec
 from pipeline.train.sharding import load_state, whole, whole_state
 from pipeline.train.spec import TrainSpec
 
 #: Fields of a run's spec that may differ between its start and its resumption.
 MAY_CHANGE = (
-    *("name", "output", "keep", "log_every", "checkpoint_every", "evaluate_every"),
-    *("part_size", "shard", "recompute"),
+    *("name", "output", "keep_last", "log_every", "checkpoint_every", "eval_every"),
+    *("mini_batch_size", "fsdp", "activation_checkpointing"),
 )
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of one run.
+    """Checkpoints of a run.
 
-    A checkpoint has the trained weights, the state of the optimiser, the states of every worker's
-    random generators, and the step, from which the place in the data and the learning rate follow.
+    A checkpoint holds the trained weights, the optimiser state, the states of every worker's
+    random generators, and the step, which determines the position in the data and the learning
+    rate.
+
+    Args:
+        folder: Folder of the checkpoints.
+        spec: The run.
     """
 
     def __init__(self, folder: Path, spec: TrainSpec):
         self.folder, self.spec = folder, spec
 
     def all(self) -> list[Path]:
-        """The finished ones, the oldest first."""
+        """Returns the complete checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*"))
 
     def last(self) -> Path | None:
-        """The latest, if there is one."""
+        """Returns the latest checkpoint, or None."""
         checkpoints = self.all()
         return checkpoints[-1] if checkpoints else None
 
     def save(self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Writes a checkpoint, and removes those that need not be kept."""
+        """Writes a checkpoint and removes those beyond `keep_last`."""
         unfinished = self.folder / f".step-{step:08d}"
         if distributed.rank() == 0:
             unfinished.mkdir(parents=True, exist_ok=True)
@@ -61,32 +67,33 @@ class Checkpoints:
         if distributed.rank() == 0:
             torch.save(weights, unfinished / "weights.pt")
             torch.save(state, unfinished / "optimiser.pt")
-            about = {"step": step, "spec": self._lasting()}
+            about = {"step": step, "spec": self._lasting(config.dump(self.spec))}
             (unfinished / "about.json").write_text(json.dumps(about), "utf-8")
         distributed.wait_for_all()
         if distributed.rank() == 0:
             replace(unfinished, self.folder / f"step-{step:08d}")
-            for old in self.all()[: -self.spec.keep]:
+            for old in self.all()[: -self.spec.keep_last]:
                 shutil.rmtree(old)
         distributed.wait_for_all()
 
     def restore_weights(self, learner: torch.nn.Module) -> int:
-        """Brings weights to the state of the latest checkpoint; gives its step, 0 if none is.
+        """Restores the weights of the latest checkpoint; returns its step, or 0 without one.
 
         Raises:
-            SpecError: it is one of another run.
+            SpecError: The checkpoint belongs to another run.
         """
         last = self.last()
         if last is None:
             return 0
         with _undamaged(last):
             about = json.loads((last / "about.json").read_text("utf-8"))
+            stored = self._lasting(migrated_spec(about["spec"]))
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
-        for field, own, there in differences(self._lasting(), about["spec"]):
+        for field, value, there in differences(self._lasting(config.dump(self.spec)), stored):
             legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
-            raise SpecError(field, own, legal)
-        own = {n: p for n, p in learner.named_parameters() if p.requires_grad}
-        shapes = {n: tuple(t.shape) for n, t in own.items()}
+            raise SpecError(field, value, legal)
+        parameters = {n: p for n, p in learner.named_parameters() if p.requires_grad}
+        shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         shapes_there = {n: tuple(t.shape) for n, t in weights.items()}
         for name, ours, theirs in differences(shapes, shapes_there):
             legal = "a new folder, or that of a run of this model"
@@ -94,23 +101,23 @@ class Checkpoints:
             raise SpecError("output", self.spec.output, legal, problem)
         with torch.no_grad():
             for name, tensor in weights.items():
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
         return about["step"]
 
     def restore(self, optimiser: torch.optim.Optimizer, device: torch.device) -> None:
-        """Brings everything else to the state of the latest checkpoint, if there is one."""
+        """Restores the optimiser and the random generators from the latest checkpoint, if any."""
         last = self.last()
         if last is None:
             return
         with _undamaged(last):
             state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
         load_state(optimiser, state)
-        own_random = last / f"random-{distributed.rank()}.pt"
-        if own_random.exists():  # there may be more workers than before
-            set_random_state(torch.load(own_random, weights_only=True), device)
+        random = last / f"random-{distributed.rank()}.pt"
+        if random.exists():  # there may be more workers than before
+            set_random_state(torch.load(random, weights_only=True), device)
 
     def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
-        """Writes the model as `best/` if its first figure is the highest so far."""
+        """Writes the model to `best/` if its first metric is the highest so far."""
         best = self.folder.parent / "best"
         undo_half(best)
         named = best / "quality.json"
@@ -125,7 +132,7 @@ class Checkpoints:
         written(best, write)
 
     def publish(self, folder: Path, learner: Any) -> None:
-        """Writes the trained artefact with its run's resolved spec and hashes of its weights."""
+        """Writes the trained model with the resolved spec of its run and hashes of its weights."""
         written(folder, lambda unfinished: self._artefact(unfinished, learner))
 
     def _artefact(self, folder: Path, learner: Any) -> None:
@@ -136,15 +143,16 @@ class Checkpoints:
         }
         (folder / "training.json").write_text(json.dumps(about, indent=1), "utf-8")
 
-    def _lasting(self) -> dict[str, Any]:
-        """What of the spec has to be the same for a run to go on, as JSON has it."""
-        fields = {k: v for k, v in config.dump(self.spec).items() if k not in MAY_CHANGE}
+    @staticmethod
+    def _lasting(spec: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a spec that must not change for a run to resume, as JSON values."""
+        fields = {k: v for k, v in spec.items() if k not in MAY_CHANGE}
         return json.loads(json.dumps(fields))
 
 
 @contextlib.contextmanager
 def _undamaged(checkpoint: Path) -> Iterator[None]:
-    """What cannot be read inside is an error of the checkpoint."""
+    """Turns read errors into a `JobError` that names the checkpoint."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
@@ -154,13 +162,14 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
 
 
 def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
-    """Keeps other processes from writing a run's folder, until what is given is closed.
+    """Locks the output folder of a run until the returned file is closed.
 
     Args:
-        seconds: another process may take to end.
+        folder: Output folder of the run.
+        seconds: Time to wait for another process to end.
 
     Raises:
-        SpecError: for `output`: another process writes it.
+        SpecError: For `output`: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
@@ -179,7 +188,7 @@ def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
 
 
 def differences(one: Any, other: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two specs differ: the dotted field and both values.
+    """Yields the dotted field and both values of each difference between two specs.
 
     >>> list(differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}))
     [('a.c', 2, 3)]
@@ -192,7 +201,7 @@ def differences(one: Any, other: Any, above: str = "") -> Iterator[tuple[str, An
 
 
 def trained_weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that are trained, by name, on the CPU."""
+    """Returns the trainable parameters by name, on the CPU."""
     return {
         name: parameter.detach().cpu()
         for name, parameter in learner.named_parameters()
@@ -201,7 +210,7 @@ def trained_weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of the generators that dropout draws from."""
+    """Returns the states of the random generators, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -209,14 +218,14 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
+    """Restores the states that `random_state` returned."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def written(folder: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder under another name and renames it."""
+    """Writes a folder under a temporary name and renames it."""
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -225,7 +234,7 @@ def written(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def replace(unfinished: Path, folder: Path) -> None:
-    """Gives a folder its name, in the place of one that may be there."""
+    """Renames a complete folder, replacing an existing one."""
     undo_half(folder)
     old = _old(folder)
     if folder.exists():
@@ -235,7 +244,7 @@ def replace(unfinished: Path, folder: Path) -> None:
 
 
 def undo_half(folder: Path) -> None:
-    """Gives a folder its name back that a process was about to replace when it was killed."""
+    """Restores a folder whose replacement was interrupted."""
     if folder.exists():
         shutil.rmtree(_old(folder), ignore_errors=True)
     elif _old(folder).exists():

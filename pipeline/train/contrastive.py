@@ -1,4 +1,4 @@
-"""Contrastive training of encoders: late interaction, single vectors or both, also compressed."""
+"""Contrastive training of encoders: late interaction, single vectors or both, with compressors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 import safetensors.torch
@@ -27,29 +27,35 @@ from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.taps import Tap, average, single_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
-from pipeline.train.frozen import encoded, kept, query_key
-from pipeline.train.learner import BaseSpec, Embedded, Learner, joined
+from pipeline.train.frozen import cached_hidden_states, encoded, query_key
+from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
 from pipeline.training_data.base import NOTHING, Batch, Phrases, TrainingData
 from pipeline.training_data.quality import Quality, grounding
 
 if TYPE_CHECKING:
-    from pipeline.train.states import States
+    from pipeline.train.hidden_states import HiddenStates
 
 log = logging.getLogger("maxray.train")
 
 Score = Literal["late", "single", "hybrid"]
-#: What is trained behind a model that stays as it is.
+#: Values of `trainable` for which the model itself is frozen.
 FREEZE = ("projection", "adapter")
 
-#: What the encoder reads; for an adapter the texts or items themselves; or kept states.
+#: Preprocessed sequences; texts or items themselves for an adapter; or cached hidden states.
 Inputs = Sequence[Any] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
 
 
 @dataclass(frozen=True)
-class Read:
-    """A batch as the model reads it: sequences, or the states that a frozen model gave of them."""
+class ModelInputs:
+    """A batch as the model reads it.
+
+    Attributes:
+        queries: Inputs of the queries.
+        documents: Inputs of the documents.
+        boxes: (M, 4) annotated object boxes of each document, or None.
+    """
 
     queries: Inputs
     documents: Inputs
@@ -57,14 +63,14 @@ class Read:
 
 
 class Distillation(config.Spec):
-    """Learning from the scores that another model, the teacher, gave.
+    """Distillation from the scores of another model, the teacher.
 
     Attributes:
         kind: `kl`, the divergence from the teacher's distribution over the documents that it
             scored for a query; or `margin_mse`, the squared error of its margins.
-        weight: of this loss beside the contrastive one, which counts once.
-        scale: the teacher's scores are multiplied by it, as those of this model are divided by the
-            temperature for `kl`.
+        weight: Weight of this loss; that of the contrastive loss is 1.
+        scale: Factor on the teacher's scores, which corresponds to dividing this model's scores by
+            the temperature for `kl`.
     """
 
     kind: Literal["kl", "margin_mse"] = "kl"
@@ -73,44 +79,51 @@ class Distillation(config.Spec):
 
 
 class Contrastive(Learner["Contrastive.Spec"]):
-    """An encoder, by InfoNCE over the scores of a batch's queries with its documents.
+    """Trains an encoder by InfoNCE over the scores of a batch's queries and documents.
 
-    With a compressor the documents' vectors go through it before they are scored, and gradients
-    through its means: seeds, assignments and selections are constants (SaMer, section 4.3).
+    A compressor is applied to the documents' vectors before scoring. Gradients flow through its
+    means; seeds, assignments and selections are constants (SaMer, section 4.3).
     """
 
     class Spec(BaseSpec):
-        """What is trained, and by which scores.
+        """Options of contrastive training.
 
         Attributes:
-            encoder: what is trained begins as this one. Its `adapter` is merged into its weights
-                before; but where `lora` is trained, its matrices are what training begins with.
-            trains: `all` weights of the model; or the `projection` alone, which makes vectors of
-                its states, for queries as for documents; or `lora`, low-rank matrices beside its
-                layers; or an `adapter` behind any encoder, which stays as it is (SMART, eq. 6).
-            lora: of what rank, and beside which layers.
-            adapter_dim: the width of the vectors that an adapter makes. Of an encoder whose `layer`
-                is a list it also learns how much each layer counts.
-            states: a folder in which the states of the frozen model are kept, so that it runs once
-                for each query and document; null: it runs in each epoch. For `projection` and
-                `adapter`.
-            states_dtype: of the kept states.
-            compressor: of the documents' vectors.
-            score: what queries and documents are compared by: `late`, MaxSim as the mean over the
-                query's tokens (SMART, eq. 4); `single`, the product of the single vectors (eq. 2);
+            encoder: Encoder to start from. Its `adapter` is merged into its weights, except with
+                `trainable: lora`, which continues training the adapter's matrices.
+            trainable: Trainable parameters: `all` of the model; only the `projection`, which maps
+                hidden states to vectors, for queries and documents alike; `lora`, low-rank matrices
+                beside its layers; or an `adapter` behind any frozen encoder (SMART, eq. 6).
+            lora: LoRA settings.
+            adapter_dim: Dimension of an adapter's vectors. For an encoder whose `layer` is a list,
+                the adapter also learns the weight of each layer.
+            hidden_states_cache: Folder in which hidden states of the frozen model are cached, so
+                that it runs once per query and document; null runs it in each epoch. For
+                `projection` and `adapter`.
+            hidden_states_dtype: Precision of the cached hidden states.
+            compressor: Compressor of the documents' vectors.
+            score: Score of a query and a document: `late`, MaxSim as the mean over the query's
+                tokens (SMART, eq. 4); `single`, the inner product of the single vectors (eq. 2);
                 `hybrid`, their sum (eq. 5).
-            temperature: tau of eq. 7.
-            learn_temperature: whether tau is trained too, from there on.
-            symmetric: whether documents also choose among queries, the mean of both.
-            distillation: of the data's teacher scores, beside the contrastive loss.
+            temperature: Temperature tau of eq. 7.
+            learn_temperature: Trains the temperature, starting from `temperature`.
+            symmetric: Averages the loss of queries over documents with that of documents over
+                queries.
+            distillation: Distillation of the data's teacher scores, added to the contrastive loss.
         """
 
+        renamed: ClassVar[Mapping[str, str]] = {
+            "states": "hidden_states_cache",
+            "states_dtype": "hidden_states_dtype",
+            "trains": "trainable",
+        }
+
         name: Literal["contrastive"] = "contrastive"
-        trains: Literal["all", "projection", "lora", "adapter"] = "all"
+        trainable: Literal["all", "projection", "lora", "adapter"] = "all"
         lora: Lora | None = None
         adapter_dim: int = Field(128, ge=1)
-        states: Uri | None = None
-        states_dtype: Literal["float16", "float32"] = "float16"
+        hidden_states_cache: Uri | None = None
+        hidden_states_dtype: Literal["float16", "float32"] = "float16"
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         score: Score = "late"
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
@@ -120,74 +133,79 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
-            if self.states is not None and self.trains not in FREEZE:
-                legal = f"null (they change where trains is {self.trains})"
-                raise SpecError("states", self.states, legal)
-            if self.lora is not None and self.trains != "lora":
-                legal = f"null (trains is {self.trains}, not lora)"
+            if self.hidden_states_cache is not None and self.trainable not in FREEZE:
+                legal = f"null (they change where trainable is {self.trainable})"
+                raise SpecError("hidden_states_cache", self.hidden_states_cache, legal)
+            if self.lora is not None and self.trainable != "lora":
+                legal = f"null (trainable is {self.trainable}, not lora)"
                 raise SpecError("lora", config.dump(self.lora), legal)
-            if self.trains == "projection" and self.score != "late":
+            if self.trainable == "projection" and self.score != "late":
                 raise SpecError("score", self.score, "late, where the projection alone is trained")
             return self
 
     def __init__(self, spec: Spec):
         super().__init__()
         self.spec = spec
-        encoder_class = ENCODERS.load(spec.encoder.name)
-        begins = spec.encoder
-        if spec.trains == "lora":  # its adapter is trained on, not merged
-            begins = begins.model_copy(update={"adapter": None})
-        self.encoder: Any = ENCODERS.build(begins)
+        encoder_spec = spec.encoder
+        if spec.trainable == "lora":  # its adapter is trained, not merged
+            encoder_spec = encoder_spec.model_copy(update={"adapter": None})
+        encoder = ENCODERS.build(encoder_spec)
+        self.encoder: Any = encoder
         self.compressor = COMPRESSORS.build(spec.compressor)
-        if spec.trains == "adapter":
+        self._tuned = None
+        if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            num_layers = self.encoder.num_states
-            width = self.encoder.dim // num_layers
-            self.model = Adapter(width, spec.adapter_dim, num_layers).to(self.device)
+            width = encoder.dim // encoder.num_states
+            self.model = Adapter(width, spec.adapter_dim, encoder.num_states).to(self.device)
+        elif isinstance(encoder, Trainable):
+            self.device, self.model = encoder.device, encoder.model
+            if spec.trainable == "projection":
+                self.model.requires_grad_(False)
+                encoder.projection.requires_grad_(True)
+            elif spec.trainable == "lora":
+                self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder.lora_layers)
+                adapter = getattr(spec.encoder, "adapter", None)
+                first = adapter_of(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+                if first is not None:
+                    lora.load(self._tuned, first, encoder.part_of_checkpoint)
         else:
-            self.device = self.encoder.device
-            self.model = self.encoder.model
+            raise _not_trainable(spec.encoder.name).below("learner")
         self._taps: tuple[Tap, ...] = ()
         self._num_layers = 0
         if self.compressor.needs_taps:
-            self._num_layers = encoder_class.attention(spec.encoder).num_layers
+            attention = encoder.attention(spec.encoder)
+            if attention is None:
+                legal = f"a compressor without attention ({spec.encoder.name} provides none)"
+                raise SpecError("learner.compressor.name", spec.compressor.name, legal)
+            self._num_layers = attention.num_layers
             self._taps = single_taps(self.compressor.needs_taps, self._num_layers)
-        if spec.trains == "projection":
-            self.model.requires_grad_(False)
-            self.encoder.projection.requires_grad_(True)
-        self._tuned = None
-        if spec.trains == "lora":
-            self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder_class.lora_layers)
-            adapter = getattr(spec.encoder, "adapter", None)
-            first = adapter_of(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-            if first is not None:
-                lora.load(self._tuned, first, self.encoder.part_of_checkpoint)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
-        self._states: States | None = None
-        self._is_judged = False  # whether the compressor's settings suit the items
+        self._states: HiddenStates | None = None
+        self._has_remarked = False  # the compressor's remark on the items is logged once
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the encoder cannot be built here, or not trained so."""
+        """Raises `SpecError` if the encoder cannot be built here, or not be trained this way."""
         encoder_class = ENCODERS.load(spec.encoder.name)
-        if spec.trains != "adapter" and not issubclass(encoder_class, Trainable):
-            names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), Trainable)]
-            legal = f"one that can be trained: {', '.join(names)}; or trains: adapter"
-            raise SpecError("encoder.name", spec.encoder.name, legal)
+        if spec.trainable != "adapter":
+            if not issubclass(encoder_class, Trainable):
+                raise _not_trainable(spec.encoder.name)
+            if spec.trainable == "projection" and not encoder_class.has_projection:
+                names = [
+                    n for n in ENCODERS.names() if getattr(ENCODERS.load(n), "has_projection", 0)
+                ]
+                legal = f"all or lora ({', '.join(names)} have a projection that trains by itself)"
+                raise SpecError("trainable", "projection", legal)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
-        if spec.states is not None:
-            check_writable(spec.states, "states")
-        if spec.trains == "lora":
+        if spec.hidden_states_cache is not None:
+            check_writable(spec.hidden_states_cache, "hidden_states_cache")
+        if spec.trainable == "lora":
             lora.check()
             if spec.encoder.name == "jina_v4":
                 legal = "another encoder (that of jina_v4 has adapters for several tasks)"
-                raise SpecError("trains", "lora", legal)
-        if spec.trains == "projection" and not encoder_class.has_projection:
-            names = [n for n in ENCODERS.names() if getattr(ENCODERS.load(n), "has_projection", 0)]
-            legal = f"all or lora ({', '.join(names)} have a projection that trains by itself)"
-            raise SpecError("trains", "projection", legal)
+                raise SpecError("trainable", "lora", legal)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
             legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
             raise SpecError("compressor.name", spec.compressor.name, legal)
@@ -203,33 +221,34 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def train(self, mode: bool = True) -> Self:
         """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
 
-        Of a model with LoRA only the dropout of `lora.dropout` is switched.
+        With LoRA, only the dropout of `lora.dropout` is switched.
         """
         super().train(mode)
-        if self.spec.trains in ("projection", "lora"):
+        if self.spec.trainable in ("projection", "lora"):
             self.model.eval()
             lora.train(self.model, mode)
-            sharding.recompute_in_training(self.model, mode)
+            sharding.switch_checkpointing(self.model, mode)
         return self
 
-    # -- the states of a frozen model --------------------------------------------------------------
+    # -- hidden states of a frozen model -----------------------------------------------------------
 
     def prepare(self, data: TrainingData) -> None:
-        """Keeps the states of all that is not there yet, if the spec says so.
+        """Caches the missing hidden states, if the spec names a cache.
 
         Raises:
-            SpecError: for `states`: the data have other queries and documents in each epoch.
+            SpecError: For `hidden_states_cache`: the data differ between epochs.
         """
-        if self.spec.states is None:
+        if self.spec.hidden_states_cache is None:
             return
-        about = {
+        origin = {
             "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [tap.name for tap in self._taps],
         }
-        self._states = kept(
-            (self.spec.states, self.spec.states_dtype),
-            about,
+        self._states = cached_hidden_states(
+            self.spec.hidden_states_cache,
+            self.spec.hidden_states_dtype,
+            origin,
             data,
             queries=lambda texts: self._frozen(self._read_queries(texts), self._taps),
             documents=lambda items: self._frozen(self._read_documents(items), self._taps),
@@ -237,40 +256,44 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
     # -- embedding ---------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Read:
-        """Queries and documents through the model's processor, or their states."""
+    def read(self, batch: Batch) -> ModelInputs:
+        """Preprocesses queries and documents, or reads their cached hidden states."""
         if self._states is not None:
             states = self._states.read([query_key(text) for text in batch.queries])
-            return Read(states, self._states.read(batch.document_keys), batch.boxes)
+            return ModelInputs(states, self._states.read(batch.document_keys), batch.boxes)
         queries = self._read_queries(batch.queries)
-        return Read(queries, self._read_documents(batch.documents), batch.boxes)
+        return ModelInputs(queries, self._read_documents(batch.documents), batch.boxes)
 
     def _read_queries(self, texts: Sequence[str]) -> Inputs:
-        if self.spec.trains == "adapter":  # the encoder reads them itself
+        if self.spec.trainable == "adapter":  # the encoder reads them itself
             return texts
         return self.encoder.read_queries(texts)
 
     def _read_documents(self, items: Sequence[Mapping[str, Any]]) -> Inputs:
-        if self.spec.trains == "adapter":
+        if self.spec.trainable == "adapter":
             return items
         return self.encoder.read_items(items)
 
-    def parts(self, read: Read, size: int) -> list[Read]:
-        """Documents in their order, and as many parts of the queries."""
-        num_parts = max(1, math.ceil(len(read.documents) / size))
-        each = math.ceil(len(read.queries) / num_parts)
-        parts = []
-        for number in range(num_parts):
-            own = slice(number * size, (number + 1) * size)
-            queries = taken(read.queries, slice(number * each, (number + 1) * each))
-            boxes = None if read.boxes is None else read.boxes[own]
-            parts.append(Read(queries, taken(read.documents, own), boxes))
-        return parts
+    def mini_batches(self, inputs: ModelInputs, size: int) -> list[ModelInputs]:
+        """Splits documents in order, and queries into as many groups."""
+        count = max(1, math.ceil(len(inputs.documents) / size))
+        num_queries = math.ceil(len(inputs.queries) / count)
+        mini_batches = []
+        for number in range(count):
+            rows = slice(number * size, (number + 1) * size)
+            query_rows = slice(number * num_queries, (number + 1) * num_queries)
+            boxes = None if inputs.boxes is None else inputs.boxes[rows]
+            mini_batches.append(
+                ModelInputs(
+                    select(inputs.queries, query_rows), select(inputs.documents, rows), boxes
+                )
+            )
+        return mini_batches
 
-    def forward(self, part: Read) -> Embedded:
-        """Vectors, masks and single vectors of a part's queries and compressed documents."""
-        queries = self.tokens(part.queries)
-        documents = self.compressed(self.tokens(part.documents, self._taps), part.boxes)
+    def forward(self, mini_batch: ModelInputs) -> Embedded:
+        """Returns vectors, masks and single vectors of queries and compressed documents."""
+        queries = self.tokens(mini_batch.queries)
+        documents = self.compressed(self.tokens(mini_batch.documents, self._taps), mini_batch.boxes)
         embedded: Embedded = {}
         for name, tokens in (("query", queries), ("document", documents)):
             embedded[f"{name}_vectors"] = tokens.vectors.float()
@@ -281,27 +304,27 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return embedded
 
     def tokens(self, inputs: Inputs, taps: Sequence[Any] = ()) -> TokenBatch:
-        """The token vectors of what was read, or of kept states."""
-        if self.spec.trains not in FREEZE:
+        """Returns the token vectors of preprocessed inputs or of cached hidden states."""
+        if self.spec.trainable not in FREEZE:
             return self.encoder.tokens(inputs, taps)
         if not isinstance(inputs, TokenBatch):
             inputs = self._frozen(inputs, taps)
         states = inputs.to(self.device)
-        layer = self.model if self.spec.trains == "adapter" else self.encoder.projection
+        layer = self.model if self.spec.trainable == "adapter" else self.encoder.projection
         dtype = next(layer.parameters()).dtype
         vectors = normalise(layer(states.vectors.to(dtype)).float())
         return dataclasses.replace(states, vectors=vectors, normalised=True)
 
     def _frozen(self, inputs: Any, taps: Sequence[Any]) -> TokenBatch:
-        """What the part of the model gives that is not trained."""
-        if self.spec.trains == "projection":
+        """Returns the output of the frozen part of the model."""
+        if self.spec.trainable == "projection":
             return self.encoder.states(inputs, taps)
         return encoded(self.encoder, inputs, taps)
 
     def compressed(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
     ) -> TokenBatch:
-        """Documents' tokens as they are scored; with boxes, where the compressor uses them."""
+        """Compresses documents for scoring; compressors that use object boxes get them."""
         spec = self.spec.compressor
         if boxes is not None and (
             getattr(spec, "object_prior", False)
@@ -314,8 +337,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 for tap in self.compressor.needs_taps
             }
             tokens = dataclasses.replace(tokens, taps=taps)
-        if tokens.extents is not None and not self._is_judged and bool(tokens.mask[0].any()):
-            self._is_judged = True
+        if tokens.extents is not None and not self._has_remarked and bool(tokens.mask[0].any()):
+            self._has_remarked = True
             if sentence := self.compressor.remark(tokens.extents[0, tokens.mask[0]].cpu().numpy()):
                 log.warning("learner.compressor: %s", sentence)
         return self.compressor.compress(tokens)
@@ -323,7 +346,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
     # -- objective ---------------------------------------------------------------------------------
 
     def scores(self, queries: Embedded, documents: Embedded) -> torch.Tensor:
-        """(Q, B) by the spec's `score`."""
+        """Returns the (Q, B) scores of the kind that the spec names."""
         total: Any = 0.0
         if self.spec.score != "single":
             total = late_scores(
@@ -339,14 +362,14 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
+        """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
         device = self.device
         facts = {"query": batch.query_facts.to(device), "document": batch.document_facts.to(device)}
         every = {name: gathered(tensor) for name, tensor in embedded.items()}
         every_fact = {name: gathered(tensor) for name, tensor in facts.items()}
         temperature = (-self.log_scale).exp()
         positive_QB = data.relevant(facts["query"], every_fact["document"])
-        # What only fills up a batch is nothing that a query could choose.
+        # Padding documents are no candidates.
         is_filler_B = (every_fact["document"] == NOTHING).all(dim=1)
         scores_QB = self.scores(embedded, every).masked_fill(is_filler_B, LOWEST)
         loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
@@ -359,11 +382,11 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if (distillation := self.spec.distillation) is not None:
             loss = loss + self._distilled(distillation, embedded, batch, data, temperature)
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
-        figures = {
+        metrics = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
             "temperature": temperature.item(),
         }
-        return loss, figures
+        return loss, metrics
 
     def _distilled(
         self,
@@ -387,49 +410,53 @@ class Contrastive(Learner["Contrastive.Spec"]):
     # -- quality -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
-        """What the data measure; and how phrases are grounded, if there are any."""
-        read = dataclasses.replace(self.read(held_out), boxes=None)  # at inference there are none
-        embedded = self.embedded(read)
-        quality = data.quality(self.scores(embedded, embedded), held_out)
-        if held_out.phrases is not None:
-            quality |= self._grounding(held_out, held_out.phrases, read)
+    def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
+        """Returns the metrics of the data, and those of grounding if there are phrases."""
+        inputs = dataclasses.replace(
+            self.read(validation), boxes=None
+        )  # there are none at inference
+        embedded = self.embedded(inputs)
+        quality = data.quality(self.scores(embedded, embedded), validation)
+        if validation.phrases is not None:
+            quality |= self._grounding(validation, validation.phrases, inputs)
         return quality
 
-    def embedded(self, read: Read, size: int = 64) -> Embedded:
-        """Vectors of any number of queries and documents, embedded part by part."""
-        every: dict[str, list[torch.Tensor]] = {}
-        for part in self.parts(read, size):
-            for name, tensor in self(part).items():
-                every.setdefault(name, []).append(tensor)
-        return {name: joined(parts) for name, parts in every.items()}
+    def embedded(self, inputs: ModelInputs, size: int = 64) -> Embedded:
+        """Embeds any number of queries and documents, `size` documents at a time."""
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for mini_batch in self.mini_batches(inputs, size):
+            for name, tensor in self(mini_batch).items():
+                tensors.setdefault(name, []).append(tensor)
+        return {name: concatenate(rows) for name, rows in tensors.items()}
 
-    def _grounding(self, held_out: Batch, phrases: Phrases, read: Read, size: int = 64) -> Quality:
-        """Compares each phrase with its document."""
+    def _grounding(
+        self, validation: Batch, phrases: Phrases, model_inputs: ModelInputs, size: int = 64
+    ) -> Quality:
+        """Computes the grounding metrics of each phrase in its document."""
         words = dataclasses.replace(
-            held_out, queries=phrases.texts, documents=[], document_keys=[], boxes=None
+            validation, queries=phrases.texts, documents=[], document_keys=[], boxes=None
         )
         inputs = self.read(words).queries
         found: list[Quality] = []
         for start in range(0, len(phrases.texts), size):
             own = slice(start, start + size)
             rows = phrases.documents[own]
-            tokens = self.tokens(taken(read.documents, rows), self._taps)
+            tokens = self.tokens(select(model_inputs.documents, rows), self._taps)
             if tokens.extents is None:
                 return {}
-            queries = self.tokens(taken(inputs, own))
+            queries = self.tokens(select(inputs, own))
             found.append(grounding(queries, self.compressed(tokens), tokens, phrases.boxes[own]))
         return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
-        """The model with its processor, or what was trained of it, for an encoder's spec."""
+        """Writes the model with its processor, or only its trained part, for an encoder to load."""
         if isinstance(self.model, Adapter):
             self.model.save(folder, self.encoder.fingerprint)
             return
         if self._tuned is not None:
             lora.save(self._tuned, folder, self.encoder.part_of_checkpoint)
             return
-        if self.spec.trains == "projection":
+        if self.spec.trainable == "projection":
             weights = {
                 name: tensor.detach().cpu().contiguous()
                 for name, tensor in self.encoder.projection.state_dict().items()
@@ -444,24 +471,34 @@ class Contrastive(Learner["Contrastive.Spec"]):
         self.encoder.save(folder)
 
 
-def weight(positive_QB: torch.Tensor) -> torch.Tensor:
-    """What a worker's mean over its queries counts for in the mean over workers.
+def _not_trainable(encoder: str) -> SpecError:
+    """Returns the error for an encoder that has no trainable model."""
+    names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), Trainable)]
+    legal = f"one that can be trained: {', '.join(names)}; or trainable: adapter"
+    return SpecError("encoder.name", encoder, legal)
 
-    So much that each query with a positive counts the same, whoever has how many.
+
+def weight(positive_QB: torch.Tensor) -> torch.Tensor:
+    """Returns the weight of a worker's mean loss in the mean over workers.
+
+    It gives each query with a positive the same weight, however they are distributed.
+
+    Args:
+        positive_QB: bool, relevance of each document to each query of the worker.
     """
     count = positive_QB.any(dim=1).sum().float()
     return count / distributed.mean(count).clamp_min(1e-6)
 
 
-def taken(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:
-    """Some of the sequences, or of the states."""
+def select(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:
+    """Returns some rows of model inputs."""
     if isinstance(inputs, TokenBatch):
         return inputs.take(rows if isinstance(rows, slice) else torch.tensor(rows))
     return inputs[rows] if isinstance(rows, slice) else [inputs[row] for row in rows]
 
 
 def with_objects(tokens: TokenBatch, boxes: Sequence[np.ndarray]) -> TokenBatch:
-    """Tokens with the annotated object that each lies in (SaMer, section 4.2)."""
+    """Labels tokens with the annotated object that each lies in (SaMer, section 4.2)."""
     lengths = np.array([len(own) for own in boxes])
     flat = np.concatenate([np.asarray(own, dtype=np.float32).reshape(-1, 4) for own in boxes])
     boxes_BM4, box_mask_BM = pad(torch.from_numpy(flat), lengths)

@@ -1,4 +1,4 @@
-"""Training of EDJE, the joint encoder that reranks, over what a frozen encoder sees."""
+"""Training of EDJE, the joint encoder for reranking, on hidden states of a frozen encoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -24,16 +24,16 @@ from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.schema import POOL
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
-from pipeline.train.frozen import encoded, kept, query_key
-from pipeline.train.learner import BaseSpec, Embedded, Learner, joined
+from pipeline.train.frozen import cached_hidden_states, encoded, query_key
+from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.losses import LOWEST, info_nce_each, late_scores
 from pipeline.training_data.base import NOTHING, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
 
 if TYPE_CHECKING:
-    from pipeline.train.states import States
+    from pipeline.train.hidden_states import HiddenStates
 
-#: What the teacher's tensors are called, beside the student's.
+#: Prefix of the names of the teacher's tensors.
 TEACHER = "teacher_"
 #: Temperature of negatives for scores without a scale of their own. Late-interaction scores are
 #: means of cosines, for which colpali-engine's contrastive loss has the same temperature.
@@ -41,8 +41,14 @@ DEFAULT_TEMPERATURE = 0.02
 
 
 @dataclass(frozen=True)
-class Read:
-    """A batch: texts and items, or their states, and the texts as the joint encoders read them."""
+class ModelInputs:
+    """A batch as the models read it.
+
+    Attributes:
+        queries: Texts, or their cached hidden states.
+        documents: Items, or their cached hidden states.
+        texts: Tokenized queries by the name of the joint encoder that reads them.
+    """
 
     queries: Sequence[str] | TokenBatch
     documents: Sequence[Mapping[str, Any]] | TokenBatch
@@ -50,11 +56,11 @@ class Read:
 
 
 class Distillation(config.Spec):
-    """Learning the logits of another EDJE, the teacher: local to compressed, in the paper.
+    """Distillation from the logits of another EDJE, the teacher: local to compressed in the paper.
 
     Attributes:
-        teacher: a folder that training EDJE wrote, on the same encoder.
-        weight: of this loss.
+        teacher: Folder of a trained EDJE on the same encoder.
+        weight: Weight of this loss.
     """
 
     teacher: Uri
@@ -62,42 +68,44 @@ class Distillation(config.Spec):
 
 
 class EdjeLearner(Learner["EdjeLearner.Spec"]):
-    """An adapter behind a frozen encoder, and the joint encoder that reads what it makes.
+    """Trains an adapter behind a frozen encoder and the joint encoder that reads its tokens.
 
-    **A batch.** Of each query with a relevant document in the batch one is drawn: a positive pair.
-    For each there are negative documents for its query and negative queries for its document, those
-    that the frozen encoder finds most similar and the data do not call relevant (section 4).
-    Candidates are those of all workers.
+    For each query with relevant documents in the batch, one of them is sampled: a positive pair.
+    Each pair has negative documents for its query and negative queries for its document, the most
+    similar ones by the frozen encoder that are not relevant (section 4). Candidates are those of
+    all workers.
 
-    Which documents and queries are negatives, and which words are masked, is drawn anew each time.
+    Negatives and masked words are sampled anew in each step.
     """
 
     class Spec(BaseSpec):
-        """What is trained, and by which losses; the paper's values where it has them.
+        """Options of EDJE's training; defaults are the paper's values where it has them.
 
         Attributes:
-            encoder: the frozen one; its states are what the adapter reads, its similarities choose
-                the negatives and the pools.
-            states: a folder in which its states are kept, so that it runs once for each query and
-                document; null: it runs in each epoch.
-            states_dtype: of the kept states.
-            start: a folder that training EDJE wrote, to go on from; null: begin anew.
-            adapter: null: that of `start`, or else the paper's.
-            joint: null: that of `start`, or else the bundled model.
-            first_stage: the similarity of the frozen encoder: `single`, the product of the single
-                vectors, or `late`, MaxSim.
-            compressor: of the items' vectors in the first stage of measurements, for `late`.
-                Negatives are chosen by all vectors: what is like in these is like in fewer, and the
-                more a negative is like the positive, the more there is to learn from it.
-            itm: the weight of image-text matching; 0: none.
-            mlm: of masked language modelling, on positive pairs.
-            recovery: of text-embedding recovery, from texts alone; of an encoder without a single
-                vector the mean of the text's vectors is what is recovered.
-            contrast: of words with vision tokens, before both are read together; it is not in
-                the paper.
-            contrast_temperature: of it.
-            distillation: of a teacher's logits, on the pairs of image-text matching.
-            masked: the probability that a word is masked.
+            encoder: Frozen encoder. The adapter reads its hidden states; its similarities select
+                the negatives and the candidates to rerank.
+            hidden_states_cache: Folder in which its hidden states are cached, so that it runs once
+                per query and document; null runs it in each epoch.
+            hidden_states_dtype: Precision of the cached hidden states.
+            init_from: Folder of a trained EDJE to initialise the weights from; null initialises
+                new ones.
+            adapter: Settings of the adapter. Null uses those of `init_from`, or the paper's.
+            joint: Settings of the joint encoder. Null uses those of `init_from`, or the bundled
+                model.
+            first_stage: Similarity of the frozen encoder: `single`, the inner product of the
+                single vectors, or `late`, MaxSim.
+            compressor: Compressor of the items' vectors in the first stage of evaluations, for
+                `late`. Negatives are selected with all vectors, because harder negatives teach
+                more.
+            itm: Weight of image-text matching; 0 disables it.
+            mlm: Weight of masked language modelling, on positive pairs.
+            recovery: Weight of text-embedding recovery, from texts only. For an encoder without a
+                single vector, the mean of the text's vectors is recovered.
+            contrast: Weight of the contrast between words and vision tokens that are not yet read
+                together, which is not in the paper.
+            contrast_temperature: Temperature of `contrast`.
+            distillation: Distillation of a teacher's logits, on the pairs of image-text matching.
+            mask_probability: Probability that a word is masked.
             negatives: `sampled` draws among the `negatives_top_k` most similar candidates with
                 probability softmax(similarity / temperature); `top` takes the most similar ones.
             num_negatives: Negative documents per positive pair, and as many negative queries.
@@ -105,16 +113,25 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             negatives_temperature: Temperature of `sampled`. Null is the encoder's own, 1 /
                 exp(logit_scale), for `single` scores of an encoder that has one, and
                 `DEFAULT_TEMPERATURE` otherwise.
-            pairs_at_once: pairs that go through the joint encoder at once; of a batch with more,
-                each does so twice (once for the loss, once for its gradients). Null: all.
-            pool: how many candidates of the first stage are reranked, in measurements.
-            add_first_stage: whether its score is added to the joint encoder's there.
+            pair_mini_batch_size: Maximum number of pairs in one forward pass of the joint encoder;
+                activations of larger batches are recomputed in the backward pass. Null for no
+                limit.
+            pool: Number of candidates of the first stage that evaluations rerank.
+            add_first_stage: Adds the first stage's score to that of the joint encoder there.
         """
 
+        renamed: ClassVar[Mapping[str, str]] = {
+            "states": "hidden_states_cache",
+            "states_dtype": "hidden_states_dtype",
+            "start": "init_from",
+            "masked": "mask_probability",
+            "pairs_at_once": "pair_mini_batch_size",
+        }
+
         name: Literal["edje"] = "edje"
-        states: Uri | None = None
-        states_dtype: Literal["float16", "float32"] = "float16"
-        start: Uri | None = None
+        hidden_states_cache: Uri | None = None
+        hidden_states_dtype: Literal["float16", "float32"] = "float16"
+        init_from: Uri | None = None
         adapter: Adapter.Spec | None = None
         joint: JointEncoder.Spec | None = None
         first_stage: Literal["single", "late"] = "single"
@@ -125,12 +142,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         contrast: float = Field(0.0, ge=0, allow_inf_nan=False)
         contrast_temperature: float = Field(0.05, gt=0, allow_inf_nan=False)
         distillation: Distillation | None = None
-        masked: float = Field(0.5, gt=0, lt=1)
+        mask_probability: float = Field(0.5, gt=0, lt=1)
         negatives: Literal["sampled", "top"] = "sampled"
         num_negatives: int = Field(3, ge=1)
         negatives_top_k: int = Field(10, ge=1)
         negatives_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
-        pairs_at_once: int | None = Field(None, ge=1)
+        pair_mini_batch_size: int | None = Field(None, ge=1)
         pool: int = Field(POOL, ge=1)
         add_first_stage: bool = False
 
@@ -146,8 +163,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 raise SpecError("negatives_top_k", self.negatives_top_k, legal)
             for field in ("adapter", "joint"):
                 own = getattr(self, field)
-                if self.start is not None and own is not None:
-                    legal = "null, where `start` has one"
+                if self.init_from is not None and own is not None:
+                    legal = "null, where `init_from` has one"
                     raise SpecError(field, config.dump(own), legal)
             return self
 
@@ -160,9 +177,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             raise SpecError("learner.first_stage", "single", legal)
         self.compressor = COMPRESSORS.build(spec.compressor)
         vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
-        if spec.start is not None:
-            edje = Edje.load(spec.start, "start").requires_grad_(True)
-            self._check_vision(edje, "start", spec.start)
+        if spec.init_from is not None:
+            edje = Edje.load(spec.init_from, "init_from").requires_grad_(True)
+            self._check_vision(edje, "init_from", spec.init_from)
             edje.vision = vision
         else:
             text_dim = self.encoder.pooled_dim or self.encoder.dim
@@ -187,22 +204,22 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             teacher = Edje.load(spec.distillation.teacher, "distillation.teacher")
             self._check_vision(teacher, "distillation.teacher", spec.distillation.teacher)
             self._of[TEACHER] = teacher
-        self._states: States | None = None
+        self._states: HiddenStates | None = None
         self._half = False
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if a part of it is not there, or does not fit."""
+        """Raises `SpecError` if a model is missing, or the settings do not fit together."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
         compressor = COMPRESSORS.load(spec.compressor.name)
         if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
             legal = "one that reads vectors alone: none, hpool, samer, spatial, random"
             raise SpecError("compressor.name", spec.compressor.name, legal)
-        if spec.states is not None:
-            check_writable(spec.states, "states")
-        if spec.start is not None:
-            about_of(spec.start, "start")
+        if spec.hidden_states_cache is not None:
+            check_writable(spec.hidden_states_cache, "hidden_states_cache")
+        if spec.init_from is not None:
+            about_of(spec.init_from, "init_from")
         else:
             with config.within("joint"):
                 JointEncoder.check(spec.joint or JointEncoder.Spec())
@@ -210,7 +227,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             about_of(spec.distillation.teacher, "distillation.teacher")
 
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
-        """Raises `SpecError` if an adapter is one of another encoder's states."""
+        """Raises `SpecError` if an EDJE was trained on another encoder."""
         if edje.vision["fingerprint"] != self.encoder.fingerprint:
             legal = "the folder of an EDJE that was trained on this encoder"
             raise SpecError(f"learner.{field}", folder, legal, "is of another encoder")
@@ -218,59 +235,64 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     # -- the frozen encoder ------------------------------------------------------------------------
 
     def prepare(self, data: TrainingData) -> None:
-        """Keeps the states of all that is not there yet, if the spec says so; see `kept`."""
-        if self.spec.states is None:
+        """Caches the missing hidden states, if the spec names a cache."""
+        if self.spec.hidden_states_cache is None:
             return
-        about = {
+        origin = {
             "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [],
         }
-        where = (self.spec.states, self.spec.states_dtype)
-        self._states = kept(where, about, data, self._frozen, self._frozen)
+        self._states = cached_hidden_states(
+            self.spec.hidden_states_cache,
+            self.spec.hidden_states_dtype,
+            origin,
+            data,
+            queries=self._frozen,
+            documents=self._frozen,
+        )
 
     def _frozen(self, inputs: Any) -> TokenBatch:
         return inputs if isinstance(inputs, TokenBatch) else encoded(self.encoder, inputs)
 
     # -- embedding ---------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Read:
-        """The texts through the tokenizers, and kept states if there are."""
+    def read(self, batch: Batch) -> ModelInputs:
+        """Tokenizes the texts, and reads hidden states if they are cached."""
         texts = {name: edje.joint.read(batch.queries) for name, edje in self._of.items()}
         if self._states is None:
-            return Read(batch.queries, batch.documents, texts)
+            return ModelInputs(batch.queries, batch.documents, texts)
         queries = self._states.read([query_key(text) for text in batch.queries])
-        return Read(queries, self._states.read(batch.document_keys), texts)
+        return ModelInputs(queries, self._states.read(batch.document_keys), texts)
 
-    def parts(self, read: Read, size: int) -> list[Read]:
-        """Documents in their order, and as many parts of the queries."""
-        num_queries, num_documents = len(read.queries), len(read.documents)
-        num_parts = max(1, -(-num_documents // size))
+    def mini_batches(self, inputs: ModelInputs, size: int) -> list[ModelInputs]:
+        """Splits documents in order, and queries into as many groups."""
+        num_queries, num_documents = len(inputs.queries), len(inputs.documents)
+        count = max(1, -(-num_documents // size))
 
-        def take(inputs: Any, own: slice) -> Any:
-            return inputs.take(own) if isinstance(inputs, TokenBatch | Texts) else inputs[own]
+        def select(values: Any, rows: slice) -> Any:
+            return values.take(rows) if isinstance(values, TokenBatch | Texts) else values[rows]
 
-        parts = []
-        for number in range(num_parts):
-            first, last = (num_queries * n // num_parts for n in (number, number + 1))
-            own = slice(first, last)
-            documents = take(read.documents, slice(number * size, (number + 1) * size))
-            texts = {name: take(each, own) for name, each in read.texts.items()}
-            parts.append(Read(take(read.queries, own), documents, texts))
-        return parts
+        mini_batches = []
+        for number in range(count):
+            rows = slice(num_queries * number // count, num_queries * (number + 1) // count)
+            documents = select(inputs.documents, slice(number * size, (number + 1) * size))
+            texts = {name: select(tokenized, rows) for name, tokenized in inputs.texts.items()}
+            mini_batches.append(ModelInputs(select(inputs.queries, rows), documents, texts))
+        return mini_batches
 
-    def forward(self, part: Read) -> Embedded:
-        """The tokens of a part's documents, and all that the loss needs of what is frozen."""
-        # The loss, which has the joint encoder, is to be computed as this is.
+    def forward(self, mini_batch: ModelInputs) -> Embedded:
+        """Returns the documents' tokens, and what the loss needs of the frozen encoder."""
+        # The loss, which runs the joint encoder, has to use the same precision.
         self._half = torch.is_autocast_enabled(self.device.type)
-        queries, documents = self._frozen(part.queries), self._frozen(part.documents)
+        queries, documents = self._frozen(mini_batch.queries), self._frozen(mini_batch.documents)
         embedded: Embedded = {}
         for name, edje in self._of.items():
             if name == TEACHER and not self.edje.training:
                 continue
             with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER):
                 tokens, mask = edje.adapter.tokens(documents)
-            texts = part.texts[name].to(self.device)
+            texts = mini_batch.texts[name].to(self.device)
             embedded |= {
                 f"{name}tokens": tokens.float(),
                 f"{name}tokens_mask": mask,
@@ -313,7 +335,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum of the losses that the spec has (section 4)."""
+        """Computes the weighted sum of the losses that the spec enables (section 4)."""
         spec = self.spec
         every = {name: gathered(tensor) for name, tensor in embedded.items()}
         facts = batch.query_facts.to(self.device), batch.document_facts.to(self.device)
@@ -322,9 +344,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         is_filler_B = (document_facts == NOTHING).all(dim=1)
         num_own = len(batch.queries)
         own = slice(distributed.rank() * num_own, (distributed.rank() + 1) * num_own)
-        positives_A2 = drawn(relevant_QB, own)
-        figures: dict[str, float] = {}
-        parts: dict[str, tuple[float, torch.Tensor]] = {}
+        positives_A2 = sample_positives(relevant_QB, own)
+        metrics: dict[str, float] = {}
+        terms: dict[str, tuple[float, torch.Tensor]] = {}
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._half):
             if self._matches:
@@ -332,46 +354,46 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                     self.similarity(every), ~relevant_QB & ~is_filler_B, positives_A2
                 )
                 logits_P = self._logits(self.edje, every, pairs_P2)
-                parts["itm"] = (spec.itm, objectives.matching(logits_P, is_match_P))
+                terms["itm"] = (spec.itm, objectives.matching(logits_P, is_match_P))
                 right_P = (logits_P.detach() > 0) == is_match_P
-                figures["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
+                metrics["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
             if spec.mlm:
-                parts["mlm"] = (spec.mlm, self._masked_words(every, positives_A2))
+                terms["mlm"] = (spec.mlm, self._masked_words(every, positives_A2))
             if spec.recovery or spec.contrast:
                 texts = texts_of(every).take(own)
-                alone_QLH = self._in_parts(
+                alone_QLH = self._in_mini_batches(
                     lambda rows: self.edje.joint.of_texts(texts.take(rows)),
                     torch.arange(num_own, device=self.device),
                 )
             if spec.recovery:
                 target_QP = every["query_pooled"][own]
                 made_QP = self.edje.joint.recovered(alone_QLH)
-                parts["recovery"] = (spec.recovery, objectives.recovery(made_QP, target_QP))
+                terms["recovery"] = (spec.recovery, objectives.recovery(made_QP, target_QP))
             if spec.contrast:
                 losses = self._contrast(
                     alone_QLH, texts.is_word, every, relevant_QB[own], is_filler_B
                 )
-                parts["contrast"] = (spec.contrast, losses)
+                terms["contrast"] = (spec.contrast, losses)
             if spec.distillation is not None:
                 with torch.no_grad():
                     teacher_P = self._logits(self._of[TEACHER], every, pairs_P2, TEACHER)
                 losses = objectives.distillation(logits_P, teacher_P)
-                parts["distillation"] = (spec.distillation.weight, losses)
+                terms["distillation"] = (spec.distillation.weight, losses)
         total = torch.zeros((), device=self.device)
-        if not len(positives_A2):  # every weight has a gradient, as those of other workers have
+        if not len(positives_A2):  # every weight needs a gradient, as on other workers
             trained = [p for p in self.edje.joint.parameters() if p.requires_grad]
             total = sum(((0 * own).sum() for own in (embedded["tokens"], *trained)), total)
-        for name, (weight, losses) in parts.items():
-            # Each pair, word or text counts the same, whichever worker has how many.
+        for name, (weight, losses) in terms.items():
+            # Every pair, word or text has the same weight, however they are distributed.
             count = torch.tensor(float(len(losses)), device=self.device)
             mean = losses.sum() / distributed.mean(count).clamp_min(1e-6)
             total = total + weight * mean
-            figures[name] = mean.item()
-        return total, figures
+            metrics[name] = mean.item()
+        return total, metrics
 
     @property
     def negatives_temperature(self) -> float:
-        """The temperature that negatives are drawn with."""
+        """Returns the temperature with which negatives are sampled."""
         if self.spec.negatives_temperature is not None:
             return self.spec.negatives_temperature
         scale = self.encoder.logit_scale if self.spec.first_stage == "single" else None
@@ -406,7 +428,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self, edje: Edje, every: Embedded, pairs_P2: torch.Tensor, name: str = ""
     ) -> torch.Tensor:
         texts, tokens = texts_of(every, name), (every[f"{name}tokens"], every[f"{name}tokens_mask"])
-        return self._in_parts(lambda pairs: edje.joint.logits(texts, *tokens, pairs), pairs_P2)
+        return self._in_mini_batches(
+            lambda pairs: edje.joint.logits(texts, *tokens, pairs), pairs_P2
+        )
 
     def _contrast(
         self,
@@ -436,12 +460,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         )
 
     def _masked_words(self, every: Embedded, positives_A2: torch.Tensor) -> torch.Tensor:
-        """The loss of each masked word, given the vision tokens and the other words."""
+        """Computes the loss of each masked word, given the vision tokens and the other words."""
         joint, texts = self.edje.joint, texts_of(every)
         query_A, document_A = positives_A2.unbind(1)
         ids_AL, is_word_AL = texts.ids[query_A], texts.is_word[query_A]
         masked_AL, is_masked_AL = objectives.masked(
-            ids_AL, is_word_AL, joint.mask_id, self.spec.masked
+            ids_AL, is_word_AL, joint.mask_id, self.spec.mask_probability
         )
 
         def states(rows: torch.Tensor) -> torch.Tensor:
@@ -453,35 +477,35 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 every["tokens_mask"][document],
             )
 
-        states_ALH = self._in_parts(states, torch.arange(len(query_A), device=self.device))
+        states_ALH = self._in_mini_batches(states, torch.arange(len(query_A), device=self.device))
         logits_TW = joint.word_logits(states_ALH[is_masked_AL])
         return objectives.masked_words(logits_TW, ids_AL[is_masked_AL])
 
-    def _in_parts(
+    def _in_mini_batches(
         self, run: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """What `run` gives of rows, of so many at once as the spec says."""
-        size = self.spec.pairs_at_once
+        """Runs a function on rows, `pair_mini_batch_size` at a time."""
+        size = self.spec.pair_mini_batch_size
         if size is None or len(rows) <= size:
             return run(rows)
         if not torch.is_grad_enabled():
-            return torch.cat([run(part) for part in rows.split(size)])
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in rows.split(size)])
+            return torch.cat([run(some) for some in rows.split(size)])
+        return torch.cat([checkpoint(run, some, use_reentrant=False) for some in rows.split(size)])
 
     # -- quality -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
-        """Text to item and item to text, reranked and as the first stage has them."""
-        every: dict[str, list[torch.Tensor]] = {}
-        for part in self.parts(self.read(held_out), 64):
-            for name, tensor in self(part).items():
-                every.setdefault(name, []).append(tensor)
-        embedded = {name: joined(parts) for name, parts in every.items()}
+    def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
+        """Evaluates text-to-item and item-to-text retrieval, reranked and by the first stage."""
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for mini_batch in self.mini_batches(self.read(validation), 64):
+            for name, tensor in self(mini_batch).items():
+                tensors.setdefault(name, []).append(tensor)
+        embedded = {name: concatenate(rows) for name, rows in tensors.items()}
         first_QB = self.similarity(embedded)
-        facts = held_out.query_facts, held_out.document_facts
+        facts = validation.query_facts, validation.document_facts
         relevant_QB = data.relevant(*(own.to(self.device) for own in facts))
-        quality = data.quality(self._reranked(embedded, first_QB), held_out)
+        quality = data.quality(self._reranked(embedded, first_QB), validation)
         backwards = ranking(self._reranked(embedded, first_QB.T, True), relevant_QB.T)
         quality |= _named("item to text", backwards)
         quality |= _named("first stage", ranking(first_QB, relevant_QB))
@@ -491,7 +515,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def _reranked(
         self, embedded: Embedded, first: torch.Tensor, backwards: bool = False
     ) -> torch.Tensor:
-        """Scores as those of the first stage: (Q, B), or backwards (B, Q)."""
+        """Reranks first-stage scores of shape (Q, B), or backwards (B, Q); keeps the shape."""
         pairs = pairs_of(first, self.spec.pool)
         tokens = embedded["tokens"], embedded["tokens_mask"]
         text_item = pairs.flip(1) if backwards else pairs
@@ -499,14 +523,22 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         return reranked(first, pairs, scores, self.spec.add_first_stage)
 
     def save(self, folder: Path) -> None:
-        """The adapter and the joint encoder, as `Edje.load` reads them."""
+        """Writes the adapter and the joint encoder, as `Edje.load` reads them."""
         self.edje.save(folder)
 
 
-def drawn(relevant_QB: torch.Tensor, own: slice) -> torch.Tensor:
-    """(A, 2) int64: of each own query with a relevant document one of these, all as likely.
+def sample_positives(relevant_QB: torch.Tensor, own: slice) -> torch.Tensor:
+    """Samples a positive pair for each of this worker's queries that has relevant documents.
 
-    >>> drawn(torch.tensor([[True, False], [False, False], [False, True]]), slice(1, 3)).tolist()
+    Args:
+        relevant_QB: bool, relevance of all workers' documents to all workers' queries.
+        own: Rows of this worker's queries.
+
+    Returns:
+        (A, 2) int64 rows of queries and of documents, uniformly among the relevant ones.
+
+    >>> relevant = torch.tensor([[True, False], [False, False], [False, True]])
+    >>> sample_positives(relevant, slice(1, 3)).tolist()
     [[2, 1]]
     """
     query_A = relevant_QB[own].any(dim=1).nonzero().squeeze(1) + own.start
@@ -518,7 +550,7 @@ def drawn(relevant_QB: torch.Tensor, own: slice) -> torch.Tensor:
 
 
 def texts_of(embedded: Embedded, name: str = "") -> Texts:
-    """The texts that a batch was embedded with."""
+    """Returns the tokenized texts of an embedded batch."""
     ids = embedded[f"{name}ids"]
     num_cut = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
     return Texts(ids, embedded[f"{name}text_mask"], embedded[f"{name}is_word"], num_cut)

@@ -1,4 +1,4 @@
-"""What a model gives that is not trained: run once for each query and document, and kept."""
+"""Hidden states of frozen encoders, computed or read from the cache."""
 
 from __future__ import annotations
 
@@ -19,16 +19,25 @@ from pipeline.tokens import TokenBatch
 from pipeline.training_data.base import Batch, TrainingData
 
 if TYPE_CHECKING:
-    from pipeline.train.states import States
+    from pipeline.train.hidden_states import HiddenStates
 
-#: Queries or documents whose states are written at once.
-STATES_AT_ONCE = 256
+#: Queries or documents per commit to the cache.
+CACHE_BATCH = 256
 
 
 def encoded(
     encoder: Encoder, inputs: Sequence[str] | Sequence[Mapping[str, Any]], taps: Sequence[Tap] = ()
 ) -> TokenBatch:
-    """Texts as an encoder reads queries, or items, in order; as constants to a gradient."""
+    """Encodes queries or items without gradients.
+
+    Args:
+        encoder: Frozen encoder.
+        inputs: Queries as texts, or items as mappings of payload columns.
+        taps: Attention statistics of items; those of queries are zeros.
+
+    Returns:
+        One row per input, in order.
+    """
     if not inputs:
         pooled = None if encoder.pooled_dim is None else torch.zeros(0, encoder.pooled_dim)
         mask = torch.zeros(0, 0, dtype=torch.bool)
@@ -36,7 +45,7 @@ def encoded(
     texts = [text for text in inputs if isinstance(text, str)]
     if texts:
         states = encoder.encode_queries(texts).tokens
-        # Nothing reads a query's attention; the rows of what is kept have the same columns.
+        # Nothing reads a query's attention; all cached rows have the same columns.
         nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
         states = dataclasses.replace(states, taps=nothing)
     else:
@@ -49,36 +58,39 @@ def encoded(
     return dataclasses.replace(states, vectors=states.vectors.clone(), pooled=pooled)
 
 
-def kept(
-    where: tuple[str, Literal["float16", "float32"]],
-    about: dict[str, Any],
+def cached_hidden_states(
+    folder: str,
+    dtype: Literal["float16", "float32"],
+    origin: dict[str, Any],
     data: TrainingData,
     queries: Callable[[Sequence[str]], TokenBatch],
     documents: Callable[[Sequence[Mapping[str, Any]]], TokenBatch],
-) -> States:
-    """The states of all that is trained on and measured by; what is not there yet is computed.
+) -> HiddenStates:
+    """Returns the hidden states of all training and validation data, computing missing ones.
 
     Args:
-        where: a folder, and the dtype of what is kept in it. It has those of all models and
-            settings that it was named for.
-        about: the model and the settings that the states depend on.
-        queries, documents: run the model.
+        folder: Folder of the cache. It may hold those of several models and settings.
+        dtype: Stored precision.
+        origin: JSON object of the model and the settings that the hidden states depend on.
+        data: Training data; later, its batches leave out what only the model needs.
+        queries: Computes the hidden states of queries.
+        documents: Computes the hidden states of documents.
 
     Raises:
-        SpecError: for `learner.states`: the data have other queries and documents in each epoch.
+        SpecError: For `learner.hidden_states_cache`: the queries and documents of the data differ
+            between epochs.
     """
-    folder, dtype = where
     if not data.repeats:
         legal = "null, or data whose epochs have the same queries and documents"
-        raise SpecError("learner.states", folder, legal)
-    from pipeline.train.states import States
+        raise SpecError("learner.hidden_states_cache", folder, legal)
+    from pipeline.train.hidden_states import HiddenStates
 
-    states = States(f"{folder}/{config.digest(about)}.lance", about, dtype)
+    states = HiddenStates(f"{folder}/{config.digest(origin)}.lance", origin, dtype)
     data.known = states
     texts: dict[str, str] = {}
     items: dict[str, Mapping[str, Any]] = {}
 
-    def keep(at_least: int = 1) -> None:
+    def flush(at_least: int = 1) -> None:
         if len(texts) >= at_least:
             states.add(list(texts), queries(list(texts.values())))
             texts.clear()
@@ -86,29 +98,29 @@ def kept(
             states.add(list(items), documents(list(items.values())))
             items.clear()
 
-    for batch in _everything(data):
+    for batch in _batches(data):
         for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
             if query_key(text) not in states:
                 texts[query_key(text)] = text
         for key, item in zip(batch.document_keys, batch.documents, strict=True):
             if key not in states:
                 items[key] = item
-        keep(at_least=STATES_AT_ONCE)
-    keep()
+        flush(at_least=CACHE_BATCH)
+    flush()
     distributed.wait_for_all()
     states.reopen()
     data.knows_all = True
     return states
 
 
-def _everything(data: TrainingData) -> Iterator[Batch]:
-    """One worker's share of all that is trained on, and what quality is measured on."""
+def _batches(data: TrainingData) -> Iterator[Batch]:
+    """Yields this worker's share of the training data, on the first also the validation data."""
     yield from data.everything(distributed.rank(), distributed.num_workers())
-    held_out = data.held_out()
-    if held_out is not None and distributed.rank() == 0:
-        yield held_out
+    validation = data.validation()
+    if validation is not None and distributed.rank() == 0:
+        yield validation
 
 
 def query_key(text: str) -> str:
-    """The key of a query's states; documents have others."""
+    """Returns the key of a query's hidden states, which no document has."""
     return f"query: {text}"

@@ -1,6 +1,7 @@
-"""States of a frozen model, kept in Lance: where a projection alone trains, the model runs once.
+"""Hidden states of a frozen model, cached in a Lance dataset.
 
-An epoch then costs a read and a product. `python -m jobs.bench train` says how much less that is.
+Where only a projection or an adapter is trained, the model runs once per query and document; an
+epoch then costs a read and a matrix product. `python -m jobs.bench train` measures the difference.
 """
 
 from __future__ import annotations
@@ -18,40 +19,42 @@ from pipeline.config import SpecError, absolute
 from pipeline.tokens import TokenBatch, flat_from_arrow, lists_of, pad
 
 TAP = "tap:"
-ABOUT = b"maxray.states"
+#: Key of the schema metadata that holds what the hidden states depend on.
+METADATA = b"maxray.states"
 DTYPES = {"float16": (pa.float16(), np.float16), "float32": (pa.float32(), np.float32)}
 
 
-class States:
-    """The states of queries and documents by their keys.
+class HiddenStates:
+    """Cached hidden states of queries and documents, by key.
 
     Args:
-        uri: of a Lance dataset, which is made with the first rows.
-        about: what the states depend on: the model, its settings, the taps.
+        uri: Lance dataset; it is created with the first rows.
+        origin: JSON object of what the hidden states depend on: the model, its settings, the taps.
+        dtype: Stored precision.
 
     Raises:
-        SpecError: for `states`: the dataset is one of another model.
+        SpecError: For `hidden_states_cache`: the dataset is of another model or other settings.
     """
 
     def __init__(
-        self, uri: str, about: dict[str, Any], dtype: Literal["float16", "float32"] = "float16"
+        self, uri: str, origin: dict[str, Any], dtype: Literal["float16", "float32"] = "float16"
     ):
         self.uri, self._dtype = absolute(uri), dtype
-        self._about = json.dumps({**about, "dtype": dtype}, sort_keys=True)
+        self._origin = json.dumps({**origin, "dtype": dtype}, sort_keys=True)
         self.reopen()
 
     def reopen(self) -> None:
-        """Sees what others have added."""
+        """Opens the latest version, with the rows that other workers have added."""
         self._dataset: lance.LanceDataset | None = None
         self._rows: dict[str, int] = {}
         try:
             self._dataset = lance.dataset(self.uri)
         except (ValueError, OSError):
             return
-        there = (self._dataset.schema.metadata or {}).get(ABOUT, b"").decode()
-        if there != self._about:
+        stored = (self._dataset.schema.metadata or {}).get(METADATA, b"").decode()
+        if stored != self._origin:
             legal = "a new folder, or one with states of this model and these settings"
-            raise SpecError("states", self.uri, legal, "holds those of another")
+            raise SpecError("hidden_states_cache", self.uri, legal, "holds those of another")
         keys = self._dataset.to_table(["key"])["key"].to_pylist()
         self._rows = {key: row for row, key in enumerate(keys)}
 
@@ -62,7 +65,12 @@ class States:
         return len(self._rows)
 
     def add(self, keys: Sequence[str], batch: TokenBatch) -> None:
-        """Appends rows, in one commit."""
+        """Appends rows in one commit.
+
+        Args:
+            keys: Key of each row.
+            batch: Hidden states, one row per key, with their kinds.
+        """
         table = self._table(keys, batch.to("cpu"))
         try:
             mode = "append" if self._dataset is not None else "create"
@@ -70,7 +78,7 @@ class States:
         except OSError:
             if self._dataset is not None:
                 raise
-            self.reopen()  # another run was faster to create it
+            self.reopen()  # another run created it first
             self._dataset = lance.write_dataset(table, self.uri, mode="append")
         # Other workers may have appended too.
         self.reopen()
@@ -92,13 +100,19 @@ class States:
             )
         for name, tap in batch.taps.items():
             columns[TAP + name] = lists_of(tap[mask].float().numpy(), lengths, pa.float32())
-        return pa.table(columns).replace_schema_metadata({ABOUT: self._about.encode()})
+        return pa.table(columns).replace_schema_metadata({METADATA: self._origin.encode()})
 
     def read(self, keys: Sequence[str]) -> TokenBatch:
-        """The states of these keys as float32, in their order.
+        """Returns the hidden states of some keys.
+
+        Args:
+            keys: Keys of the rows, in any order and possibly repeated.
+
+        Returns:
+            The hidden states in float32, one row per key, in order.
 
         Raises:
-            KeyError: one is not there.
+            KeyError: A key is not cached.
         """
         distinct = list(dict.fromkeys(keys))
         rows = [self._rows[key] for key in distinct]
@@ -110,21 +124,21 @@ class States:
         def padded(name: str, fill: float = 0) -> torch.Tensor:
             return pad(flat_from_arrow(table[name])[0], lengths, fill)[0]
 
-        there = table.column_names
+        names = table.column_names
         batch = TokenBatch(
             vectors,
             mask,
             normalised=False,
             kind=padded("kind"),
-            extents=padded("extents", np.nan) if "extents" in there else None,
-            pooled=_rows(table["pooled"]) if "pooled" in there else None,
-            taps={name.removeprefix(TAP): padded(name) for name in there if name.startswith(TAP)},
+            extents=padded("extents", np.nan) if "extents" in names else None,
+            pooled=_rows(table["pooled"]) if "pooled" in names else None,
+            taps={name.removeprefix(TAP): padded(name) for name in names if name.startswith(TAP)},
         )
-        place = {key: row for row, key in enumerate(distinct)}
-        return batch.take(torch.tensor([place[key] for key in keys], dtype=torch.int64))
+        row_of_key = {key: row for row, key in enumerate(distinct)}
+        return batch.take(torch.tensor([row_of_key[key] for key in keys], dtype=torch.int64))
 
 
 def _rows(column: pa.ChunkedArray) -> torch.Tensor:
-    """A column of lists of one length as a matrix."""
+    """Returns a column of lists of equal length as a matrix."""
     flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(flat.reshape(len(column), -1).copy())

@@ -1,4 +1,4 @@
-"""What the loop trains: a module that embeds parts of a batch, and a loss on all of them."""
+"""Base class of learners: a module that embeds mini-batches, and a loss on the whole batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import Quality
 
-#: What a part of a batch becomes, by name; rows are queries or documents.
+#: Embeddings of a mini-batch or a batch, by name; rows are queries or documents.
 Embedded = dict[str, torch.Tensor]
 
 
@@ -34,8 +34,8 @@ BaseSpecT = TypeVar("BaseSpecT", bound=BaseSpec)
 class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     """A model and its objective. Subclasses carry a nested `Spec`.
 
-    A batch is embedded part by part and its loss is computed on the whole, so that the loop can
-    have contrastive batches that are larger than what the memory holds at once.
+    A batch is embedded by mini-batches and its loss is computed on the whole, so that contrastive
+    batches may exceed the memory (GradCache).
     """
 
     Spec: ClassVar[type[BaseSpec]]
@@ -45,11 +45,11 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     @classmethod
     @abstractmethod
     def check(cls, spec: BaseSpecT) -> None:
-        """Raises `SpecError` if it cannot be built here; no weights are loaded."""
+        """Raises `SpecError` if the learner cannot be built here, without loading weights."""
 
     @classmethod
     def check_data(cls, spec: BaseSpecT, data: TrainingData) -> None:
-        """Raises `SpecError` if its encoder reads nothing of what the data's documents are."""
+        """Raises `SpecError` if the encoder reads none of the modalities of the documents."""
         encoder = spec.encoder
         wants = ENCODERS.load(encoder.name).wants(encoder)
         if data.gives and not data.gives & set(wants):
@@ -58,49 +58,65 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
             raise SpecError("encoder.name", encoder.name, legal, problem)
 
     def prepare(self, data: TrainingData) -> None:
-        """Does what is done once for each query and document, before the first step."""
+        """Does the work that is needed once per query and document, before the first step."""
 
     @abstractmethod
     def read(self, batch: Batch) -> Any:
-        """What of a batch is work for the CPU, done while the step before it is computed."""
+        """Preprocesses a batch on the CPU, while the device computes the step before."""
 
     @abstractmethod
-    def parts(self, read: Any, size: int) -> Sequence[Any]:
-        """The parts of a batch, of at most `size` documents each."""
+    def mini_batches(self, inputs: Any, size: int) -> Sequence[Any]:
+        """Splits a preprocessed batch.
+
+        Args:
+            inputs: Preprocessed batch, as `read` returns it.
+            size: Maximum number of documents per mini-batch.
+        """
 
     @abstractmethod
-    def forward(self, part: Any) -> Embedded:
-        """Embeds a part of a batch, with gradients."""
+    def forward(self, mini_batch: Any) -> Embedded:
+        """Embeds a mini-batch, with gradients."""
 
     @abstractmethod
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss of one worker's rows, whose mean over workers is what is minimised; and figures.
+        """Computes the loss of this worker's rows.
 
         Args:
-            embedded: the rows of all parts.
+            embedded: Embeddings of the whole batch of this worker.
+            batch: The batch.
+            data: Training data, which defines the relevance of documents.
+
+        Returns:
+            The loss, whose mean over workers is minimised, and metrics by name.
         """
 
     @abstractmethod
-    def evaluate(self, held_out: Batch, data: TrainingData) -> Quality:
-        """Quality on what is not trained on, more is better; the first figure chooses the best.
+    def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
+        """Evaluates the model on validation data.
 
-        The loop puts the learner into evaluation mode before, and back into training mode after.
+        The loop switches the learner to evaluation mode before, and back to training mode after.
+
+        Args:
+            validation: All validation queries and documents.
+            data: Training data, which defines the metrics.
+
+        Returns:
+            Metrics by name, higher is better; the first one selects the best model.
         """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the trained artefact, as an encoder or a compressor reads it."""
+        """Writes the trained weights in the form that an encoder or a compressor loads."""
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of parts whose second axes may differ in length, filled up with zeros."""
-    if parts[0].ndim < 2:
-        return torch.cat(list(parts))
-    size = max(part.shape[1] for part in parts)
-    filled = [
-        torch.cat([part, part.new_zeros(len(part), size - part.shape[1], *part.shape[2:])], dim=1)
-        for part in parts
+def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenates rows, padding the second axis with zeros to the longest one."""
+    if tensors[0].ndim < 2:
+        return torch.cat(list(tensors))
+    size = max(tensor.shape[1] for tensor in tensors)
+    padded = [
+        torch.cat([t, t.new_zeros(len(t), size - t.shape[1], *t.shape[2:])], dim=1) for t in tensors
     ]
-    return torch.cat(filled)
+    return torch.cat(padded)

@@ -1,4 +1,4 @@
-"""The loop of all training: plain torch, one worker or many, resumable at every checkpoint."""
+"""Training loop: plain PyTorch, one worker or several, resumable from every checkpoint."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
-from pipeline.train.learner import Embedded, Learner, joined
+from pipeline.train.learner import Embedded, Learner, concatenate
 from pipeline.train.metrics import Metrics
-from pipeline.train.spec import HELD_OUT, TrainSpec
+from pipeline.train.migration import migrate_folder
+from pipeline.train.spec import VALIDATION, TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import means
 
 
 def check(spec: TrainSpec) -> TrainingData:
-    """The data of a run, if it can be done; no weights are loaded.
+    """Checks a spec without loading weights, and returns the data of the run.
 
     Raises:
-        SpecError: it cannot.
+        SpecError: The run is not possible here.
     """
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
     data = data_of(spec)
-    if data.num_batches < spec.accumulate:
+    if data.num_batches < spec.gradient_accumulation_steps:
         legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
         if data.num_batches == 0:
             legal = "a batch that the data give at least once (an epoch is smaller)"
             raise SpecError("batch_size", spec.batch_size, legal)
-        raise SpecError("accumulate", spec.accumulate, legal)
+        raise SpecError("gradient_accumulation_steps", spec.gradient_accumulation_steps, legal)
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check_data(spec.learner, data)
     return data
 
 
 def data_of(spec: TrainSpec) -> TrainingData:
-    """What a run is trained on."""
+    """Returns the training data of a run."""
     return TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
 
 
 class Loop:
-    """One worker's part of a run, brought to its last checkpoint.
+    """Training loop of one worker, restored from the latest checkpoint.
 
     Args:
-        say: what gets a line of progress at a time, on the first worker.
-        report: called with the step and its figures at every checkpoint, on all workers: what a
-            scheduler around the loop is told.
-        data: those of the spec, if they have been read already.
+        spec: The run.
+        say: Called with one progress line at a time, on the first worker.
+        report: Called with the step and its metrics at every checkpoint, on all workers.
+        data: Training data of the spec, if it is loaded already.
 
     Raises:
-        SpecError: the checkpoint in the output folder is one of another run.
+        SpecError: The checkpoint in the output folder belongs to another run.
     """
 
     def __init__(
@@ -81,16 +82,17 @@ class Loop:
             torch.manual_seed(spec.seed + distributed.rank())
         self.data = data or data_of(spec)
         self.device = next(self.learner.parameters()).device
-        self.steps_an_epoch = self.data.num_batches // spec.accumulate
-        num_steps = self.steps_an_epoch * spec.epochs
+        self.steps_per_epoch = self.data.num_batches // spec.gradient_accumulation_steps
+        num_steps = self.steps_per_epoch * spec.epochs
         self.num_steps = min(num_steps, spec.max_steps or num_steps)
         self.folder = Path(spec.output)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
         if distributed.rank() == 0:
             self._lock = only_one(self.folder)
+            migrate_folder(self.folder)
         self.step = self.checkpoints.restore_weights(self.learner)
         self.metrics = Metrics(self.folder, self.step) if distributed.rank() == 0 else None
-        self.learner.prepare(self.data)  # with the whole model, before it is spread
+        self.learner.prepare(self.data)  # before the weights are sharded
         self.parallel = self._parallel()
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.optimiser = torch.optim.AdamW(
@@ -103,23 +105,24 @@ class Loop:
         self.learner.train()
 
     def _parallel(self) -> torch.nn.Module:
-        """The learner's forward pass, of which workers share the gradients."""
+        """Returns the learner's forward pass, wrapped to synchronise gradients between workers."""
         learner = self.learner
-        of_model = set(learner.model.parameters())
-        of_loss = [p for p in learner.parameters() if p not in of_model]
-        self._of_loss = [p for p in of_loss if p.requires_grad]  # in one order on all workers
-        if self.spec.recompute:
-            sharding.recompute(learner.model)
+        model_parameters = set(learner.model.parameters())
+        loss_parameters = [p for p in learner.parameters() if p not in model_parameters]
+        # In one order on all workers.
+        self._loss_parameters = [p for p in loss_parameters if p.requires_grad]
+        if self.spec.activation_checkpointing:
+            sharding.checkpoint_activations(learner.model)
         if distributed.num_workers() == 1:
             return learner
-        if self.spec.shard:
+        if self.spec.fsdp:
             dtype = torch.bfloat16 if self.spec.precision == "bfloat16" else None
-            sharding.shard(learner, set(of_loss), dtype)
+            sharding.shard(learner, set(loss_parameters), dtype)
             return learner
         return DistributedDataParallel(_Forward(learner), find_unused_parameters=True)
 
     def run(self) -> None:
-        """Trains to the end; then the artefact stands in `model/` of the output folder."""
+        """Trains to the end and writes the trained model to `model/` in the output folder."""
         try:
             self._run()
         finally:
@@ -128,26 +131,26 @@ class Loop:
 
     def _run(self) -> None:
         spec, started, first = self.spec, time.monotonic(), self.step
-        if spec.evaluate_every and first == 0:
+        if spec.eval_every and first == 0:
             self._evaluate()
         num_documents = 0
-        for read in self._batches():
-            figures = self._step(read)
-            num_documents += spec.batch_size * spec.accumulate
+        for batches in self._batches():
+            metrics = self._step(batches)
+            num_documents += spec.batch_size * spec.gradient_accumulation_steps
             self.step += 1
             is_last = self.step == self.num_steps
             seconds = time.monotonic() - started
-            figures["documents_a_second"] = num_documents / seconds
-            figures["seconds"] = seconds
+            metrics["documents_a_second"] = num_documents / seconds
+            metrics["seconds"] = seconds
             if self.step % spec.log_every == 0 or is_last:
                 left = seconds / (self.step - first) * (self.num_steps - self.step)
-                self._log(figures, left)
-            if spec.evaluate_every and (self.step % spec.evaluate_every == 0 or is_last):
+                self._log(metrics, left)
+            if spec.eval_every and (self.step % spec.eval_every == 0 or is_last):
                 self._evaluate()
             if self.step % spec.checkpoint_every == 0 or is_last:
                 self.checkpoints.save(self.step, self.learner, self.optimiser)
                 if self._report:
-                    self._report(self.step, figures)
+                    self._report(self.step, metrics)
         with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
             if distributed.rank() == 0:
                 self.checkpoints.publish(self.folder / "model", self.learner)
@@ -156,50 +159,52 @@ class Loop:
     # -- a step ------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[list[tuple[Batch, Any]]]:
-        """By step, its batches and what the learner read of them, from the next step on."""
+        """Yields the batches of each step with their inputs, from the next step on."""
 
         def batches() -> Iterator[Batch]:
             worker, num_workers = distributed.rank(), distributed.num_workers()
             step = self.step
             while step < self.num_steps:
-                epoch, within = divmod(step, self.steps_an_epoch)
-                count = min(self.steps_an_epoch - within, self.num_steps - step)
-                first = within * self.spec.accumulate
-                there = self.data.batches(epoch, first, worker, num_workers)
-                for _ in range(count * self.spec.accumulate):
-                    yield next(there)
+                epoch, within = divmod(step, self.steps_per_epoch)
+                count = min(self.steps_per_epoch - within, self.num_steps - step)
+                first = within * self.spec.gradient_accumulation_steps
+                of_epoch = self.data.batches(epoch, first, worker, num_workers)
+                for _ in range(count * self.spec.gradient_accumulation_steps):
+                    yield next(of_epoch)
                 step += count
 
-        of_step: list[tuple[Batch, Any]] = []
+        step_batches: list[tuple[Batch, Any]] = []
         for pair in prefetch(batches(), self.learner.read):
-            of_step.append(pair)
-            if len(of_step) == self.spec.accumulate:
-                yield of_step
-                of_step = []
+            step_batches.append(pair)
+            if len(step_batches) == self.spec.gradient_accumulation_steps:
+                yield step_batches
+                step_batches = []
 
     def _step(self, batches: list[tuple[Batch, Any]]) -> dict[str, float]:
-        """One step of the optimiser on the mean of the batches' losses."""
+        """Takes one optimiser step on the mean of the batches' losses; returns its metrics."""
         spec = self.spec
         self.optimiser.zero_grad(set_to_none=True)
         total: dict[str, float] = {}
-        for number, (batch, read) in enumerate(batches):
-            figures = self._backward(batch, read, is_last=number == len(batches) - 1)
-            for name, value in figures.items():
+        for number, (batch, inputs) in enumerate(batches):
+            metrics = self._backward(batch, inputs, is_last=number == len(batches) - 1)
+            for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value / len(batches)
-        for parameter in self._of_loss:  # of which what shares gradients knows nothing
-            parameter.grad = distributed.mean(parameter.grad)
+        for parameter in self._loss_parameters:  # DDP and FSDP synchronise those of the model
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = distributed.mean(gradient)
         gradients = [p.grad for p in self.trained if p.grad is not None]
         norm = sharding.norm(gradients)
-        if spec.optimiser.clip is not None and norm > spec.optimiser.clip:
+        max_norm = spec.optimiser.max_grad_norm
+        if max_norm is not None and norm > max_norm:
             for gradient in gradients:
-                gradient.mul_(spec.optimiser.clip / norm)
+                gradient.mul_(max_norm / norm)
         names = sorted(total)
         both = torch.tensor([*(total[name] for name in names), norm], dtype=torch.float64)
         *means, total["gradient_norm"] = distributed.mean(both).tolist()
         total |= dict(zip(names, means, strict=True))
         if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
-            kept = self.checkpoints.last()
-            good = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+            last = self.checkpoints.last()
+            good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             raise JobError(
                 f"step {self.step + 1}: the loss is {total['loss']:.4g} and its gradient"
                 f" {total['gradient_norm']:.4g}; {good}"
@@ -210,53 +215,60 @@ class Loop:
         self.optimiser.step()
         return total
 
-    def _backward(self, batch: Batch, read: Any, is_last: bool) -> dict[str, float]:
-        """Adds the gradients of a batch to those that are there."""
-        parts = self.learner.parts(read, self.spec.part_size or len(batch.documents))
-        share = 1 / self.spec.accumulate
-        if len(parts) == 1:
-            with self._syncing(is_last), self._autocast():
-                embedded = self.parallel(parts[0])
-            loss, figures = self.learner.loss(embedded, batch, self.data)
-            with self._syncing(is_last):
-                (loss * share).backward()
-            return {"loss": loss.item(), **figures}
+    def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
+        """Accumulates the gradients of a batch; returns its loss and metrics.
 
-        # GradCache: the loss first, then each part once more with the gradients of what it gave.
-        states, every = [], []
-        for part in parts:
-            states.append(random_state(self.device))
+        Args:
+            batch: The batch.
+            inputs: The batch as the learner preprocessed it.
+            is_last: True for the last batch of a step, after which workers exchange gradients.
+        """
+        size = self.spec.mini_batch_size or len(batch.documents)
+        mini_batches = self.learner.mini_batches(inputs, size)
+        weight = 1 / self.spec.gradient_accumulation_steps
+        if len(mini_batches) == 1:
+            with self._syncing(is_last), self._autocast():
+                embedded = self.parallel(mini_batches[0])
+            loss, metrics = self.learner.loss(embedded, batch, self.data)
+            with self._syncing(is_last):
+                (loss * weight).backward()
+            return {"loss": loss.item(), **metrics}
+
+        # GradCache: the gradients of the embeddings first, then each mini-batch again with them.
+        random_states, embeddings = [], []
+        for mini_batch in mini_batches:
+            random_states.append(random_state(self.device))
             with torch.no_grad(), self._autocast():
-                every.append(self.learner(part))
+                embeddings.append(self.learner(mini_batch))
         whole: Embedded = {
-            name: joined([embedded[name] for embedded in every]) for name in every[0]
+            name: concatenate([embedded[name] for embedded in embeddings]) for name in embeddings[0]
         }
         for tensor in whole.values():
             tensor.requires_grad_(tensor.is_floating_point())
-        loss, figures = self.learner.loss(whole, batch, self.data)
-        (loss * share).backward()
+        loss, metrics = self.learner.loss(whole, batch, self.data)
+        (loss * weight).backward()
         after = random_state(self.device)
         starts = dict.fromkeys(whole, 0)
-        for number, (part, state) in enumerate(zip(parts, states, strict=True)):
-            syncing = self._syncing(is_last and number == len(parts) - 1)
+        for number, (mini_batch, state) in enumerate(zip(mini_batches, random_states, strict=True)):
+            syncing = self._syncing(is_last and number == len(mini_batches) - 1)
             set_random_state(state, self.device)
             with syncing:
                 with self._autocast():
-                    embedded = self.parallel(part)
+                    embedded = self.parallel(mini_batch)
                 product = torch.zeros((), device=self.device)
                 for name, tensor in embedded.items():
                     grad = whole[name].grad
                     if grad is not None:
                         grad = grad[starts[name] : starts[name] + len(tensor)]
-                        own = tuple(slice(size) for size in tensor.shape)
-                        product = product + (tensor * grad[own]).sum()
+                        unpadded = tuple(slice(size) for size in tensor.shape)
+                        product = product + (tensor * grad[unpadded]).sum()
                     starts[name] += len(tensor)
                 product.backward()
-        set_random_state(after, self.device)  # else the next loss draws as this one did
-        return {"loss": loss.item(), **figures}
+        set_random_state(after, self.device)  # or the next loss would draw the same numbers
+        return {"loss": loss.item(), **metrics}
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-        """Whether the backward passes inside tell other workers their gradients."""
+        """Returns a context whose backward passes exchange gradients between workers, or do not."""
         if isinstance(self.parallel, DistributedDataParallel) and not is_wanted:
             return self.parallel.no_sync()
         if isinstance(self.parallel, FSDPModule):
@@ -267,52 +279,53 @@ class Loop:
         is_on = self.spec.precision == "bfloat16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=is_on)
 
-    # -- what is told and kept ---------------------------------------------------------------------
+    # -- logging and evaluation --------------------------------------------------------------------
 
-    def _log(self, figures: dict[str, float], seconds_left: float) -> None:
+    def _log(self, metrics: dict[str, float], seconds_left: float) -> None:
         if self.metrics is None:
             return
-        self.metrics.add(self.step, figures)
+        self.metrics.add(self.step, metrics)
         self._say(
-            f"step {self.step}/{self.num_steps}: loss {figures['loss']:.4f},"
-            f" {figures['documents_a_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
+            f"step {self.step}/{self.num_steps}: loss {metrics['loss']:.4f},"
+            f" {metrics['documents_a_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
         )
 
     @cached_property
-    def _held_out(self) -> Batch | None:
-        return self.data.held_out()
+    def _validation(self) -> Batch | None:
+        return self.data.validation()
 
     def _evaluate(self) -> None:
-        """Measures quality and keeps the model if it is the best; on the first worker."""
+        """Evaluates the model and saves it as the best one if it is; on the first worker."""
         is_first, is_spread = distributed.rank() == 0, isinstance(self.parallel, FSDPModule)
         quality = {}
-        # Where each has a share of the weights all have to compute, the same.
-        if (is_first or is_spread) and self._held_out is not None:
+        # With sharded weights all workers have to take part in the forward pass.
+        if (is_first or is_spread) and self._validation is not None:
             self.learner.eval()
             with self._autocast():
-                each = self.learner.evaluate(self._held_out, self.data)
+                values = self.learner.evaluate(self._validation, self.data)
             self.learner.train()
-            quality = means(each)
+            quality = means(values)
         with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
             if self.metrics is not None and quality:
                 self.metrics.add(self.step, quality)
-                measured = self.folder / HELD_OUT
-                measured.mkdir(exist_ok=True)
-                np.savez_compressed(measured / f"step-{self.step:08d}.npz", **each)
-                figures = ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
-                self._say(f"step {self.step}: {figures}")
+                folder = self.folder / VALIDATION
+                folder.mkdir(exist_ok=True)
+                path = folder / f"step-{self.step:08d}.npz"
+                np.savez_compressed(path, allow_pickle=False, **values)
+                line = ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
+                self._say(f"step {self.step}: {line}")
                 self.checkpoints.keep_best(self.step, quality, self.learner)
         distributed.wait_for_all()
 
 
 class _Forward(torch.nn.Module):
-    """A learner's forward pass with the parameters that it uses, to be wrapped for many workers."""
+    """Forward pass of a learner as a module with its parameters only, to be wrapped in DDP."""
 
     def __init__(self, learner: Learner):
         super().__init__()
         self.model = learner.model
         self._embed = [learner]  # in a list, so that its other parameters are not this module's
 
-    def forward(self, part: Any) -> Embedded:
-        """Embeds a part of a batch."""
-        return self._embed[0](part)
+    def forward(self, mini_batch: Any) -> Embedded:
+        """Embeds a mini-batch."""
+        return self._embed[0](mini_batch)

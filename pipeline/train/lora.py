@@ -1,4 +1,4 @@
-"""LoRA through peft: low-rank matrices beside linear layers alone are trained (Hu et al., 2021)."""
+"""LoRA through peft: trains only low-rank matrices beside linear layers (Hu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.encoders.loading import ADAPTER_WEIGHTS
 
-#: How peft's names of weights begin.
+#: Prefix of peft's names of weights.
 PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):
-    """The low-rank matrices.
-
-    Rank and alpha are those of SMART (section 4.4).
+    """LoRA settings; the default rank and alpha are SMART's (section 4.4).
 
     Attributes:
-        rank: of the matrices.
-        alpha: their product counts alpha / rank times.
-        dropout: of their input.
-        targets: a regular expression that the whole name of each layer matches which gets them;
-            null: those of the language model.
+        rank: Rank of the matrices.
+        alpha: Scaling factor; the product of the matrices is multiplied by alpha / rank.
+        dropout: Dropout probability of their input.
+        targets: Regular expression that the full names of adapted layers match; null for the
+            linear layers of the language model.
     """
 
     rank: int = Field(128, ge=1)
@@ -52,13 +50,15 @@ def check() -> None:
 
 
 def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
-    """Puts the matrices into a model, whose other weights no longer train; gives peft's model.
+    """Adds LoRA matrices to a model and freezes its other weights; returns the peft model.
 
     Args:
-        default: the targets where the spec names none.
+        model: Model to adapt in place.
+        spec: LoRA settings.
+        default: Targets if the spec names none.
 
     Raises:
-        SpecError: no layer's name matches.
+        SpecError: No linear layer's name matches the targets.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -79,7 +79,7 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
 
 
 def train(model: torch.nn.Module, mode: bool) -> None:
-    """Switches the dropout of the matrices, and no other, to training or evaluation mode."""
+    """Switches only the dropout of the LoRA matrices to training or evaluation mode."""
     for module in model.modules():
         dropout = getattr(module, "lora_dropout", None)
         if isinstance(dropout, torch.nn.Module):
@@ -90,8 +90,9 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
     """Writes an adapter in peft's form, as the field `adapter` of an encoder's spec reads it.
 
     Args:
-        tuned: what `attach` gave.
-        within: how the names of the model's weights begin in the checkpoint that it is part of.
+        tuned: Model that `attach` returned.
+        folder: Output folder.
+        within: Prefix of the model's weights in the checkpoint that it is part of.
     """
     from peft import get_peft_model_state_dict
 
@@ -104,13 +105,15 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
 
 
 def load(tuned: Any, folder: Path, within: str = "") -> None:
-    """Gives the matrices the values of an adapter that `save` wrote, so that training goes on.
+    """Loads the matrices of an adapter that `save` wrote, to continue its training.
 
     Args:
-        tuned, within: as of `save`.
+        tuned: Model that `attach` returned.
+        folder: Folder of the adapter.
+        within: Prefix of the model's weights, as for `save`.
 
     Raises:
-        SpecError: it has other settings, or is one of another model.
+        SpecError: The adapter has other settings, or belongs to another model.
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 

@@ -1,6 +1,6 @@
-"""Objectives over scores, and the scores themselves with their gradients.
+"""Training losses over scores, and differentiable MaxSim scores.
 
-Shapes: Q queries of M tokens, B documents of N tokens, D numbers each.
+Shapes: Q queries of M tokens, B documents of N tokens, vectors of D dimensions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-#: Numbers of the largest tensor of similarities that is held at once, by kind of device.
+#: Maximum number of similarities in memory at once, by device type.
 BLOCK_NUMBERS = {"cpu": 1 << 22}
 BLOCK_NUMBERS_ELSEWHERE = 1 << 28
 #: The similarity of a padding position: beyond every cosine, and finite in half precision.
@@ -22,13 +22,22 @@ def late_scores(
     docs_BND: torch.Tensor,
     doc_mask_BN: torch.Tensor,
 ) -> torch.Tensor:
-    """(Q, B) float32: MaxSim of each query with each document, the mean over the query's tokens.
+    """Computes MaxSim of each query with each document, as the mean over the query's tokens.
 
         s_late(q, d) = 1/|q| * sum over i of max over j of <q_i, d_j>          (SMART, eq. 4)
 
-    The gradient of a maximum is that of its winner; of equal ones the first. So nothing of size
-    Q x M x B x N is kept for the backward pass, and block by block is never there as a whole.
-    A document without tokens scores 0, as does a query without.
+    The gradient of a maximum is that of the first maximal token, so the backward pass stores no
+    tensor of size Q x M x B x N, and the forward pass computes it in blocks. Documents and queries
+    without tokens score 0.
+
+    Args:
+        queries_QMD: Query token vectors.
+        query_mask_QM: bool, valid query tokens.
+        docs_BND: Document token vectors.
+        doc_mask_BN: bool, valid document tokens.
+
+    Returns:
+        (Q, B) float32 scores.
 
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> docs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
@@ -44,7 +53,7 @@ def late_scores(
 
 
 class _Best(torch.autograd.Function):
-    """(Q, M, B): the similarity of each query token with its best token of each document."""
+    """(Q, M, B) similarity of each query token with its most similar token of each document."""
 
     @staticmethod
     def forward(ctx, queries_QMD, docs_BND, doc_mask_BN):
@@ -70,8 +79,8 @@ class _Best(torch.autograd.Function):
         grad_queries, grad_docs = torch.zeros_like(flat_TD), torch.zeros_like(docs_BND)
         docs_LD, grad_LD = docs_BND.reshape(-1, dim), grad_docs.reshape(-1, dim)
         for rows in _blocks(flat_TD, num_docs * num_tokens):
-            # As a matrix with one number a query token and document, two products are the whole
-            # gradient, in one order: the sums of an atomic scatter would differ by run.
+            # With one nonzero per query token and document, two matrix products are the whole
+            # gradient and deterministic, unlike the sums of an atomic scatter.
             chosen_TBN = flat_TD.new_zeros(len(grad_TB[rows]), num_docs, num_tokens)
             chosen_TBN.scatter_(2, winner_TB[rows].unsqueeze(2), grad_TB[rows].unsqueeze(2))
             chosen_TL = chosen_TBN.reshape(len(chosen_TBN), -1)
@@ -80,10 +89,10 @@ class _Best(torch.autograd.Function):
         return grad_queries.reshape(queries_QMD.shape), grad_docs, None
 
 
-def _blocks(rows: torch.Tensor, numbers_a_row: int) -> Iterator[slice]:
-    """Slices of the rows, so that each has at most a block's numbers, or is one row."""
+def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:
+    """Yields slices of rows of at most one block's numbers each, and at least one row."""
     budget = BLOCK_NUMBERS.get(rows.device.type, BLOCK_NUMBERS_ELSEWHERE)
-    size = max(1, budget // max(1, numbers_a_row))
+    size = max(1, budget // max(1, numbers_per_row))
     for start in range(0, len(rows), size):
         yield slice(start, min(start + size, len(rows)))
 
@@ -91,15 +100,17 @@ def _blocks(rows: torch.Tensor, numbers_a_row: int) -> Iterator[slice]:
 def info_nce(
     scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """The mean over queries of the contrastive loss with several positives (SaMer, eq. 7):
+    """Computes the mean contrastive loss with several positives per query (SaMer, eq. 7).
 
         -log( sum over positives exp(s / tau) / sum over the batch exp(s / tau) )
 
-    With one positive a query that is InfoNCE (SMART, eq. 1). Queries without a positive have no
-    loss and do not count.
+    With one positive per query, this is InfoNCE (SMART, eq. 1). Queries without a positive are
+    left out of the mean.
 
     Args:
-        positive_QB: bool, which documents of the batch are relevant to which query.
+        scores_QB: Scores of each query with each document of the batch.
+        positive_QB: bool, relevance of each document to each query.
+        temperature: Temperature tau.
 
     >>> scores, positive = torch.tensor([[2.0, 0.0]]), torch.tensor([[True, False]])
     >>> round(info_nce(scores, positive, 1.0).item(), 4)
@@ -112,20 +123,23 @@ def info_nce(
 def info_nce_each(
     scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """(A,) the loss of `info_nce` of each query that has a positive."""
+    """Computes the (A,) losses of `info_nce` of the queries that have a positive."""
     log_p_QB = (scores_QB.float() / temperature).log_softmax(dim=1)
-    of_positives_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
+    log_positive_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
     # An infinity that is masked afterwards would still make its gradient NaN.
-    return -of_positives_Q[positive_QB.any(dim=1)]
+    return -log_positive_Q[positive_QB.any(dim=1)]
 
 
 def kl_divergence(
     scores_QB: torch.Tensor, teacher_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """The mean over queries of KL(teacher || student), over the documents that the teacher scored.
+    """Computes the mean over queries of KL(teacher || student) over the teacher's documents.
 
     Args:
-        teacher_QB: the teacher's scores on the scale of `scores / temperature`; NaN: not scored.
+        scores_QB: Scores of the student.
+        teacher_QB: Scores of the teacher on the scale of `scores / temperature`, NaN where there
+            are none.
+        temperature: Temperature of the student's scores.
 
     >>> same = torch.tensor([[1.0, 2.0, 0.0]])
     >>> round(kl_divergence(same, same, 1.0).item(), 6)
@@ -144,12 +158,14 @@ def kl_divergence(
 def margin_mse(
     scores_QB: torch.Tensor, teacher_QB: torch.Tensor, positive_QB: torch.Tensor
 ) -> torch.Tensor:
-    """MarginMSE (Hofstätter et al., 2020): margins of positives over negatives as the teacher's.
+    """Computes MarginMSE (Hofstätter et al., 2020) between student and teacher margins.
 
         mean over scored pairs (p, n) of ((s_p - s_n) - (t_p - t_n))^2
 
     Args:
-        teacher_QB: the teacher's scores; NaN: not scored.
+        scores_QB: Scores of the student.
+        teacher_QB: Scores of the teacher, NaN where there are none.
+        positive_QB: bool, relevance of each document to each query.
 
     >>> teacher, positive = torch.tensor([[3.0, 1.0]]), torch.tensor([[True, False]])
     >>> margin_mse(torch.tensor([[5.0, 4.0]]), teacher, positive).item()

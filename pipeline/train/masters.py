@@ -9,7 +9,7 @@ import torch
 
 
 def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Converts trained parameters to float32; returns the dtypes of those that had another.
+    """Converts trainable parameters to float32; returns the former dtypes of those converted.
 
     AdamW's states have the dtype of their parameters, and most of its updates are smaller than
     bfloat16 can add to a weight.
@@ -24,7 +24,7 @@ def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def as_loaded(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Inside, parameters have these dtypes, in which the model is saved and used."""
+    """Converts parameters to the given dtypes inside the context, for saving and inference."""
     parameters = dict(module.named_parameters())
     masters = {name: parameters[name].data for name in dtypes}
     for name, dtype in dtypes.items():

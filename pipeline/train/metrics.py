@@ -1,4 +1,4 @@
-"""Figures of a run, for programs and for TensorBoard."""
+"""Metrics of a run, as JSON lines and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, a line a measurement, and the same as events in `tensorboard/`.
+    """Writes `metrics.jsonl`, one line per call, and the same as events in `tensorboard/`.
 
-    Without the package tensorboardX there are no events.
+    Without the package tensorboardX no events are written.
 
     Args:
-        folder: of the run.
-        step: from which it goes on: what events there are of later steps no longer counts.
+        folder: Output folder of the run.
+        step: Step from which the run resumes; events of later steps are discarded.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -28,16 +28,16 @@ class Metrics:
         events = str(folder / "tensorboard")
         self._writer = SummaryWriter(events, purge_step=step + 1, flush_secs=10)
 
-    def add(self, step: int, figures: dict[str, float]) -> None:
-        """Adds what was measured at a step."""
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of a step."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **figures}) + "\n")
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._writer is not None:
-            for name, value in figures.items():
-                # The library would say of each name that it cannot have an @ or a space.
+            for name, value in metrics.items():
+                # The library warns about each name with an @ or a space.
                 self._writer.add_scalar(name.replace("@", "_").replace(" ", "_"), value, step)
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""The loop under Ray Train: any number of workers, started again where one of them dies."""
+"""Training on a Ray cluster with Ray Train: several workers, restarted on failure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from pipeline.config import JobError, SpecError
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
 
-#: The file of a run that has what the first worker says.
+#: File of a run with the progress lines of the first worker.
 PROGRESS = "progress.log"
 
 
 class Workers(config.Spec):
-    """Where a run is done; nothing of it changes what is learned.
+    """Workers of a run, which never change its result.
 
     Attributes:
-        num_workers: processes, each with its share of every batch.
-        num_cpus, num_gpus: of each.
-        max_failures: how often a run goes on from its last checkpoint after a worker has died.
+        num_workers: Number of processes, each with a share of every batch.
+        num_cpus: CPUs per worker.
+        num_gpus: GPUs per worker.
+        max_failures: Maximum number of restarts from the last checkpoint after a worker has died.
     """
 
     num_workers: PositiveInt = 1
@@ -38,11 +39,13 @@ def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print)
     """Trains on a Ray cluster; all its nodes must see the output folder under the same path.
 
     Args:
-        say: what gets a line of progress at a time.
+        spec: The run.
+        workers: Number and resources of the workers.
+        say: Called with one progress line at a time.
 
     Raises:
-        SpecError: something in the spec is not legal where the workers are.
-        JobError: the run failed, or workers died too often.
+        SpecError: A field of the spec is not valid on the workers.
+        JobError: The run failed, or workers died too often.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -75,7 +78,13 @@ def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print)
 
 @contextlib.contextmanager
 def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> Iterator[None]:
-    """Says each line that others add to a file, from now on; looks for them every so often."""
+    """Reports each line that other processes append to a file.
+
+    Args:
+        path: File; it need not exist yet.
+        say: Called with each complete line.
+        seconds: Interval between reads.
+    """
     place = path.stat().st_size if path.exists() else 0
     is_over = threading.Event()
 
@@ -103,7 +112,7 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
 
 
 def _train_worker(given: dict[str, Any]) -> None:
-    """What each worker does."""
+    """Runs the training loop in a worker."""
     import ray.train
     import torch
 
@@ -117,11 +126,11 @@ def _train_worker(given: dict[str, Any]) -> None:
         with progress.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    Loop(spec, say, lambda step, figures: ray.train.report({"step": step, **figures})).run()
+    Loop(spec, say, lambda step, metrics: ray.train.report({"step": step, **metrics})).run()
 
 
 def _cause(error: BaseException) -> Exception:
-    """What a worker's failure came from, in one sentence."""
+    """Returns the cause of a worker's failure, in one sentence."""
     failures = getattr(error, "worker_failures", None) or {}
     for failure in failures.values():
         cause: BaseException | None = failure

@@ -1,7 +1,7 @@
-"""What lets models train that one worker's memory does not hold.
+"""FSDP and activation checkpointing, for models that do not fit into one worker's memory.
 
-Weights, gradients and the states of the optimiser are spread over the workers (FSDP, Zhao et al.,
-2023), and activations are computed a second time instead of being kept (Chen et al., 2016).
+FSDP shards weights, gradients and optimiser states over the workers (Zhao et al., 2023). Activation
+checkpointing recomputes activations in the backward pass (Chen et al., 2016).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pipeline.distributed import num_workers, rank
 
 
 def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that a model of the transformers library repeats; of other modules none."""
+    """Returns the repeated layers of a transformers model, or none for other modules."""
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def recompute(model: torch.nn.Module) -> None:
-    """Has each layer keep its input alone, and computed again for its gradients.
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Enables activation checkpointing: the backward pass recomputes each layer from its input.
 
     Raises:
-        SpecError: the model has no such layers.
+        SpecError: The model has no transformers layers.
     """
     layers = layers_of(model)
     if not layers:
         legal = "false (what is trained has no layers of the transformers library)"
-        raise SpecError("recompute", True, legal)
+        raise SpecError("activation_checkpointing", True, legal)
     # Layer by layer: the switch of whole models is missing for some that only wrap others.
     for layer in layers:
         layer.gradient_checkpointing = True
@@ -43,11 +43,15 @@ def recompute(model: torch.nn.Module) -> None:
         setattr(layer, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))  # noqa: B010
 
 
-def recompute_in_training(model: torch.nn.Module, mode: bool) -> None:
-    """Has a model in evaluation mode recompute activations all the same, if `recompute` was called.
+def switch_checkpointing(model: torch.nn.Module, mode: bool) -> None:
+    """Switches the activation checkpointing of a frozen model, which stays in evaluation mode.
 
-    The library does so in training mode only. The modules inside a layer are not switched, so that
-    a frozen model has no dropout.
+    Transformers checkpoints activations in training mode only. The modules inside a layer are not
+    switched, so that a frozen model has no dropout.
+
+    Args:
+        model: The model; without `checkpoint_activations` before, nothing is switched on.
+        mode: True for training, False for evaluation.
     """
     for layer in layers_of(model):
         layer.training = mode and layer.gradient_checkpointing
@@ -56,11 +60,12 @@ def recompute_in_training(model: torch.nn.Module, mode: bool) -> None:
 def shard(
     module: torch.nn.Module, whole_parameters: set[torch.nn.Parameter], dtype: torch.dtype | None
 ) -> None:
-    """Spreads a module over the workers: a layer is put together while it is used.
+    """Shards a module over the workers; each layer is gathered while it is used.
 
     Args:
-        whole_parameters: what each worker keeps for itself.
-        dtype: that weights are put together in; None: their own.
+        module: Module to shard.
+        whole_parameters: Parameters that are replicated instead.
+        dtype: Dtype of the gathered weights; None for their own.
     """
     device = next(module.parameters()).device
     mesh = torch.distributed.init_device_mesh(device.type, (num_workers(),))
@@ -72,7 +77,7 @@ def shard(
 
 @contextlib.contextmanager
 def whole(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, the first worker has the whole of all weights; to be entered by all workers."""
+    """Gathers all weights on the first worker inside the context; all workers must enter it."""
     shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may stand in several places
     for part in module.modules():
@@ -96,7 +101,7 @@ def whole(module: torch.nn.Module) -> Iterator[None]:
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
-    """The length of all tensors together, of which some may be spread over the workers."""
+    """Returns the L2 norm of all tensors together, some of which may be sharded."""
     squares = 0.0
     for are_spread in (False, True):
         own = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]
@@ -106,7 +111,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 def whole_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimiser with nothing spread; to be called by all workers."""
+    """Returns an optimiser's unsharded state; all workers must call it."""
     state = optimiser.state_dict()
     state["state"] = {
         number: {
@@ -119,7 +124,7 @@ def whole_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of `whole_state`, whatever is spread now."""
+    """Loads a state of `whole_state` into an optimiser, sharded or not."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     state["state"] = {
         number: {

@@ -1,4 +1,4 @@
-"""Studies: the same run with other fields, before and after training, spread and significance."""
+"""Studies: sweeps of training runs, their spread over seeds and the significance of gains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.report.text import aligned, as_csv, p_value
-from pipeline.train.spec import HELD_OUT, TrainSpec
+from pipeline.train.spec import VALIDATION, TrainSpec
 
 #: Measures that have a panel of the plot, those of them that there are.
 PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_accuracy")
@@ -26,9 +26,9 @@ class StudySpec(TrainSpec):
     """A training run, or several.
 
     Attributes:
-        sweep: fields and the values that each has in turn: there is a run for each combination.
-            Or a list of such, one behind the other. Runs that differ in nothing but the seed are
-            one row of the table. A swept `name` is the row's: of its other fields nothing is said.
+        sweep: Dotted fields and the values of each, with one run per combination; or a list of
+            such mappings. Runs that differ only in the seed are one row of the table. A swept
+            `name` names the row instead of its other fields.
     """
 
     sweep: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
@@ -38,8 +38,9 @@ class Run(NamedTuple):
     """One run of a study.
 
     Attributes:
-        title: the swept fields and their values.
-        row: the same without the seed.
+        title: Swept fields and their values.
+        row: The same without the seed.
+        spec: Spec of the run.
     """
 
     title: str
@@ -48,10 +49,12 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What came out of the runs of a row.
+    """Results of the runs of a row.
 
     Attributes:
-        before, after: by measure, (S, Q) for each run and held-out query.
+        name: Name of the row.
+        before: (S, Q) values of each run and validation query before training, by metric.
+        after: The same after training.
     """
 
     name: str
@@ -65,10 +68,10 @@ class Row(NamedTuple):
 
 
 def runs_of(spec: StudySpec) -> list[Run]:
-    """The runs of a study, in folders below its output; or the one run, in the output itself.
+    """Returns the runs of a study, in subfolders of its output; without a sweep, the single run.
 
     Raises:
-        SpecError: a combination is not legal, or stands twice.
+        SpecError: A combination is not valid, or occurs twice.
     """
     own = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
     if not spec.sweep:
@@ -92,7 +95,7 @@ def runs_of(spec: StudySpec) -> list[Run]:
 
 
 def _said(pair: tuple[str, Any]) -> str:
-    """A swept field and its value, in few words.
+    """Describes a swept field and its value.
 
     >>> _said(("learner.compressor", {"name": "samer", "num_vectors": 8, "gamma": 0.0}))
     'samer num_vectors 8 gamma 0.0'
@@ -109,20 +112,20 @@ def _said(pair: tuple[str, Any]) -> str:
 
 
 def described(spec: TrainSpec) -> str:
-    """What a run does, in a line."""
+    """Returns a one-line description of a run."""
     steps = f"at most {spec.max_steps} steps" if spec.max_steps else f"{spec.epochs} epochs"
     return f"{steps} of {spec.batch_size} documents, seed {spec.seed}, to {spec.output}"
 
 
 def report(spec: StudySpec, runs: Sequence[Run]) -> str:
-    """Writes `study.csv` and `study.png` into the output folder; gives the table.
+    """Writes `study.csv` and `study.png` into the output folder; returns the table as text.
 
-    p is that of a paired randomisation test over the held-out queries, of the first measure after
-    training (the mean over seeds) against the table's first row; corrected by Holm.
+    p-values are of a paired randomisation test over the validation queries, of the first metric
+    after training (mean over seeds) against the first row, with Holm's correction.
     """
     rows = rows_of(runs)
     if not rows:
-        return "nothing was measured: set evaluate_every"
+        return "nothing was measured: set eval_every"
     first = next(iter(rows[0].after))
     gains = [row.after[first].mean(axis=0) - rows[0].after[first].mean(axis=0) for row in rows[1:]]
     p_values = [None, *(holm(randomisation_p(np.stack(gains)).tolist()) if gains else [])]
@@ -145,10 +148,10 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
-    """The rows of a study: runs with what was first and last measured of them."""
+    """Returns the rows of a study, with the first and the last evaluation of each run."""
     grouped: dict[str, list[tuple[dict[str, np.ndarray], ...]]] = {}
     for run in runs:
-        measured = sorted((Path(run.spec.output) / HELD_OUT).glob("step-*.npz"))
+        measured = sorted((Path(run.spec.output) / VALIDATION).glob("step-*.npz"))
         if measured:
             both = tuple(dict(np.load(path)) for path in (measured[0], measured[-1]))
             grouped.setdefault(run.row, []).append(both)
@@ -165,10 +168,10 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def spread(values_SQ: np.ndarray) -> float:
-    """The standard deviation of the runs' means, 0 of one run."""
+    """Returns the standard deviation of the runs' means, or 0 for a single run."""
     return float(values_SQ.mean(axis=1).std(ddof=1)) if len(values_SQ) > 1 else 0.0
 
 
 def with_spread(values_SQ: np.ndarray) -> str:
-    """The mean of runs and queries, and how far apart the runs are."""
+    """Formats the mean over runs and queries with the standard deviation over runs."""
     return f"{values_SQ.mean():.3f} ± {spread(values_SQ):.3f}"

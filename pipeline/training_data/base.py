@@ -114,8 +114,8 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         """
         return self.batches(0, 0, worker, num_workers)
 
-    def held_out(self) -> Batch | None:
-        """What quality is measured on while training, as one batch; None: there is nothing."""
+    def validation(self) -> Batch | None:
+        """Returns the validation data as one batch, or None."""
         return None
 
     @staticmethod
@@ -132,13 +132,17 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         same_QBF = query_facts.unsqueeze(1) == document_facts.unsqueeze(0)
         return (same_QBF & (document_facts != NOTHING)).any(dim=2)
 
-    def quality(self, scores_QB: torch.Tensor, held_out: Batch) -> Quality:
-        """How good scores of what is held out are; the first measure chooses the best model.
+    def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
+        """Computes metrics on the validation data; the first one selects the best model.
 
-        By default R@1, R@5, R@10 and nDCG@10 among all of its documents.
+        By default R@1, R@5, R@10 and nDCG@10 among all validation documents.
+
+        Args:
+            scores_QB: Scores of all validation queries and documents.
+            validation: The validation data.
         """
         device = scores_QB.device
-        facts = held_out.query_facts.to(device), held_out.document_facts.to(device)
+        facts = validation.query_facts.to(device), validation.document_facts.to(device)
         return ranking(scores_QB, self.relevant(*facts))
 
 

@@ -18,7 +18,7 @@ from pipeline.sources.files import existing_root
 from pipeline.sources.manifests import rows_of_value
 from pipeline.sources.text import parse_line
 from pipeline.training_data.boxes import Entities, Phrase, of_coco
-from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 
@@ -32,7 +32,7 @@ class Captioned:
     where: str
 
 
-class CaptionsHeldOut(HeldOut):
+class CaptionsValidationFiles(ValidationFiles):
     """A file of the same form, or splits of one."""
 
     splits: list[str] | None = None
@@ -68,16 +68,16 @@ class Captions(RowData["Captions.Spec"]):
         instances: Uri | None = None
         entities: Uri | None = None
         phrases: int = Field(4, ge=1)
-        held_out: float | CaptionsHeldOut | None = None
+        validation: float | CaptionsValidationFiles | None = None
 
     def listing(self) -> Listing:
         """All captions of `path`."""
         return self._list(self.spec.path, self.spec.splits)
 
-    def held_out_listing(self) -> Listing:
-        """The captions of `held_out.path`."""
-        assert isinstance(self.spec.held_out, CaptionsHeldOut)
-        return self._list(self.spec.held_out.path, self.spec.held_out.splits)
+    def validation_listing(self) -> Listing:
+        """Returns the captions of `validation.path`."""
+        assert isinstance(self.spec.validation, CaptionsValidationFiles)
+        return self._list(self.spec.validation.path, self.spec.validation.splits)
 
     def _list(self, uri: str, splits: list[str] | None) -> Listing:
         spec, listing = self.spec, Listing()

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.training_data.boxes import checked
-from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, hash_of, logger
 from pipeline.training_data.tables import LINES, TABLE, TableRow, columns_of, files_of, read_rows
 
@@ -70,10 +70,10 @@ class PairData(RowData[PairsSpec]):
         """All rows of `path`."""
         return self._list(self.spec.path)
 
-    def held_out_listing(self) -> Listing:
-        """The rows of `held_out.path`."""
-        assert isinstance(self.spec.held_out, HeldOut)
-        return self._list(self.spec.held_out.path)
+    def validation_listing(self) -> Listing:
+        """Returns the rows of `validation.path`."""
+        assert isinstance(self.spec.validation, ValidationFiles)
+        return self._list(self.spec.validation.path)
 
     def _list(self, uri: str) -> Listing:
         names, listing = self.spec.columns, Listing()

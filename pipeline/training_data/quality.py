@@ -1,4 +1,4 @@
-"""How good a model is while it is trained: rankings of held-out documents, and grounding."""
+"""Validation metrics during training: rankings of documents, and grounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.tokens import TokenBatch
 CUTOFF = 10  # of nDCG
 
 
-#: Measures of held-out queries or phrases by name, a value each; more is better.
+#: Metrics by name, with one value per validation query or phrase; higher is better.
 Quality = dict[str, np.ndarray]
 
 

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import fsspec
 import numpy as np
@@ -49,8 +49,12 @@ DECODERS = 4
 MEDIA_AT_ONCE = 64
 
 
-class HeldOut(config.Spec):
-    """What quality is measured on: files of the same form."""
+class ValidationFiles(config.Spec):
+    """Validation data in files of the same form.
+
+    Attributes:
+        path: Path of the files.
+    """
 
     path: Uri
 
@@ -64,27 +68,29 @@ class RowSpec(config.ComponentSpec):
             `python -m jobs.mine` writes them.
         num_negatives: at most so many of a query's hard negatives are in its batch, others in each
             epoch; null: all.
-        held_out: what quality is measured on: a share of the documents with their queries, or
-            {path: ...}; null: nothing. They are one batch: in memory at once.
+        validation: Validation data, which are one batch in memory: a fraction of the documents
+            with their queries, or {path: ...}; null for none.
         mixed_groups: where tables hold the pictures, rows are shuffled among so many row groups
             at a time, which stay in memory.
         max_pixels: a larger picture is made smaller.
         media: what is decoded of videos and sound, and how.
     """
 
+    renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
+
     path: Uri
     hard_negatives: Uri | None = None
     num_negatives: int | None = Field(None, ge=0)
-    held_out: float | HeldOut | None = None
+    validation: float | ValidationFiles | None = None
     mixed_groups: int = Field(16, ge=1)
     max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
     media: Decoding = Decoding()
 
-    @field_validator("held_out", mode="before")
+    @field_validator("validation", mode="before")
     @classmethod
     def _refuse_no_share(cls, value: Any) -> Any:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
-        if not (is_share or value is None or isinstance(value, Mapping | HeldOut)):
+        if not (is_share or value is None or isinstance(value, Mapping | ValidationFiles)):
             raise SpecError("", value, "a share between 0 and 1, {path: ...} or null")
         return value
 
@@ -116,7 +122,7 @@ class RowData(TrainingData[RowSpecT]):
             listing = self.listing()
             if spec.hard_negatives is not None:
                 listing = with_negatives(listing, spec.hard_negatives)
-            self.rows, self._held_out = self._split(with_files(without_positives(listing)))
+            self.rows, self._validation = self._split(with_files(without_positives(listing)))
             if "audio" not in spec.media.wants and any(
                 document.sound is not None and document.video is None
                 for document in self._documents
@@ -140,22 +146,22 @@ class RowData(TrainingData[RowSpecT]):
         """
 
     @abstractmethod
-    def held_out_listing(self) -> Listing:
-        """The rows of `held_out.path`."""
+    def validation_listing(self) -> Listing:
+        """Returns the rows of `validation.path`."""
 
     # -- which rows --------------------------------------------------------------------------------
 
     def _split(self, listing: Listing) -> tuple[Listing, Listing | None]:
-        """The rows that are trained on, and those that are held out.
+        """Splits the rows into training and validation data.
 
-        A share is of documents, by hashes of their ids: the same whatever the seed.
+        A fraction selects documents by hashes of their ids, independently of the seed.
         """
-        share = self.spec.held_out
+        share = self.spec.validation
         if share is None:
             return listing, None
         if not isinstance(share, float):
-            with config.within("held_out"):
-                return listing, with_files(self.held_out_listing())
+            with config.within("validation"):
+                return listing, with_files(self.validation_listing())
         own = {row.document for row in listing.rows}
         order = sorted(own, key=lambda number: hash_of(f"held out: {listing.documents[number].id}"))
         held = set(order[: max(1, round(share * len(own)))])
@@ -168,7 +174,7 @@ class RowData(TrainingData[RowSpecT]):
         asked = [r for r in listing.rows if r.document in held and r.query not in trained]
         if not asked:
             legal = "another share, or {path: ...}"
-            raise SpecError("held_out", share, legal, "leaves no query that is not trained on")
+            raise SpecError("validation", share, legal, "leaves no query that is not trained on")
         return listing.with_rows(rows), listing.with_rows(asked)
 
     @property
@@ -252,17 +258,17 @@ class RowData(TrainingData[RowSpecT]):
             teacher=teacher_of(rows[own], numbers) if self.has_teacher else None,
         )
 
-    def held_out(self) -> Batch | None:
-        """The held-out queries with their documents, and their phrases if they have any."""
-        if self._held_out is None:
+    def validation(self) -> Batch | None:
+        """Returns the validation queries with their documents and phrases."""
+        if self._validation is None:
             return None
-        positives = self._held_out.positives()
+        positives = self._validation.positives()
         numbers = list(dict.fromkeys(number for own in positives.values() for number in own))
-        batch = self._read(self._held_out, list(positives.items()), numbers)
+        batch = self._read(self._validation, list(positives.items()), numbers)
         place = {number: row for row, number in enumerate(numbers)}
         said = [
             (text, place[row.document], boxes)
-            for row in self._held_out.rows
+            for row in self._validation.rows
             for text, boxes in row.phrases
             if batch.document_keys[place[row.document]] != NO_DOCUMENT
         ]
@@ -372,8 +378,8 @@ class RowData(TrainingData[RowSpecT]):
 
     @property
     def _documents(self) -> list[Document]:
-        held_out = self._held_out.documents if self._held_out else []
-        return [*self.rows.documents, *held_out]
+        validation = self._validation.documents if self._validation else []
+        return [*self.rows.documents, *validation]
 
     def _say_unreadable(self, document: Document, error: Exception) -> None:
         """Says the first, the tenth, the hundredth ...: there may be one in every batch."""

@@ -15,7 +15,7 @@ from pipeline import distributed
 from pipeline.config import SpecError, Uri
 from pipeline.sources.files import existing_root, files_below
 from pipeline.training_data.captions import read_file, read_json
-from pipeline.training_data.row_data import HeldOut, RowData, RowSpec
+from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger
 from pipeline.training_data.tables import LINES, files_of, read_rows
 
@@ -25,7 +25,7 @@ VIDEO, SOUND = ".mp4", ".m4a"
 class Msrvtt(RowData["Msrvtt.Spec"]):
     """The form of MSR-VTT: videos as documents, the sentences about them as queries.
 
-    `path` is `MSRVTT_data.json`. What is held out is a file in the form of
+    `path` is `MSRVTT_data.json`. `validation.path` is a file in the form of
     `MSRVTT_JSFUSION_test.csv`, whose rows have a `video_id` and a `sentence`. A document's id is
     its `video_id`, its file `<video_id>.mp4`, in whichever folder below `videos`. Videos with the
     same sentence are all relevant to it.
@@ -75,10 +75,10 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                 wanted.add(row["video_id"])
         return self._listed(uri, (each for each in sentences if each[1] in wanted))
 
-    def held_out_listing(self) -> Listing:
-        """The sentences of `held_out.path`."""
-        assert isinstance(self.spec.held_out, HeldOut)
-        uri = self.spec.held_out.path
+    def validation_listing(self) -> Listing:
+        """Returns the sentences of `validation.path`."""
+        assert isinstance(self.spec.validation, ValidationFiles)
+        uri = self.spec.validation.path
         rows = read_csv(uri, ("video_id", "sentence"), "path")
         return self._listed(uri, ((where, r["video_id"], r["sentence"]) for where, r in rows))
 
@@ -127,7 +127,7 @@ def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
     return splits, sentences
 
 
-class MultiventHeldOut(HeldOut):
+class MultiventValidationFiles(ValidationFiles):
     """Queries and judgments of the same form; of other videos, where they lie elsewhere."""
 
     judgments: Uri
@@ -155,17 +155,19 @@ class Multivent(RowData["Multivent.Spec"]):
         name: Literal["multivent"] = "multivent"
         judgments: Uri
         videos: Uri
-        held_out: float | MultiventHeldOut | None = None
+        validation: float | MultiventValidationFiles | None = None
 
     def listing(self) -> Listing:
         """The judged queries of `path`."""
         return self._list(self.spec.path, self.spec.judgments, self.spec.videos)
 
-    def held_out_listing(self) -> Listing:
-        """The judged queries of `held_out.path`."""
-        held_out = self.spec.held_out
-        assert isinstance(held_out, MultiventHeldOut)
-        return self._list(held_out.path, held_out.judgments, held_out.videos or self.spec.videos)
+    def validation_listing(self) -> Listing:
+        """Returns the judged queries of `validation.path`."""
+        validation = self.spec.validation
+        assert isinstance(validation, MultiventValidationFiles)
+        return self._list(
+            validation.path, validation.judgments, validation.videos or self.spec.videos
+        )
 
     def _list(self, uri: str, judgments: str, videos: str) -> Listing:
         queries: dict[str, str] = {}

@@ -21,14 +21,14 @@ from pipeline.synthetic.binding import (
     pair_of,
 )
 from pipeline.synthetic.shapes import COLOURS
-from pipeline.synthetic.shapes_data import HELD_OUT
+from pipeline.synthetic.shapes_data import VALIDATION_SERIES
 
 SENTENCE = re.compile(r"Code (\w+) labels the (\w+ \w+) marker\.")
 QUERY = re.compile(r"Find the report where code ([A-Z]\d[A-Z]) labels the (\w+ \w+) marker\.")
 SEEDS = np.random.default_rng(17).integers(0, 1 << 31, (30, 2)).tolist()
 
 
-@pytest.mark.parametrize(("series", "number"), [*SEEDS, (0, 0), (HELD_OUT, 0)])
+@pytest.mark.parametrize(("series", "number"), [*SEEDS, (0, 0), (VALIDATION_SERIES, 0)])
 def test_a_pair_has_one_inventory_and_no_binding_in_common(series, number):
     pair = pair_of(series, number)
     here, there = (SENTENCE.findall(report.text) for report in (pair.positive, pair.negative))
@@ -49,7 +49,15 @@ def test_reports_depend_on_series_and_number_alone():
     assert one.negative.text == again.negative.text
     assert one.negative.picture().tobytes() == again.negative.picture().tobytes()
     # A series beyond 32 bits is not the next number of a short one.
-    places = [(0, 0), (0, 1), (1, 0), (1, 1), (HELD_OUT, 0), (HELD_OUT, 1), (HELD_OUT + 1, 0)]
+    places = [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (VALIDATION_SERIES, 0),
+        (VALIDATION_SERIES, 1),
+        (VALIDATION_SERIES + 1, 0),
+    ]
     assert len({pair_of(*place).positive.text for place in places}) == len(places)
 
 

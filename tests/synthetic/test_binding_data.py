@@ -39,14 +39,14 @@ def test_a_batch_has_reports_and_their_hard_negatives(form):
 
 
 def test_nothing_that_is_measured_on_is_trained_on():
-    held_out = data_of(held_out=40).held_out()
-    assert len(held_out.queries) == 1000 and len(held_out.documents) == 80
-    texts = {document["text"] for document in held_out.documents}
+    validation = data_of(validation=40).validation()
+    assert len(validation.queries) == 1000 and len(validation.documents) == 80
+    texts = {document["text"] for document in validation.documents}
     for seed in (0, 1):
         data = data_of(batch_size=16, seed=seed, num_pairs=48)
         for batch in itertools.chain(data.batches(0, 0, 0, 1), data.batches(1, 0, 0, 1)):
             assert not texts & {document["text"] for document in batch.documents}
-            assert not set(held_out.document_keys) & set(batch.document_keys)
+            assert not set(validation.document_keys) & set(batch.document_keys)
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -88,16 +88,20 @@ def test_what_fills_no_batch_is_left_out_of_all_epochs(count):
 def test_quality_compares_within_pairs_alone():
     data = data_of()
     pairs = evaluation_pairs(4)
-    held_out = batch_of(pairs, [range(5)] * 4, "text")
+    validation = batch_of(pairs, [range(5)] * 4, "text")
     scores = torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
     right = [scores[q, 2 * (q // 5)] > scores[q, 2 * (q // 5) + 1] for q in range(20)]
-    found = data.quality(scores, held_out)
+    found = data.quality(scores, validation)
     assert list(found) == ["pairwise_accuracy"]
     assert found["pairwise_accuracy"].tolist() == list(map(int, right))
     # The order of documents is nothing that it depends on.
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    facts = held_out.document_facts[order]
-    moved = type(held_out)(
-        held_out.queries, held_out.documents, held_out.document_keys, held_out.query_facts, facts
+    facts = validation.document_facts[order]
+    moved = type(validation)(
+        validation.queries,
+        validation.documents,
+        validation.document_keys,
+        validation.query_facts,
+        facts,
     )
     assert (data.quality(scores[:, order], moved)["pairwise_accuracy"] == right).all()

@@ -6,11 +6,11 @@ import pytest
 
 from pipeline.config import SpecError, parse
 from pipeline.synthetic.shapes import COLOURS
-from pipeline.synthetic.shapes_data import Shapes, held_out, phrases_of
+from pipeline.synthetic.shapes_data import Shapes, phrases_of, validation_scenes
 
 
 def test_phrases_have_the_boxes_of_all_that_they_fit():
-    scenes, captions, scene_C = held_out(40)
+    scenes, captions, scene_C = validation_scenes(40)
     phrases = phrases_of(scenes, captions, scene_C)
     for text, row, boxes in zip(phrases.texts, phrases.documents, phrases.boxes, strict=True):
         assert len(boxes) == sum(
@@ -29,7 +29,7 @@ def test_phrases_have_the_boxes_of_all_that_they_fit():
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_batches_are_the_same_again_for_any_number_of_workers(fresh):
-    spec = Shapes.Spec(num_scenes=32, fresh=fresh, captions=2, held_out=4)
+    spec = Shapes.Spec(num_scenes=32, fresh=fresh, captions=2, validation=4)
     data = Shapes(spec, batch_size=8, seed=3)
     whole = list(data.batches(1, 0, 0, 1))
     assert len(whole) == data.num_batches == 4
@@ -49,23 +49,23 @@ def test_batches_are_the_same_again_for_any_number_of_workers(fresh):
 
 
 def test_what_is_held_out_is_never_trained_on():
-    spec = Shapes.Spec(num_scenes=64, held_out=64)
+    spec = Shapes.Spec(num_scenes=64, validation=64)
     data = Shapes(spec, batch_size=32, seed=0)
     trained = {item["image"] for batch in data.batches(0, 0, 0, 1) for item in batch.documents}
-    assert not trained & {item["image"] for item in data.held_out().documents}
+    assert not trained & {item["image"] for item in data.validation().documents}
 
 
 def test_relevance_of_a_batch_is_what_holds():
-    scenes, captions, _ = held_out(30)
-    batch = Shapes(Shapes.Spec(held_out=30), batch_size=2, seed=0).held_out()
+    scenes, captions, _ = validation_scenes(30)
+    batch = Shapes(Shapes.Spec(validation=30), batch_size=2, seed=0).validation()
     assert batch.queries == captions.texts
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     assert (relevant.numpy() == captions.hold(scenes)).all()
 
 
 def test_a_layout_sets_the_sizes_of_scenes_and_objects():
-    spec = Shapes.Spec(held_out=30, side=256, radii=(41, 50), objects=(2, 4))
-    scenes, _, _ = held_out(30, layout=spec.layout)
+    spec = Shapes.Spec(validation=30, side=256, radii=(41, 50), objects=(2, 4))
+    scenes, _, _ = validation_scenes(30, layout=spec.layout)
     is_there_ST = scenes.attributes[..., 2] >= 0
     assert is_there_ST.sum(axis=1).min() >= 1 and is_there_ST.shape[1] == 4
     sizes_ST2 = scenes.boxes[..., 2:] - scenes.boxes[..., :2]
@@ -73,8 +73,8 @@ def test_a_layout_sets_the_sizes_of_scenes_and_objects():
     boxes = scenes.boxes[is_there_ST]
     assert scenes.picture(0).size == (256, 256) and boxes.min() >= 0 and boxes.max() <= 1
     usual, large = (
-        Shapes(own, batch_size=2, seed=0).held_out().document_keys
-        for own in (Shapes.Spec(held_out=30), spec)
+        Shapes(own, batch_size=2, seed=0).validation().document_keys
+        for own in (Shapes.Spec(validation=30), spec)
     )
     assert not set(usual) & set(large)  # cached states of one are not those of the other
 

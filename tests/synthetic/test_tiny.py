@@ -20,7 +20,7 @@ from pipeline.rerank.edje import about_of, load_adapter, load_joint
 from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.search.searcher import open_index
 from pipeline.synthetic import tiny
-from pipeline.synthetic.shapes_data import Shapes, held_out, png
+from pipeline.synthetic.shapes_data import Shapes, png, validation_scenes
 from pipeline.synthetic.shapes_files import write_collection
 from pipeline.train.losses import late_scores
 from pipeline.training_data.quality import ranking
@@ -71,19 +71,19 @@ def test_before_training_the_same_seed_makes_the_same_model(make, name, tmp_path
 
 
 def test_every_caption_is_made_of_words_that_the_model_knows(colpali):
-    _, captions, _ = held_out(50)
+    _, captions, _ = validation_scenes(50)
     tokenizer = colpali.reader(colpali.spec).processor.tokenizer
     for text in captions.texts:
         assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
 
 
 def test_the_shipped_model_finds_scenes_and_not_all_of_them(colpali):
-    scenes, captions, _ = held_out(300)
+    scenes, captions, _ = validation_scenes(300)
     documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
     assert documents.vectors.shape == (300, 196, 64)
     queries = colpali.encode_queries(captions.texts).tokens
     scores = late_scores(queries.vectors, queries.mask, documents.vectors, documents.mask)
-    batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
+    batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
     # Among 1,000 scenes it is within 0.50 and 0.85; among fewer it is easier.
     assert 0.6 < quality["R@1"].mean() < 0.97
@@ -92,10 +92,10 @@ def test_the_shipped_model_finds_scenes_and_not_all_of_them(colpali):
 
 def test_the_shipped_dual_encoder_is_a_first_stage_that_leaves_work(siglip):
     """By single vectors: what it finds among the first ten it seldom finds first."""
-    scenes, captions, _ = held_out(300)
+    scenes, captions, _ = validation_scenes(300)
     documents = of_pictures(siglip, [scenes.picture(row) for row in range(300)])
     scores = siglip.encode_queries(captions.texts).tokens.pooled @ documents.pooled.T
-    batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
+    batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
     # Among 1,000 scenes 0.18 and 0.65; among fewer it is easier.
     assert 0.2 < quality["R@1"].mean() < 0.6
@@ -106,7 +106,7 @@ def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     """Behind SaMer's eight vectors a scene, from tokens as an index keeps them."""
     folder = SHIPPED / "shapes_edje"
     assert about_of(folder)["vision"]["fingerprint"] == colpali.fingerprint
-    scenes, captions, _ = held_out(300)
+    scenes, captions, _ = validation_scenes(300)
     documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
     samer = {"name": "samer", "num_vectors": 8}
     few = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
@@ -115,7 +115,7 @@ def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     tokens, mask = load_adapter(folder).cached(documents)
     assert tokens.shape == (300, 32, 128)
     joint = load_joint(folder)
-    batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
+    batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     for scores, judged, backwards in ((first, relevant, False), (first.T, relevant.T, True)):
         pairs = pairs_of(scores, 10)

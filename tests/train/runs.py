@@ -29,7 +29,7 @@ def spec_of(folder: Path, model: str, learner: dict[str, Any] | None = None, **m
             "temperature": 0.1,
             **(learner or {}),
         },
-        "data": {"name": "shapes", "num_scenes": 24, "captions": 2, "held_out": 12},
+        "data": {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12},
         "batch_size": 8,
         "epochs": 2,
         "optimiser": {"learning_rate": 1e-3},

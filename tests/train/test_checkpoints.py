@@ -32,7 +32,7 @@ def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
 
 
 def test_the_newest_checkpoints_are_kept(model, tmp_path):
-    trained(spec_of(tmp_path, model, checkpoint_every=1, keep=2))
+    trained(spec_of(tmp_path, model, checkpoint_every=1, keep_last=2))
     checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert checkpoints == ["step-00000005", "step-00000006"]
 

@@ -96,13 +96,13 @@ def projection_run(folder, model, states, compressor=SAMER, **more):
         folder,
         model,
         {
-            "trains": "projection",
-            "states": states,
-            "states_dtype": "float32",
+            "trainable": "projection",
+            "hidden_states_cache": states,
+            "hidden_states_dtype": "float32",
             "compressor": compressor,
         },
-        data={"name": "shapes", "num_scenes": 24, "fresh": False, "captions": 2, "held_out": 12},
-        evaluate_every=3,
+        data={"name": "shapes", "num_scenes": 24, "fresh": False, "captions": 2, "validation": 12},
+        eval_every=3,
         **more,
     )
 
@@ -159,15 +159,15 @@ def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
             {},
             "learner.encoder.name: 'sleeping' .* one that can be trained: .*minilm",
         ),
-        ({"encoder": "minilm", "trains": "projection"}, {}, "learner.trains: 'projection'"),
+        ({"encoder": "minilm", "trainable": "projection"}, {}, "learner.trainable: 'projection'"),
         ({"compressor": {"name": "hpc", "num_vectors": 4}}, {}, "compressor.name: 'hpc'"),
-        ({"states": "x"}, {}, "learner.states: .* null"),
+        ({"hidden_states_cache": "x"}, {}, "learner.hidden_states_cache: .* null"),
         (
-            {"trains": "projection", "encoder": {"name": "dual", "model": "SIGLIP"}},
+            {"trainable": "projection", "encoder": {"name": "dual", "model": "SIGLIP"}},
             {},
-            "learner.trains: 'projection' .* all or lora .colmodernvbert, colpali, colqwen2",
+            "learner.trainable: 'projection' .* all or lora .colmodernvbert, colpali, colqwen2",
         ),
-        ({"trains": "projection", "score": "hybrid"}, {}, "learner.score: 'hybrid'"),
+        ({"trainable": "projection", "score": "hybrid"}, {}, "learner.score: 'hybrid'"),
         ({"temperature": 0}, {}, "learner.temperature: 0"),
         ({}, {"num_scenes": 4}, "batch_size: 8 .* gives? at least once"),
     ],
@@ -181,9 +181,11 @@ def test_what_cannot_be_trained_is_said_before(model, checkpoint, tmp_path, lear
 
 @pytest.mark.parametrize("data", [{"fresh": True}, {"single": [0.5, 0.0]}], ids=str)
 def test_states_need_data_that_repeat(model, tmp_path, data):
-    learner = {"trains": "projection", "states": str(tmp_path / "states")}
+    learner = {"trainable": "projection", "hidden_states_cache": str(tmp_path / "states")}
     data = {"name": "shapes", "num_scenes": 24, "fresh": False, **data}
-    with pytest.raises(SpecError, match="learner.states: .* data whose epochs have the same"):
+    with pytest.raises(
+        SpecError, match="learner.hidden_states_cache: .* data whose epochs have the same"
+    ):
         Loop(spec_of(tmp_path / "run", model, learner, data=data), say=print)
 
 
@@ -270,16 +272,14 @@ def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, 
     encoder: dict = {"name": "minilm", "layer": layer}
     if family == "qwen3_vl":
         encoder |= {"name": "qwen_vl", "model": checkpoint(family), "dtype": "float32"}
-    data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "held_out": 2}
+    data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "validation": 2}
     data |= {"form": "text" if family == "minilm" else "rendered"}
-    learner = {"encoder": encoder, "trains": "adapter", "adapter_dim": 8, "score": score}
+    learner = {"encoder": encoder, "trainable": "adapter", "adapter_dim": 8, "score": score}
     learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "late" else "none"
     runs = {}
     for name, states in (("run", None), ("kept", str(tmp_path / "states"))):
-        own = {**learner, "states": states, "states_dtype": "float32"}
-        spec = spec_of(
-            tmp_path / name, "", own, data=data, batch_size=4, evaluate_every=2, epochs=2
-        )
+        own = {**learner, "hidden_states_cache": states, "hidden_states_dtype": "float32"}
+        spec = spec_of(tmp_path / name, "", own, data=data, batch_size=4, eval_every=2, epochs=2)
         check(spec)
         runs[name] = trained(spec)
     has_layers = {"layers"} if layer != -1 else set()

@@ -20,7 +20,7 @@ from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.synthetic import tiny
 from pipeline.tokens import unit_vectors
-from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, drawn, texts_of
+from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, sample_positives, texts_of
 from pipeline.train.loop import Loop, check
 from pipeline.train.losses import late_scores
 from pipeline.train.spec import TrainSpec
@@ -68,7 +68,7 @@ def run_of(towers, bert, tmp_path):
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
         own = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
         own = {"name": "edje", "encoder": towers, "pool": 4, **own, **(learner or {})}
-        data = {"name": "shapes", "num_scenes": 24, "captions": 1, "held_out": 12}
+        data = {"name": "shapes", "num_scenes": 24, "captions": 1, "validation": 12}
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
         given = {**config.dump(spec), "learner": own}
@@ -106,7 +106,7 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
 
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
     torch.manual_seed(0)
-    anchors = drawn(relevant, slice(0, 8)).tolist()
+    anchors = sample_positives(relevant, slice(0, 8)).tolist()
     similarity = (embedded["query_pooled"] @ embedded["document_pooled"].T).tolist()
     pairs = [(q, d, 1.0) for q, d in anchors]
     for q, d in anchors:
@@ -162,21 +162,21 @@ def test_masked_words_are_read_with_the_tokens_of_their_item(run_of):
 
 @pytest.mark.parametrize(("kind", "precision"), [("compressed", "bfloat16"), ("local", "float32")])
 def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind, precision):
-    data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "held_out": 8}
+    data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "validation": 8}
     spec = run_of(
         "run",
         {
             "adapter": {**ADAPTER, "kind": kind},
-            "states": str(tmp_path / "states"),
+            "hidden_states_cache": str(tmp_path / "states"),
             "mlm": 0.1,
             "recovery": 0.1,
         },
         data=data,
         epochs=100,
         precision=precision,
-        evaluate_every=100,
+        eval_every=100,
         checkpoint_every=100,
-        optimiser={"learning_rate": 3e-3, "warmup": 0.1, "clip": 1.0},
+        optimiser={"learning_rate": 3e-3, "warmup_ratio": 0.1, "max_grad_norm": 1.0},
     )
     trained(spec)
     for name in ("loss", "itm", "mlm", "recovery"):
@@ -204,22 +204,22 @@ def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind, pre
 
 
 def test_kept_states_give_what_the_encoder_gives(run_of, tmp_path, monkeypatch):
-    run = trained(run_of("run", evaluate_every=3))
-    states = {"states": str(tmp_path / "states"), "states_dtype": "float32"}
-    kept = trained(run_of("kept", states, evaluate_every=3))
+    run = trained(run_of("run", eval_every=3))
+    states = {"hidden_states_cache": str(tmp_path / "states"), "hidden_states_dtype": "float32"}
+    kept = trained(run_of("kept", states, eval_every=3))
     assert_same(run, kept, atol=1e-4)
     from pipeline.encoders.dual import Dual
 
     monkeypatch.setattr(Dual, "_embed", lambda *_: pytest.fail("the encoder ran again"))
-    assert_same(kept, trained(run_of("again", states, evaluate_every=3)), atol=0)
+    assert_same(kept, trained(run_of("again", states, eval_every=3)), atol=0)
 
 
 def test_pairs_and_documents_in_parts_give_the_gradients_of_all(run_of):
     gradients = {}
     for name, learner, more in (
         ("whole", {}, {}),
-        ("pairs", {"pairs_at_once": 5}, {}),
-        ("parts", {}, {"part_size": 3}),
+        ("pairs", {"pair_mini_batch_size": 5}, {}),
+        ("parts", {}, {"mini_batch_size": 3}),
     ):
         loop = loop_of(run_of(name, learner, **more))
         batch = next(loop.data.batches(0, 0, 0, 1))
@@ -263,7 +263,7 @@ def test_a_run_that_was_stopped_ends_as_an_unbroken_one(run_of, stop, monkeypatc
 def test_words_are_contrasted_with_the_tokens_of_items(run_of):
     """Number by number, from the states of texts alone and the tokens on."""
     learner = {"contrast": 0.5, "contrast_temperature": 0.2, "itm": 0, "mlm": 0, "recovery": 0}
-    data = {"name": "shapes", "num_scenes": 24, "captions": 2, "held_out": 12, "single": [1, 1]}
+    data = {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12, "single": [1, 1]}
     loop = loop_of(run_of("run", learner, data=data))
     own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     embedded = own(own.read(batch))
@@ -307,7 +307,7 @@ def test_a_loss_may_be_off(run_of, tmp_path, off):
 
 def test_steps_in_parts_draw_anew(run_of):
     """Negatives and masked words are not those of the step before."""
-    loop, states = loop_of(run_of("run", part_size=3)), []
+    loop, states = loop_of(run_of("run", mini_batch_size=3)), []
     honest, batch = loop.learner.loss, next(loop.data.batches(0, 0, 0, 1))
     loop.learner.loss = lambda *given: states.append(torch.get_rng_state()) or honest(*given)
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_steps_in_parts_draw_anew(run_of):
 def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
     trained(run_of("first", {"adapter": {**ADAPTER, "kind": "local"}}))
     start = str(tmp_path / "first" / "model")
-    spec = run_of("second", {"start": start, "adapter": None, "joint": None})
+    spec = run_of("second", {"init_from": start, "adapter": None, "joint": None})
     check(spec)
     learner = loop_of(spec).learner
     assert learner.edje.adapter.spec.kind == "local"
@@ -335,7 +335,7 @@ def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
 
 
 def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
-    given = config.dump(run_of("study", max_steps=1, evaluate_every=1))
+    given = config.dump(run_of("study", max_steps=1, eval_every=1))
     small, local = ADAPTER, {**ADAPTER, "kind": "local"}
     given["sweep"] = {"learner.adapter": [small, local], "seed": [0, 1]}
     study = config.parse(StudySpec, given)
@@ -405,8 +405,8 @@ def test_a_batch_without_a_positive_changes_nothing_and_stops_nothing(run_of):
 
 
 def test_late_interaction_may_choose(run_of, tmp_path):
-    trained(run_of("run", {"first_stage": "late"}, evaluate_every=6))
-    single = trained(run_of("single", evaluate_every=6))
+    trained(run_of("run", {"first_stage": "late"}, eval_every=6))
+    single = trained(run_of("single", eval_every=6))
     assert logged(tmp_path / "run", "first stage R@1")[0] >= 0
     assert (weights_of(tmp_path / "run" / "model")["match.weight"] != single["match.weight"]).any()
 
@@ -443,11 +443,11 @@ def test_without_single_vectors_the_mean_of_a_texts_vectors_is_recovered(run_of,
 
 
 def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
-    data = {"name": "shapes", "num_scenes": 24, "captions": 4, "held_out": 12}
+    data = {"name": "shapes", "num_scenes": 24, "captions": 4, "validation": 12}
     loop = loop_of(run_of("run", data=data))
     own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
-    anchors = drawn(relevant, slice(0, 32))
+    anchors = sample_positives(relevant, slice(0, 32))
     assert anchors[:, 0].tolist() == list(range(32))
     assert relevant[anchors[:, 0], anchors[:, 1]].all()
     similarity = own.similarity(own(own.read(batch)))
@@ -464,7 +464,7 @@ def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, 
         model.logit_scale.fill_(math.log(100))
     model.save_pretrained(folder)
     SiglipProcessor.from_pretrained(towers["model"]).save_pretrained(folder)
-    data = {"name": "shapes", "num_scenes": 64, "captions": 1, "held_out": 12, "fresh": False}
+    data = {"name": "shapes", "num_scenes": 64, "captions": 1, "validation": 12, "fresh": False}
 
     def share_of_top_10(encoder: dict[str, Any], **learner: Any) -> float:
         """The share of the negative documents that are among the ten most similar."""
@@ -474,7 +474,7 @@ def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, 
         similarity = own.similarity(own(own.read(batch)))
         similarity = 0.05 * (similarity - similarity.mean()) / similarity.std()
         relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
-        anchors = drawn(relevant, slice(0, 64))
+        anchors = sample_positives(relevant, slice(0, 64))
         pairs, _ = own._pairs(similarity, ~relevant, anchors)
         query, document = pairs[len(anchors) : 4 * len(anchors)].unbind(1)
         order = similarity.masked_fill(relevant, -torch.inf).argsort(dim=1, descending=True)
@@ -518,8 +518,11 @@ def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
             "compressor.name: .*sap.* alone",
         ),
         ({"mlm": -1}, "learner.mlm: -1"),
-        ({"start": "nowhere"}, "learner.adapter: .* null, where `start` has one"),
-        ({"start": "nowhere", "adapter": None, "joint": None}, "learner.start: .*nowhere.* has no"),
+        ({"init_from": "nowhere"}, "learner.adapter: .* null, where `init_from` has one"),
+        (
+            {"init_from": "nowhere", "adapter": None, "joint": None},
+            "learner.init_from: .*nowhere.* has no",
+        ),
         ({"distillation": {"teacher": "nowhere"}}, "learner.distillation.teacher: .* has no"),
         ({"joint": {"model": "nowhere/at all"}}, "learner.joint.model: .* is not a folder"),
         ({"encoder": {"name": "dual", "model": "x y"}}, "learner.encoder.model: 'x y'"),
@@ -557,7 +560,9 @@ def test_the_shipped_spec_has_the_papers_values():
     spec = config.load(TrainSpec, str(ROOT / "jobs" / "specs" / "training" / "edje.yaml"))
     learner = spec.learner
     assert learner.name == "edje" and learner.num_negatives == 3 and learner.pool == 10
-    assert learner.masked == 0.5 and learner.negatives == "sampled" and learner.contrast == 0
+    assert (
+        learner.mask_probability == 0.5 and learner.negatives == "sampled" and learner.contrast == 0
+    )
     assert (learner.itm, learner.mlm, learner.recovery) == (1, 1, 1)
     assert learner.adapter.num_tokens == 64 and learner.adapter.hidden == 8192
     assert not learner.adapter.norm_states and learner.adapter.queries_std == 0.02
@@ -566,14 +571,14 @@ def test_the_shipped_spec_has_the_papers_values():
 
 def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_path):
     from pipeline.rerank.joint import JointEncoder
-    from pipeline.synthetic.shapes_data import held_out
+    from pipeline.synthetic.shapes_data import validation_scenes
 
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         tiny.bert(tmp_path / name, seed)
     weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two", "three")]
     assert weights[0] == weights[1] != weights[2]
     joint = JointEncoder(JointEncoder.Spec(model=str(tmp_path / "one"), max_text_tokens=24), 4)
-    read = joint.read(held_out(50)[1].texts)
+    read = joint.read(validation_scenes(50)[1].texts)
     assert not (read.ids == joint.tokenizer.unk_token_id).any() and not read.num_cut.any()
     assert joint.language.config.num_hidden_layers == 2 and joint.dim == 128
     for layer in joint.language.base_model.encoder.layer:
@@ -607,7 +612,7 @@ def test_the_specs_on_shapes_go_on_from_one_another(name, runs):
     }
     for spec in own:
         learner = spec.learner
-        starts = [learner.start] if learner.start else []
+        starts = [learner.init_from] if learner.init_from else []
         starts += [learner.distillation.teacher] if learner.distillation else []
         assert bool(starts) == (not name.endswith("align"))
         for start in starts:

@@ -28,10 +28,10 @@ def test_the_loss_falls_and_the_model_is_an_encoder(model, tmp_path):
     spec = spec_of(
         tmp_path / "run",
         model,
-        data={"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 2, "held_out": 8},
+        data={"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 2, "validation": 8},
         epochs=40,
-        optimiser={"learning_rate": 5e-3, "warmup": 0},
-        evaluate_every=20,
+        optimiser={"learning_rate": 5e-3, "warmup_ratio": 0},
+        eval_every=20,
         checkpoint_every=100,
     )
     before = weights_of_model(model)
@@ -56,14 +56,14 @@ def weights_of_model(model):
 def test_parts_of_a_batch_give_the_gradients_of_the_whole(model, tmp_path, symmetric):
     learner = {"symmetric": symmetric, "learn_temperature": True}
     whole = trained(spec_of(tmp_path / "whole", model, learner))
-    parts = trained(spec_of(tmp_path / "parts", model, learner, part_size=3))
+    parts = trained(spec_of(tmp_path / "parts", model, learner, mini_batch_size=3))
     assert_same(whole, parts, atol=1e-4)
     losses = [logged(tmp_path / name, "loss") for name in ("whole", "parts")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_batches_that_are_accumulated_give_the_mean_of_their_gradients(model, tmp_path):
-    spec = spec_of(tmp_path / "run", model, accumulate=3, epochs=1)
+    spec = spec_of(tmp_path / "run", model, gradient_accumulation_steps=3, epochs=1)
     loop = Loop(spec, say=lambda line: None)
     assert loop.num_steps == 1
     batches = list(loop.data.batches(0, 0, 0, 1))
@@ -113,19 +113,23 @@ def dropping(model: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("learner", "model_drops"),
     [
-        ({"trains": "all"}, True),
-        ({"trains": "projection"}, False),
-        ({"trains": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}}, False),
+        ({"trainable": "all"}, True),
+        ({"trainable": "projection"}, False),
+        ({"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}}, False),
     ],
     ids=["all", "projection", "lora"],
 )
-def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, recompute):
+def test_dropout_is_on_in_training_alone(
+    model, tmp_path, learner, model_drops, activation_checkpointing
+):
     with_dropout = dropping(model, tmp_path / "model")
-    spec = spec_of(tmp_path / "run", with_dropout, learner, recompute=recompute)
+    spec = spec_of(
+        tmp_path / "run", with_dropout, learner, activation_checkpointing=activation_checkpointing
+    )
     loop = Loop(spec, say=lambda line: None)
     batch = next(loop.data.batches(0, 0, 0, 1))
     modes = []
@@ -138,12 +142,12 @@ def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, 
                     parameter.fill_(0.1)
         return loop.learner(loop.learner.read(batch))["document_vectors"].detach()
 
-    def evaluating(held_out, data):
+    def evaluating(validation, data):
         modes.append((loop.learner.training, torch.equal(vectors(), vectors())))
         return {"R@1": np.zeros(1)}
 
     loop.learner.evaluate = evaluating
-    is_random = learner["trains"] != "projection"
+    is_random = learner["trainable"] != "projection"
     assert torch.equal(vectors(), vectors()) != is_random
     loop._evaluate()
     assert modes == [(False, True)]
@@ -151,22 +155,22 @@ def test_dropout_is_on_in_training_alone(model, tmp_path, learner, model_drops, 
     attention = [m for n, m in loop.learner.model.named_modules() if n.endswith("self_attn")]
     assert attention and {m.training for m in attention} == {model_drops}
     dropouts = [m for m in loop.learner.model.modules() if isinstance(m, torch.nn.Dropout)]
-    assert all(m.training for m in dropouts) or learner["trains"] == "projection"
+    assert all(m.training for m in dropouts) or learner["trainable"] == "projection"
 
 
 @pytest.mark.parametrize(
     "learner",
     [
-        pytest.param({"trains": "all"}, marks=pytest.mark.heavy),
-        {"trains": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}},
+        pytest.param({"trainable": "all"}, marks=pytest.mark.heavy),
+        {"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}},
     ],
     ids=["all", "lora"],
 )
 def test_a_run_with_dropout_goes_on_where_it_was(model, tmp_path, learner, monkeypatch):
     """Also with measurements, which draw nothing, and parts, which draw twice the same."""
     with_dropout = dropping(model, tmp_path / "model")
-    less = {"part_size": 4, "max_steps": 4}
-    more = {**less, "evaluate_every": 2}
+    less = {"mini_batch_size": 4, "max_steps": 4}
+    more = {**less, "eval_every": 2}
     whole = trained(spec_of(tmp_path / "whole", with_dropout, learner, **more))
     without = trained(spec_of(tmp_path / "without", with_dropout, learner, **less))
     assert_same(whole, without, atol=0)
@@ -231,10 +235,10 @@ def test_a_killed_process_goes_on(model, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_the_learning_rate_rises_and_falls(schedule):
-    spec = Optimiser(learning_rate=2.0, warmup=0.2, schedule=schedule)
+    spec = Optimiser(learning_rate=2.0, warmup_ratio=0.2, schedule=schedule)
     rates = [spec.rate(step, 100) for step in range(100)]
     assert rates[:20] == pytest.approx([2.0 * (step + 1) / 20 for step in range(20)])
     assert rates[20] == 2.0
     last = {"cosine": 0, "linear": 0, "constant": 2.0}[schedule]
     assert rates[-1] == pytest.approx(last, abs=0.03)
-    assert Optimiser(warmup=0).rate(0, 1) == Optimiser().learning_rate
+    assert Optimiser(warmup_ratio=0).rate(0, 1) == Optimiser().learning_rate

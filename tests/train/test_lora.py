@@ -12,7 +12,7 @@ from pipeline.registry import ENCODERS
 from pipeline.train.loop import Loop, check
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
-LORA = {"trains": "lora", "lora": {"rank": 2, "alpha": 4, "targets": ".*language_model.*q_proj"}}
+LORA = {"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "targets": ".*language_model.*q_proj"}}
 
 
 def of_family(family: str, checkpoint):
@@ -47,23 +47,23 @@ def test_an_adapter_is_trained_kept_and_read_back(family, checkpoint, tmp_path):
 
 
 def test_targets_that_match_nothing_name_what_there_is(checkpoint, tmp_path):
-    learner = {"trains": "lora", "lora": {"targets": "query"}}
+    learner = {"trainable": "lora", "lora": {"targets": "query"}}
     spec = spec_of(tmp_path, checkpoint("colpali"), learner)
     with pytest.raises(SpecError, match=r"lora.targets: 'query' matches no .* end in .*q_proj"):
         Loop(spec, say=lambda line: None)
     with pytest.raises(SpecError, match=r"lora.targets: '\[' .* a regular expression"):
-        spec_of(tmp_path, checkpoint("colpali"), {"trains": "lora", "lora": {"targets": "["}})
+        spec_of(tmp_path, checkpoint("colpali"), {"trainable": "lora", "lora": {"targets": "["}})
 
 
 def test_settings_of_lora_need_lora(checkpoint, tmp_path):
-    with pytest.raises(SpecError, match="learner.lora: .* null .trains is all"):
+    with pytest.raises(SpecError, match="learner.lora: .* null .trainable is all"):
         spec_of(tmp_path, checkpoint("colpali"), {"lora": {"rank": 4}})
 
 
 def test_adapters_for_several_tasks_are_not_trained(checkpoint, tmp_path):
     encoder = {"name": "jina_v4", "model": checkpoint("jina_v4"), "dtype": "float32"}
     spec = spec_of(tmp_path, checkpoint("colpali"), {**LORA, "encoder": encoder})
-    with pytest.raises(SpecError, match="learner.trains: 'lora' .* another encoder"):
+    with pytest.raises(SpecError, match="learner.trainable: 'lora' .* another encoder"):
         check(spec)
 
 
@@ -87,18 +87,18 @@ def test_an_adapters_run_goes_on_where_it_was(checkpoint, tmp_path, monkeypatch)
 # -- MiniLM ----------------------------------------------------------------------------------------
 
 TEXTS = {"name": "binding", "form": "text", "num_pairs": 4, "fresh": False, "queries": 2}
-TEXTS["held_out"] = 2
+TEXTS["validation"] = 2
 #: Windows shorter than a report, so that its tokens are of several.
 MINILM = {"name": "minilm", "window": 128, "overlap_tokens": 32}
 
 
 def text_run(folder, encoder=None, **learner):
     learner = {"encoder": encoder or MINILM, **learner}
-    return spec_of(folder, "", learner, data=TEXTS, batch_size=4, epochs=1, evaluate_every=2)
+    return spec_of(folder, "", learner, data=TEXTS, batch_size=4, epochs=1, eval_every=2)
 
 
 @pytest.mark.parametrize(
-    ("trains", "score"),
+    ("trainable", "score"),
     [
         ("lora", "late"),
         ("all", "single"),
@@ -108,17 +108,17 @@ def text_run(folder, encoder=None, **learner):
         pytest.param("all", "hybrid", marks=pytest.mark.heavy),
     ],
 )
-def test_minilm_is_trained_and_read_back(trains, score, tmp_path):
-    more = {"lora": {"rank": 2, "alpha": 4}} if trains == "lora" else {}
-    spec = text_run(tmp_path, trains=trains, score=score, **more)
+def test_minilm_is_trained_and_read_back(trainable, score, tmp_path):
+    more = {"lora": {"rank": 2, "alpha": 4}} if trainable == "lora" else {}
+    spec = text_run(tmp_path, trainable=trainable, score=score, **more)
     check(spec)
     loop = Loop(spec, say=lambda line: None)
     names = [name for name, p in loop.learner.model.named_parameters() if p.requires_grad]
-    if trains == "lora":  # six linear layers a layer, two matrices each
+    if trainable == "lora":  # six linear layers a layer, two matrices each
         assert len(names) == 6 * 6 * 2 and all("lora_" in name for name in names)
     loop.run()
     assert len(logged(tmp_path, "pairwise_accuracy")) == 2
-    field = {"lora": "adapter", "all": "model"}[trains]
+    field = {"lora": "adapter", "all": "model"}[trainable]
     named = ENCODERS.resolve({**MINILM, field: f"{tmp_path}/model"})
     ENCODERS.load("minilm").check(named)
     before, after = ENCODERS.build(ENCODERS.resolve(MINILM)), ENCODERS.build(named)
@@ -133,7 +133,7 @@ def test_minilm_is_trained_and_read_back(trains, score, tmp_path):
 
 
 def test_a_compressor_sees_the_attention_of_a_model_with_lora(tmp_path):
-    learner = {"trains": "lora", "compressor": {"name": "sap", "num_vectors": 8}}
+    learner = {"trainable": "lora", "compressor": {"name": "sap", "num_vectors": 8}}
     trained(text_run(tmp_path, **learner))
     assert len(logged(tmp_path, "loss")) == 2
 
@@ -141,11 +141,11 @@ def test_a_compressor_sees_the_attention_of_a_model_with_lora(tmp_path):
 @pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
 def test_training_goes_on_from_an_adapter(family, checkpoint, tmp_path):
     """What comes out is one adapter of the model as it was, not of one with the first merged."""
-    learner = {"encoder": MINILM, "trains": "lora", "lora": {"rank": 2, "alpha": 4}}
+    learner = {"encoder": MINILM, "trainable": "lora", "lora": {"rank": 2, "alpha": 4}}
     data = TEXTS
     if family == "qwen3_vl":
         learner = of_family(family, checkpoint)
-        data = {"name": "shapes", "num_scenes": 4, "captions": 2, "held_out": 4}
+        data = {"name": "shapes", "num_scenes": 4, "captions": 2, "validation": 4}
 
     def run(name, **more):
         given = {"batch_size": 4, "epochs": 1, "data": data}
@@ -175,13 +175,13 @@ def test_training_goes_on_from_an_adapter(family, checkpoint, tmp_path):
 
 
 def test_what_does_not_suit_minilm_is_said(tmp_path, checkpoint):
-    small = {"trains": "lora", "lora": {"rank": 2, "alpha": 4}}
-    wrong = {"trains": "lora", "lora": {"targets": ".*language_model.*q_proj"}}
+    small = {"trainable": "lora", "lora": {"rank": 2, "alpha": 4}}
+    wrong = {"trainable": "lora", "lora": {"targets": ".*language_model.*q_proj"}}
     with pytest.raises(SpecError, match=r"lora.targets: .* matches no .* end in dense, key, query"):
         Loop(text_run(tmp_path / "a", **wrong), say=lambda line: None)
     trained(text_run(tmp_path / "first", **small))
     begins = {**MINILM, "adapter": f"{tmp_path}/first/model"}
-    other = {"trains": "lora", "lora": {"rank": 4, "alpha": 4}}
+    other = {"trainable": "lora", "lora": {"rank": 4, "alpha": 4}}
     with pytest.raises(SpecError, match="lora.rank: 4 is not legal; legal: 2, that of the adapter"):
         Loop(text_run(tmp_path / "b", begins, **other), say=lambda line: None)
     with pytest.raises(SpecError, match="encoder.adapter: .*nowhere"):

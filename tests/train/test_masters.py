@@ -15,38 +15,38 @@ from tests.train.runs import spec_of, weights_of
 @pytest.mark.parametrize(
     "learner",
     [
-        {"trains": "all"},
-        {"trains": "projection"},
-        {"trains": "lora", "lora": {"rank": 2, "alpha": 4}},
+        {"trainable": "all"},
+        {"trainable": "projection"},
+        {"trainable": "lora", "lora": {"rank": 2, "alpha": 4}},
     ],
-    ids=lambda learner: learner["trains"],
+    ids=lambda learner: learner["trainable"],
 )
 def test_what_is_trained_is_float32_whatever_the_model_was_loaded_in(model, tmp_path, learner):
     """Updates that bfloat16 would round away; what is saved has the dtype of the spec."""
     encoder = {"name": "colpali", "model": model, "keep": "visual"}  # bfloat16, the default
-    rate = {"learning_rate": 1e-5, "warmup": 0, "weight_decay": 0}
+    rate = {"learning_rate": 1e-5, "warmup_ratio": 0, "weight_decay": 0}
     spec = spec_of(
         tmp_path,
         model,
         {**learner, "encoder": encoder},
         optimiser=rate,
-        evaluate_every=3,
+        eval_every=3,
         max_steps=4,
     )
     loop = Loop(spec, say=lambda line: None)
     before = {name: p.clone() for name, p in loop.learner.named_parameters() if p.requires_grad}
     frozen = {p.dtype for p in loop.learner.model.parameters() if not p.requires_grad}
-    assert frozen == ({torch.bfloat16} if learner["trains"] != "all" else set())
+    assert frozen == ({torch.bfloat16} if learner["trainable"] != "all" else set())
     loop.run()
     states = [own for state in loop.optimiser.state.values() for own in state.values()]
     assert {own.dtype for own in [*before.values(), *states]} == {torch.float32}
     after = dict(loop.learner.named_parameters())
     trained_names = [name for name in before if after[name].grad is not None]
     assert trained_names and all((before[n] != after[n]).any() for n in trained_names)
-    is_lora = learner["trains"] == "lora"
+    is_lora = learner["trainable"] == "lora"
     saved = {tensor.dtype for tensor in weights_of(tmp_path / "model").values()}
     assert saved == {torch.float32 if is_lora else torch.bfloat16}
-    field = {"all": "model", "projection": "projection", "lora": "adapter"}[learner["trains"]]
+    field = {"all": "model", "projection": "projection", "lora": "adapter"}[learner["trainable"]]
     made = {**config.dump(spec.learner.encoder), field: str(tmp_path / "model")}
     read_back = ENCODERS.build(ENCODERS.resolve(made)).model.state_dict()
     if not is_lora:  # whose matrices are merged

@@ -10,7 +10,7 @@ from tests.train.runs import logged, spec_of, trained
 def test_figures_are_lines_and_events(model, tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    trained(spec_of(tmp_path, model, evaluate_every=3))
+    trained(spec_of(tmp_path, model, eval_every=3))
     events = []
     for path in (tmp_path / "tensorboard").iterdir():
         data = path.read_bytes()

@@ -92,6 +92,8 @@ def test_a_run_whose_driver_was_killed_goes_on(cluster, model, tmp_path):
 
 @pytest.mark.heavy
 def test_a_run_that_cannot_succeed_is_one_sentence(cluster, model, tmp_path):
-    spec = spec_of(tmp_path, model, optimiser={"learning_rate": 1e30, "clip": None, "warmup": 0})
+    spec = spec_of(
+        tmp_path, model, optimiser={"learning_rate": 1e30, "max_grad_norm": None, "warmup_ratio": 0}
+    )
     with pytest.raises(JobError, match=r"step \d+: the loss is nan"):
         train(spec, Workers(max_failures=0))

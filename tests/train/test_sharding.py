@@ -20,28 +20,30 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
             {},
             marks=pytest.mark.heavy,
         ),
-        pytest.param({}, {"part_size": 3, "accumulate": 3}, marks=pytest.mark.heavy),
-        ({"symmetric": True, "learn_temperature": True}, {"shard": True, "evaluate_every": 3}),
         pytest.param(
-            {"trains": "lora", "lora": {"rank": 4, "alpha": 8}},
-            {"shard": True, "part_size": 3, "accumulate": 3},
+            {}, {"mini_batch_size": 3, "gradient_accumulation_steps": 3}, marks=pytest.mark.heavy
+        ),
+        ({"symmetric": True, "learn_temperature": True}, {"fsdp": True, "eval_every": 3}),
+        pytest.param(
+            {"trainable": "lora", "lora": {"rank": 4, "alpha": 8}},
+            {"fsdp": True, "mini_batch_size": 3, "gradient_accumulation_steps": 3},
             marks=pytest.mark.heavy,
         ),
         pytest.param(
             {
-                "trains": "lora",
+                "trainable": "lora",
                 "lora": {"rank": 4, "alpha": 8, "targets": r".*(q_proj|embedding_proj_layer)"},
                 "encoder": {"name": "colpali", "model": "{}", "keep": "visual"},  # in bfloat16
             },
-            {"shard": True, "evaluate_every": 3},
+            {"fsdp": True, "eval_every": 3},
             marks=pytest.mark.heavy,
         ),
         pytest.param(
-            {"trains": "projection", "states": "{}/states"},
+            {"trainable": "projection", "hidden_states_cache": "{}/states"},
             {
-                "shard": True,
-                "evaluate_every": 3,
-                "data": {"name": "shapes", "num_scenes": 24, "fresh": False, "held_out": 12},
+                "fsdp": True,
+                "eval_every": 3,
+                "data": {"name": "shapes", "num_scenes": 24, "fresh": False, "validation": 12},
             },
             marks=pytest.mark.heavy,
         ),
@@ -53,7 +55,7 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
 )
 def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
     if "states" in learner:
-        learner = {**learner, "states": learner["states"].format(tmp_path)}
+        learner = {**learner, "hidden_states_cache": learner["states"].format(tmp_path)}
     loss_atol, atol = 1e-5, 1e-4
     if "encoder" in learner:  # the base computes in bfloat16, which rounds by the batch
         learner = {**learner, "encoder": {**learner["encoder"], "model": model}}
@@ -70,7 +72,7 @@ def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
 def test_a_sharded_run_goes_on_with_other_workers(model, tmp_path):
     """Of a checkpoint it does not matter on how many workers it was written."""
     whole = trained(spec_of(tmp_path / "whole", model))
-    spec = spec_of(tmp_path / "run", model, shard=True)
+    spec = spec_of(tmp_path / "run", model, fsdp=True)
     run_workers(spec, tmp_path, 2)
     shutil.rmtree(tmp_path / "run" / "model")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
@@ -86,8 +88,12 @@ def test_activations_that_are_computed_again_give_the_same(model, tmp_path, monk
     calls, honest = [], sharding.checkpoint
     counted = lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(sharding, "checkpoint", counted)
-    assert_same(kept, trained(spec_of(tmp_path / "again", model, recompute=True)), atol=1e-6)
+    assert_same(
+        kept, trained(spec_of(tmp_path / "again", model, activation_checkpointing=True)), atol=1e-6
+    )
     assert calls
-    adapter = {"trains": "adapter", "encoder": {"name": "minilm"}}
-    with pytest.raises(SpecError, match="recompute: True is not legal; legal: false"):
-        trained(spec_of(tmp_path / "adapter", model, adapter, recompute=True))
+    adapter = {"trainable": "adapter", "encoder": {"name": "minilm"}}
+    with pytest.raises(
+        SpecError, match="activation_checkpointing: True is not legal; legal: false"
+    ):
+        trained(spec_of(tmp_path / "adapter", model, adapter, activation_checkpointing=True))

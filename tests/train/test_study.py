@@ -64,7 +64,7 @@ def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
     for name, after in (("plain", base), ("good", better)):
         for seed in (0, 1):
             spec = spec_of(tmp_path / f"{name}-{seed}", model)
-            folder = tmp_path / f"{name}-{seed}" / "held_out"
+            folder = tmp_path / f"{name}-{seed}" / "validation"
             folder.mkdir(parents=True)
             np.savez(folder / "step-00000000.npz", **{"R@1": np.zeros(40)})
             np.savez(folder / "step-00000006.npz", **{"R@1": after[seed]})
@@ -83,7 +83,7 @@ def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
 
 
 def test_the_job_trains_a_study(model, tmp_path, capsys):
-    spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, evaluate_every=100)
+    spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, eval_every=100)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
     path = str(tmp_path / "spec.yaml")
     train.main([path, "--dry-run"])

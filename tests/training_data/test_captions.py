@@ -70,13 +70,13 @@ def test_karpathys_form_and_its_splits(tmp_path):
     path = karpathy(tmp_path)
     given = {"images": PHOTOS, "name": "captions", "path": path}
     data = built(
-        3, splits=["train", "restval"], held_out={"path": str(path), "splits": ["val"]}, **given
+        3, splits=["train", "restval"], validation={"path": str(path), "splits": ["val"]}, **given
     )
     assert [row.query for row in data.rows.rows] == ["Photo 0.", "Photo 1.", "Photo 2."]
     assert [document.id for document in data.rows.documents] == [
         str(int(name[:-4])) for name in NAMES[:3]
     ]
-    assert data.held_out().queries == ["Photo 3."] and data.held_out().phrases is None
+    assert data.validation().queries == ["Photo 3."] and data.validation().phrases is None
     with pytest.raises(SpecError) as error:
         built(3, splits=["test"], **given)
     assert str(error.value) == (
@@ -95,12 +95,12 @@ def test_phrases_of_entities(tmp_path):
     entities(tmp_path, f"{SENTENCE}\nA photo .")
     (tmp_path / "train.txt").write_text("11\n")
     given = {"name": "captions", "images": photo_11(tmp_path / "images"), "entities": tmp_path}
-    held_out = {"path": str(tmp_path / "train.txt")}
-    data = built(2, path=tmp_path / "train.txt", held_out=held_out, **given)
+    validation = {"path": str(tmp_path / "train.txt")}
+    data = built(2, path=tmp_path / "train.txt", validation=validation, **given)
     (batch,) = data.batches(0, 0, 0, 1)
     assert sorted(batch.queries) == ["A photo .", "Two men with red shirts in it ."]
     assert [boxes.tolist() for boxes in batch.boxes] == [[[0, 0.5, 0.5, 1], [0.5, 0, 1, 1]]]
-    phrases = data.held_out().phrases
+    phrases = data.validation().phrases
     assert phrases.texts == ("Two men", "red shirts") and phrases.documents == (0, 0)
     assert phrases.boxes[1].tolist() == [[0.5, 0, 1, 1]]
     # With Karpathy's captions, which are not tokenised.

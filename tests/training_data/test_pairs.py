@@ -110,9 +110,9 @@ def test_the_form_of_colpalis_training_set(tmp_path, caplog):
             (place,) = row.nonzero().flatten().tolist()
             name = NAMES[int(query.split()[-1][:-1]) // 2]
             assert batch.documents[place]["image"] == (IMAGES / name).read_bytes()
-    held_out = {"path": str(tmp_path / "pages/test-*.parquet")}
-    data = built(4, name="colpali_train", path=tmp_path / "pages", held_out=held_out)
-    assert len(data.held_out().documents) == 1 and len(data.held_out().queries) == 2
+    validation = {"path": str(tmp_path / "pages/test-*.parquet")}
+    data = built(4, name="colpali_train", path=tmp_path / "pages", validation=validation)
+    assert len(data.validation().documents) == 1 and len(data.validation().queries) == 2
     table = pq.read_table(tmp_path / "pages/train-00000-of-00002.parquet")
     queries = pa.array([None, *table["query"].to_pylist()[1:]])
     file = tmp_path / "other.parquet"

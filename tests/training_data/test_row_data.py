@@ -187,9 +187,9 @@ def test_everything_has_the_rows_that_fill_no_batch(pairs):
 
 
 def test_a_share_is_held_out_whatever_the_seed(pairs):
-    data = built(4, name="pairs", path=pairs, held_out=0.2)
-    batch = data.held_out()
-    assert said(batch) == said(built(4, 9, name="pairs", path=pairs, held_out=0.2).held_out())
+    data = built(4, name="pairs", path=pairs, validation=0.2)
+    batch = data.validation()
+    assert said(batch) == said(built(4, 9, name="pairs", path=pairs, validation=0.2).validation())
     assert len(batch.documents) == 2 and len(batch.queries) == 4
     assert data.relevant(batch.query_facts, batch.document_facts).sum(dim=1).tolist() == [1] * 4
     trained = {d["text"] for b in data.batches(0, 0, 0, 1) for d in b.documents}
@@ -199,24 +199,24 @@ def test_a_share_is_held_out_whatever_the_seed(pairs):
 
 def test_a_file_is_held_out(pairs, tmp_path):
     other = lines(tmp_path / "other.jsonl", [{"query": "q", "text": "t"}])
-    batch = built(4, name="pairs", path=pairs, held_out={"path": str(other)}).held_out()
+    batch = built(4, name="pairs", path=pairs, validation={"path": str(other)}).validation()
     assert batch.queries == ["q"] and [d["text"] for d in batch.documents] == ["t"]
-    assert built(4, name="pairs", path=pairs).held_out() is None
+    assert built(4, name="pairs", path=pairs).validation() is None
 
 
 @pytest.mark.parametrize("share", [0, 1, 1.5, True, "some"])
 def test_a_share_is_between_0_and_1(share, pairs):
-    with pytest.raises(SpecError, match=f"^held_out: {share!r} is not legal; legal: a share"):
-        built(name="pairs", path=pairs, held_out=share)
+    with pytest.raises(SpecError, match=f"^validation: {share!r} is not legal; legal: a share"):
+        built(name="pairs", path=pairs, validation=share)
 
 
 def test_a_share_without_a_query_of_its_own(tmp_path):
     rows = [{"query": "the same", "text": f"text {row}"} for row in range(9)]
     path = lines(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(SpecError) as error:
-        built(name="pairs", path=path, held_out=0.1)
+        built(name="pairs", path=path, validation=0.1)
     assert str(error.value) == (
-        "data.held_out: 0.1 leaves no query that is not trained on;"
+        "data.validation: 0.1 leaves no query that is not trained on;"
         " legal: another share, or {path: ...}"
     )
 
@@ -346,7 +346,7 @@ def test_two_workers_learn_what_one_does(checkpoint, tmp_path):
     negatives = lines(tmp_path / "negatives.jsonl", mined)
     data = {"name": "captions", "path": str(PHOTOS / "captions.json"), "images": str(tmp_path)}
     data |= {"hard_negatives": str(negatives), "num_negatives": 1}
-    learner = {"trains": "projection", "symmetric": True}
+    learner = {"trainable": "projection", "symmetric": True}
     model = checkpoint("colpali")
     one, two = (
         spec_of(tmp_path / name, model, learner, data=data, batch_size=6, max_steps=4)
@@ -369,13 +369,13 @@ def test_a_model_trains_on_them_with_a_corrupt_picture(
     path = links(tmp_path)
     (tmp_path / NAMES[2]).unlink()
     (tmp_path / NAMES[2]).write_bytes(b"no picture")
-    data = {"name": "pairs", "path": str(path), "held_out": {"path": str(path)}}
-    more = {"data": data, "batch_size": batch_size, "epochs": 4, "evaluate_every": 2}
+    data = {"name": "pairs", "path": str(path), "validation": {"path": str(path)}}
+    more = {"data": data, "batch_size": batch_size, "epochs": 4, "eval_every": 2}
     found = []
     for name in ("read", "kept", "again"):
         read.clear()
         states = None if name == "read" else str(tmp_path / "states")
-        learner = {"trains": "projection", "states": states}
+        learner = {"trainable": "projection", "hidden_states_cache": states}
         trained(spec_of(tmp_path / name, checkpoint("colpali"), learner, **more))
         assert len(logged(tmp_path / name, "R@1")) == 3  # also before training
         found.append(logged(tmp_path / name, "loss"))

@@ -56,7 +56,7 @@ def indexed(name, path, wants, **options):
 def test_an_encoder_is_given_what_indexing_gives_it(wants, options, number):
     found = decoded(Decoding(wants=wants, **options), str(TALK), None)
     assert found == indexed("video", TALK, wants, **options)
-    assert found["span"] == {"unit": "seconds", "start": 0.0, "end": pytest.approx(20, abs=0.1)}
+    assert found["span"] == {"unit": "seconds", "init_from": 0.0, "end": pytest.approx(20, abs=0.1)}
     assert len(found.get("frames", [])) == number
 
 
@@ -200,7 +200,9 @@ def test_the_form_of_msrvtt(tmp_path):
     folder = msrvtt(tmp_path, trained=2, tested=2, has_sound=False)
     (folder / "videos/all").mkdir()  # in whichever folder
     (folder / "videos/video1.mp4").rename(folder / "videos/all/video1.mp4")
-    data = of_msrvtt(folder, 4, held_out={"path": str(folder / TESTS)}, media={"wants": ["frames"]})
+    data = of_msrvtt(
+        folder, 4, validation={"path": str(folder / TESTS)}, media={"wants": ["frames"]}
+    )
     asked = {(row.query, data.rows.documents[row.document].id) for row in data.rows.rows}
     assert asked == {
         (f"{words} {n}", f"video{n}")
@@ -209,9 +211,9 @@ def test_the_form_of_msrvtt(tmp_path):
     }
     (batch,) = data.batches(0, 0, 0, 1)
     assert len(batch.documents) == 2 and all(own["frames"] for own in batch.documents)
-    held_out = data.held_out()
-    assert held_out.queries == ["a car, red"] and len(held_out.documents) == 2
-    assert data.relevant(held_out.query_facts, held_out.document_facts).all()
+    validation = data.validation()
+    assert validation.queries == ["a car, red"] and len(validation.documents) == 2
+    assert data.relevant(validation.query_facts, validation.document_facts).all()
     splits = of_msrvtt(folder, splits=["train"])
     assert [row.query for row in splits.rows.rows] == [row.query for row in data.rows.rows]
     # As a spreadsheet writes it.
@@ -271,7 +273,7 @@ BAD_MSRVTT = [
     ),
     (
         *(TESTS, lambda data: data + b"ret9,msr9,video9\n"),
-        "data.held_out.path: ['ret9', 'msr9', 'video9'] stands in line 3 of {}/"
+        "data.validation.path: ['ret9', 'msr9', 'video9'] stands in line 3 of {}/"
         f"{TESTS}; legal: a row of key, vid_key, video_id, sentence",
     ),
 ]
@@ -291,7 +293,7 @@ def test_bad_files_of_msrvtt(name, change, message, small_msrvtt, tmp_path):
     (tmp_path / name).write_bytes(data)
     changed(tmp_path, name, change)
     with pytest.raises(SpecError) as error:
-        of_msrvtt(tmp_path, held_out={"path": str(tmp_path / TESTS)})
+        of_msrvtt(tmp_path, validation={"path": str(tmp_path / TESTS)})
     assert str(error.value) == message.replace("{}", str(tmp_path))
 
 
@@ -365,13 +367,15 @@ def test_the_form_of_multivent(tmp_path, caplog):
 
 def test_what_is_held_out_lies_elsewhere(tmp_path):
     one, other = multivent(tmp_path / "one", 2), multivent(tmp_path / "other", 2)
-    held_out = {"path": str(other / QUERIES), "judgments": str(other / JUDGED)}
-    batch = of_multivent(one, held_out={**held_out, "videos": str(other / "train")}).held_out()
+    validation = {"path": str(other / QUERIES), "judgments": str(other / JUDGED)}
+    batch = of_multivent(
+        one, validation={**validation, "videos": str(other / "train")}
+    ).validation()
     assert len(batch.queries) == 3 and all(str(other) in key for key in batch.document_keys)
-    batch = of_multivent(one, held_out=held_out).held_out()
+    batch = of_multivent(one, validation=validation).validation()
     assert all(str(one) in key for key in batch.document_keys)
-    share = of_multivent(one, held_out=0.5)
-    assert len(share.held_out().documents) == 1
+    share = of_multivent(one, validation=0.5)
+    assert len(share.validation().documents) == 1
 
 
 LEGAL = 'lines {"query_id": "...", "doc_id": "...", "relevance": a number of at least 0}'
@@ -454,7 +458,12 @@ def test_an_adapter_has_states_of_pictures_and_videos(checkpoint, tmp_path):
     path = lines(tmp_path / "pairs.jsonl", rows)
     encoder = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
     states = tmp_path / "states"
-    learner = {"encoder": encoder, "trains": "adapter", "states": str(states), "adapter_dim": 8}
+    learner = {
+        "encoder": encoder,
+        "trainable": "adapter",
+        "hidden_states_cache": str(states),
+        "adapter_dim": 8,
+    }
     data = {"name": "pairs", "path": str(path), "media": {"wants": ["frames"]}}
     spec = spec_of(tmp_path / "out", "", learner, data=data, batch_size=2, max_steps=1)
     trained(spec)

@@ -84,13 +84,15 @@ def test_no_spec_selects_its_best_model_on_test_data(path):
     """Quality on what is held out chooses `best/`: it is a share of the training data, or names a
     validation split; shapes and binding draw what is held out."""
     data = yaml.safe_load(path.read_text("utf-8")).get("data", {})
-    assert "data.held_out" not in path.read_text("utf-8")  # in a sweep
-    held_out = data.get("held_out")
-    if isinstance(held_out, dict):
-        names = [posixpath.basename(str(held_out["path"])), *held_out.get("splits", ())]
-        assert any("val" in name or "dev" in name for name in names), held_out
-        assert not any("test" in name for name in names), held_out
-        assert held_out != {name: data.get(name) for name in held_out}  # no training data either
+    assert "data.validation" not in path.read_text("utf-8")  # in a sweep
+    validation = data.get("validation")
+    if isinstance(validation, dict):
+        names = [posixpath.basename(str(validation["path"])), *validation.get("splits", ())]
+        assert any("val" in name or "dev" in name for name in names), validation
+        assert not any("test" in name for name in names), validation
+        assert validation != {
+            name: data.get(name) for name in validation
+        }  # no training data either
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*/binding*.yaml")), ids=lambda path: path.stem)
@@ -110,7 +112,7 @@ def command_of(checkpoint, tmp_path, monkeypatch):
         files, family = CASES[name]
         files(tmp_path / "data")
         monkeypatch.chdir(tmp_path)
-        small = ["batch_size=4", "epochs=3", "max_steps=2", "evaluate_every=1", "log_every=1"]
+        small = ["batch_size=4", "epochs=3", "max_steps=2", "eval_every=1", "log_every=1"]
         given = [f"learner.encoder.model={checkpoint(family)}"]
         if name == "edje":
             given.append(f"learner.joint.model={language_model(tmp_path / 'language')}")

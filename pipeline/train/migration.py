@@ -1,0 +1,48 @@
+"""Migration of the output folders of earlier versions' runs to the present names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline import config
+from pipeline.registry import LEARNERS, TRAINING_DATA
+from pipeline.train.spec import VALIDATION, Optimiser, TrainSpec
+
+#: Former name of the folder `VALIDATION`.
+FORMER_VALIDATION = "held_out"
+
+
+def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a stored resolved spec with former field names replaced by the present ones.
+
+    Args:
+        stored: Fields of a `TrainSpec` as JSON values; some may be missing.
+
+    >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})
+    {'gradient_accumulation_steps': 2, 'optimiser': {'max_grad_norm': None}}
+    """
+    spec = _with_present_names(stored, TrainSpec)
+    if "optimiser" in spec:
+        spec["optimiser"] = _with_present_names(spec["optimiser"], Optimiser)
+    for field, registry in (("learner", LEARNERS), ("data", TRAINING_DATA)):
+        if field in spec:
+            spec_class = registry.spec_class(spec[field]["name"])
+            spec[field] = _with_present_names(spec[field], spec_class)
+    return spec
+
+
+def _with_present_names(fields: Mapping[str, Any], spec_class: type[config.Spec]) -> dict[str, Any]:
+    return {spec_class.renamed.get(name, name): value for name, value in fields.items()}
+
+
+def migrate_folder(folder: Path) -> None:
+    """Renames the validation metrics of a run's output folder, if they have their former name.
+
+    Args:
+        folder: Output folder of the run.
+    """
+    former, present = folder / FORMER_VALIDATION, folder / VALIDATION
+    if former.is_dir() and not present.exists():
+        former.rename(present)

@@ -18,13 +18,15 @@ from pipeline.extras import require_storage
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
-    """Looks whether something can be written at a local path, before the work for it is done.
+    """Checks that a path can be written, before any work is done for it.
 
     Args:
-        as_file: whether it will be a file (else a folder).
+        uri: Local path or URI; only local paths are checked.
+        field: Field of the spec that names the path, for the error message.
+        as_file: True for a file, False for a folder.
 
     Raises:
-        SpecError: for `field`: no, it cannot.
+        SpecError: For `field`: the path cannot be written.
     """
     require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))

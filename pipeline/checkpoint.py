@@ -13,15 +13,16 @@ from pipeline.config import SpecError
 
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], legal: str) -> Path:
-    """The folder of a checkpoint; of one on the hub, `files` are downloaded if need be.
+    """Returns the folder of a checkpoint; missing files are downloaded from the model hub.
 
     Args:
-        model: a local folder, or the name of a model on the hub.
-        files: patterns of file names.
-        legal: what a model may be, for the message.
+        model: Local folder, or name of a model on the hub.
+        revision: Branch, tag or commit on the hub; None for the default branch.
+        files: Patterns of the names of the files to download.
+        legal: Description of valid models, for the error message.
 
     Raises:
-        SpecError: for `model`: it is neither.
+        SpecError: For `model`: it is neither a folder nor a model on the hub.
     """
     if model and Path(model).is_dir():  # an empty path is the working directory's
         return Path(model)

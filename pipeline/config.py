@@ -222,10 +222,13 @@ def load(
     """Reads a YAML spec and applies dotted overrides such as `encoder.layer=-2`.
 
     Args:
-        what: what the user calls the file, for messages.
+        spec_class: Class of the spec.
+        path: Path or URI of a YAML file.
+        overrides: Assignments of the form `dotted.field=value`.
+        what: Name of the file's role, for error messages.
 
     Raises:
-        SpecError: the file is missing or not a YAML mapping, or a field is not legal.
+        SpecError: The file is missing or not a YAML mapping, or a field is not valid.
     """
     return parse(spec_class, override(read(path, what), overrides))
 

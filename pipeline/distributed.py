@@ -48,6 +48,7 @@ def gathered(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
     worker's rows, so that averaging gradients over workers yields that of the mean loss.
 
     Args:
+        tensor: Rows of this worker.
         fill: Value of the padding.
     """
     if num_workers() == 1:

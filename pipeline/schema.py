@@ -252,8 +252,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Passage(Place):
-    """A contiguous part of a hit that matches the query: words read or spoken one after the other,
-    or an image region.
+    """Contiguous part of a hit that matches the query: consecutive words, or an image region.
 
     Attributes:
         contribution: Sum of the contributions of the query tokens inside the passage, as far as

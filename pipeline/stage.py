@@ -233,6 +233,7 @@ class StageActor:
         self.stages = [stage.load() for stage in stages]
 
     def __call__(self, block: pa.Table) -> pa.Table:
+        """Runs the stages on packed units."""
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         for stage in self.stages:
             units = [run_stage(stage, unit) for unit in units]

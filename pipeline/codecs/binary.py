@@ -27,18 +27,24 @@ class Binary(Codec["Binary.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
+        """Settings of the codec."""
+
         name: Literal["binary"] = "binary"
         query: Literal["float", "binary"] = "float"
+        """Form of the query tokens: as they are, or their signs."""
 
     keeps_scores = False
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Returns the dtype and width of `bits`, one bit per dimension."""
         return {"bits": (torch.uint8, packed_width(dim, 1))}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the signs of (T, D) vectors, packed to bytes."""
         return {"bits": pack((vectors_TD > 0).to(torch.uint8), 1)}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
+        """Returns the (T, D) vectors of unit length with the stored signs."""
         signs = torch.tensor([-1.0, 1.0], device=parts["bits"].device) / dim**0.5
         return look_up(parts["bits"], signs, dim)
 

@@ -30,12 +30,16 @@ class Int8(Codec["Int8.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
+        """Settings of the codec."""
+
         name: Literal["int8"] = "int8"
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Returns the dtypes and widths of `values` and `scales`."""
         return {"values": (torch.int8, dim), "scales": (torch.float32, 1)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rounds (T, D) vectors to integers on a scale per vector."""
         # The smallest normal number as the scale of a zero vector: nothing is divided by zero.
         scales_T1 = (vectors_TD.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_min(
             torch.finfo(torch.float32).tiny
@@ -43,9 +47,11 @@ class Int8(Codec["Int8.Spec"]):
         return {"values": (vectors_TD / scales_T1).round().to(torch.int8), "scales": scales_T1}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
+        """Returns the (T, D) products of values and scales in float32."""
         return parts["values"].float() * parts["scales"]
 
     def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the (T, D) int8 values and their (T, 1) scales."""
         return parts["values"], parts["scales"]
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:

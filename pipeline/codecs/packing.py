@@ -30,10 +30,15 @@ def pack(codes_TD: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def look_up(packed: torch.Tensor, meanings: torch.Tensor, dim: int) -> torch.Tensor:
-    """Bytes of `pack` (T, W) -> what their codes mean (T, D), by one look-up a byte.
+    """Decodes packed codes with one table look-up per byte.
 
     Args:
-        meanings: (2^num_bits,) of any type, what each code means; on the device of `packed`.
+        packed: (T, W) uint8, as `pack` returns them.
+        meanings: (2^num_bits,) value of each code, of any dtype, on the device of `packed`.
+        dim: Number of codes per row, D.
+
+    Returns:
+        (T, D) values of the codes.
 
     >>> packed = pack(torch.tensor([[1, 0, 3, 2, 1]], dtype=torch.uint8), 2)
     >>> look_up(packed, torch.tensor([0.0, 0.1, 0.2, 0.3]), 5).tolist()[0] == torch.tensor(

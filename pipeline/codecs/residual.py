@@ -42,9 +42,13 @@ class Residual(Codec["Residual.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
+        """Settings of the codec."""
+
         name: Literal["residual"] = "residual"
         bits: Literal[2, 4] = 4
+        """Bits per dimension of the residual."""
         num_centroids: int = Field(256, ge=1, le=65536)
+        """Number of centroids."""
 
     needs_fit = True
 
@@ -97,10 +101,12 @@ class Residual(Codec["Residual.Spec"]):
         }
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Returns the dtypes and widths of `centroids` and `residuals`."""
         width = packed_width(dim, self.spec.bits)
         return {"centroids": (torch.int32, 1), "residuals": (torch.uint8, width)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the nearest centroids of (T, D) vectors, and the packed residuals."""
         learned = self.codebook(vectors_TD.device)
         index_T = nearest(vectors_TD, learned.centroids_CD)
         residuals = vectors_TD.new_empty(
@@ -113,6 +119,7 @@ class Residual(Codec["Residual.Spec"]):
         return {"centroids": index_T.int().unsqueeze(1), "residuals": residuals}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
+        """Returns the (T, D) sums of centroids and residuals in float32."""
         learned = self.codebook(parts["residuals"].device)
         vectors_TD = look_up(parts["residuals"], learned.weights, dim)
         vectors_TD = vectors_TD + learned.centroids_CD[parts["centroids"].squeeze(1)]

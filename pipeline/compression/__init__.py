@@ -250,15 +250,15 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
 def largest(
     scores_BN: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of the `budgets_B` largest scores of each item, ascending, and their mask.
-
-    Of equal scores the first ones count.
+    """Returns the positions of the largest scores of each item; ties go to the first position.
 
     Args:
-        scores_BN: finite where the mask is True; real tokens first in each row.
+        scores_BN: Scores, finite where the mask is True; real tokens first in each row.
+        mask_BN: bool, real tokens.
+        budgets_B: Number of positions per item.
 
     Returns:
-        Positions (B, K) int64, K the largest budget, and their mask (B, K).
+        (B, K) int64 positions, ascending, with K the largest budget, and their (B, K) mask.
 
     >>> scores, mask = torch.tensor([[1.0, 3.0, 3.0, 2.0]]), torch.ones(1, 4, dtype=torch.bool)
     >>> largest(scores, mask, torch.tensor([2]))[0].tolist()
@@ -304,11 +304,15 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """(B, K, V): the sums of the values of each group, in the precision of the values.
+    """Sums the values of each group, in the precision of the values.
 
     Args:
-        values_BNV: finite, also outside the groups.
-        groups_BN: the group of each token; -1: none.
+        values_BNV: Values of the tokens, finite also outside the groups.
+        groups_BN: Group of each token, or -1 for none.
+        num_groups: Number of groups, K.
+
+    Returns:
+        (B, K, V) sums.
 
     >>> tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]])
     >>> group_sums(tokens, torch.tensor([[0, 1, 0]]), 2).tolist()

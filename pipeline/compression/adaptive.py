@@ -124,10 +124,14 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
 
 def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
-    """What items hold by the spec's criterion: (B, N) costs of merges, or (B, 1) a number each.
+    """Measures the information in items by the spec's criterion.
 
     Args:
-        batch: real tokens first in each row.
+        batch: The items, real tokens first in each row.
+        spec: Settings of the compressor.
+
+    Returns:
+        (B, N) costs of merges for the criterion `gain`, otherwise (B, 1) values.
     """
     lengths_B1 = batch.lengths.double().unsqueeze(1)
     if spec.criterion == "length":

@@ -25,12 +25,15 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
     exceeds the threshold keeps its best one.
 
     The paper does not say which standard deviation; that of its code divides by N - 1 and adds
-    1e-8. It calibrates on 128 held-out documents; here the sample is that of the job's `fit`.
+    1e-8. It calibrates on 128 separate documents; here the sample is that of the job's `fit`.
     """
 
     class Spec(config.ComponentSpec):
+        """Settings of the compressor."""
+
         name: Literal["adaptive_eos"] = "adaptive_eos"
         ratio: float = Field(gt=0, lt=1)
+        """Fraction of tokens to keep over the whole corpus."""
 
     needs_fit = True
     needs_taps = (TAP,)

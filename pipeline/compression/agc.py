@@ -82,10 +82,12 @@ class Agc(Budgeted["Agc.Spec"]):
 def nearest_centroids(
     batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
 ) -> torch.Tensor:
-    """(B, N) int64: the centroid of the highest cosine for each token; -1 at padding.
+    """Returns the (B, N) int64 centroid of highest cosine per token, -1 at padding.
 
     Args:
-        centroids_BK: which tokens are centroids, where `slot_mask_BK` is True.
+        batch: The items.
+        centroids_BK: Positions of the tokens that are centroids.
+        slot_mask_BK: bool, valid centroids.
     """
     if not centroids_BK.shape[1]:
         return torch.full_like(batch.mask, -1, dtype=torch.int64)

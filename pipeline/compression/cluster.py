@@ -38,10 +38,15 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["cluster"] = "cluster"
         algorithm: Literal["kmeans", "average"] = "kmeans"
+        """Clustering algorithm: k-means, or average linkage."""
         num_iterations: int = Field(10, ge=1)
+        """Maximum number of iterations of k-means."""
         normalise: bool = False
+        """Scales the means to unit length."""
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
@@ -80,18 +85,22 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
 def plus_plus(
     tokens_BND: torch.Tensor, draws_BN: torch.Tensor, batch: TokenBatch, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The seeds of k-means++: each is drawn with a chance in proportion to its squared distance.
+    """Samples the seeds of k-means++, with probabilities proportional to squared distances.
 
-    The first is drawn uniformly; of the others the distance is that to the nearest seed so far. A
+    The first seed is uniform; for the others the distance is that to the nearest seed so far. A
     draw is a race: the token with the least `-log(u_n) / w_n` wins, `u_n` uniform and fresh for
     each seed, which happens with probability `w_n / sum w`. Unlike a search in running sums it does
     not turn on the last digits of the weights, hence not on the shape of the batch.
 
     Args:
-        draws_BN: from `random_draws`.
+        tokens_BND: Token vectors of unit length.
+        draws_BN: Random draws of `random_draws`.
+        batch: The items, real tokens first in each row.
+        budgets_B: Maximum number of seeds per item.
 
     Returns:
-        Positions (B, K) int64 and their mask: without budget or distinct tokens left there is none.
+        (B, K) int64 positions and their mask, which ends where the budget or the distinct tokens
+        of an item do.
     """
     num_seeds = int(budgets_B.max())
     rows = torch.arange(len(batch), device=draws_BN.device)

@@ -21,8 +21,11 @@ class Eos(Budgeted["Eos.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["eos"] = "eos"
         layers: list[int] = Field([-1], min_length=1)
+        """Layers whose attention is averaged; negative numbers count from the last."""
 
     support_form = "indices"
 

@@ -42,12 +42,19 @@ class HPC(Budgeted["HPC.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["hpc"] = "hpc"
         saliency: TapName = "eos_row/mean/last"
+        """Attention statistic that ranks the tokens."""
         num_centroids: int = Field(256, ge=1, le=65536)
+        """Number of centroids of the codebook."""
         seed: int = Field(0, ge=0, lt=2**31)
+        """Seed of the clustering."""
         num_iterations: int = Field(20, ge=1)
+        """Number of iterations of k-means."""
         binary: bool = False
+        """Stores the bits of the centroid's number instead of the centroid."""
 
     needs_fit = True
     keeps_tokens = False

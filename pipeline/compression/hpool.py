@@ -43,9 +43,13 @@ class HPool(Budgeted["HPool.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["hpool"] = "hpool"
         linkage: Literal["vectors", "rows", "condensed"] = "vectors"
+        """Observations or distances of the Ward linkage, see `HPool`."""
         num_protected: int = Field(1, ge=0)
+        """Number of leading tokens that are never merged, the paper's m'."""
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """`_compress` with a budget for each item."""
@@ -80,13 +84,19 @@ def linked(
     method: Literal["ward", "average"],
     num_protected: int = 0,
 ) -> torch.Tensor:
-    """(B, N) int64: the group of each token by agglomerative clustering, -1 at padding.
+    """Groups tokens by agglomerative clustering.
 
     Args:
-        tokens_BND: real tokens first in each row.
-        budgets_B: at most so many groups of an item, the protected tokens included.
-        distances: what the linkage sees.
-        num_protected: the first so many tokens are groups of their own, at most a budget less 1.
+        tokens_BND: Token vectors, real tokens first in each row.
+        lengths_B: Number of tokens per item.
+        budgets_B: Maximum number of groups per item, including the protected tokens.
+        distances: Computes the distances of the linkage.
+        method: Linkage method.
+        num_protected: Number of leading tokens that are groups of their own, at most the budget
+            less 1.
+
+    Returns:
+        (B, N) int64 group of each token, -1 at padding.
     """
 
     def groups_of(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
@@ -145,10 +155,15 @@ _ALONE = threading.Lock()
 
 
 def cut(apart: np.ndarray, num_groups: int, method: Literal["ward", "average"]) -> np.ndarray:
-    """The group of each of n tokens, numbered by first member; at most `num_groups` of them.
+    """Cuts a linkage tree into groups.
 
     Args:
-        apart: distances in scipy's condensed form; overwritten.
+        apart: Distances of n tokens in scipy's condensed form; overwritten.
+        num_groups: Maximum number of groups.
+        method: Linkage method.
+
+    Returns:
+        (n,) group of each token, numbered by first member.
 
     >>> cut(np.array([2.0, 0.0, 2.0, 2.0, 1.0, 2.0]), 2, "average").tolist()  # 01 02 03 12 13 23
     [0, 1, 0, 1]

@@ -27,8 +27,11 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["light_colpali"] = "light_colpali"
         distances: Literal["float16", "float64"] = "float16"
+        """Precision of the distance matrix."""
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """`_compress` with a budget for each item."""

@@ -17,6 +17,8 @@ class Uncompressed(Compressor["Uncompressed.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
+        """Settings of the compressor."""
+
         name: Literal["none"] = "none"
 
     support_form = "indices"

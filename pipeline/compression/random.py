@@ -21,8 +21,11 @@ class Random(Budgeted["Random.Spec"]):
     """
 
     class Spec(Budget):
+        """Settings of the compressor."""
+
         name: Literal["random"] = "random"
         seed: int = Field(0, ge=0, lt=2**32)
+        """Seed of the draws."""
 
     support_form = "indices"
 
@@ -59,13 +62,19 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
 def drawn(
     sample: Iterable[TokenBatch], seed: int, num_tokens: int, *, scaled: bool = True
 ) -> np.ndarray:
-    """At most so many tokens (n, D) float32: those with the smallest draws.
+    """Samples tokens: those with the smallest random draws.
 
-    Draws are a hash of item and position, so only as many tokens are held as are asked for, and
-    neither their choice nor their order depends on how the items come.
+    Draws are a hash of item and position, so that at most `num_tokens` tokens are in memory, and
+    neither their choice nor their order depends on how items are batched.
 
     Args:
-        scaled: whether they are brought to unit length.
+        sample: Batches of items.
+        seed: Seed of the draws.
+        num_tokens: Maximum number of tokens.
+        scaled: Scales the tokens to unit length.
+
+    Returns:
+        (n, D) float32 token vectors.
     """
     tokens, draws = np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
     for batch in sample:

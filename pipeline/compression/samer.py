@@ -320,17 +320,21 @@ def cluster(
     geometry: Geometry,
     num_iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The centroids mu (B, K, D), of unit length, and s (B, K, A) of eq. 2, by k-means.
+    """Computes the centroids of eq. 2 by k-means.
 
     Each iteration assigns every token to its nearest centroid and moves the centroid to the mean
     of its tokens; one without tokens stays.
 
     Args:
-        tokens_BND: unit length, zero at padding.
-        seeds_BK: positions of the tokens that are the first centroids.
+        tokens_BND: Token vectors of unit length, zero at padding.
+        seeds_BK: Positions of the tokens that are the initial centroids.
+        slot_mask_BK: bool, valid centroids.
+        geometry: Positions of the tokens, and the distance of eq. 2.
+        num_iterations: Number of iterations.
 
     Returns:
-        mu, s and the last assignment (B, N) that moved them; without an iteration, the first.
+        Centroids mu (B, K, D) of unit length, their positions s (B, K, A), and the last assignment
+        (B, N) that moved them; without an iteration, the first one.
     """
     num_outputs = slot_mask_BK.shape[1]
     missing = num_outputs - seeds_BK.shape[1]  # other items of the batch have larger budgets

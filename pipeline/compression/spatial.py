@@ -28,6 +28,8 @@ class Spatial(SeededCompressor):
     """
 
     class Spec(Seeded):
+        """Settings of the compressor."""
+
         name: Literal["spatial"] = "spatial"
 
     support_form = "indices"

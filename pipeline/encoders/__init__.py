@@ -122,10 +122,11 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def remarks(cls, spec: ComponentSpecT, ids: Callable[[], Iterable[str]]) -> list[str]:
-        """Sentences for the end of an index job: what was given to the encoder and not used.
+        """Returns remarks for the end of an index job, about inputs that were not used.
 
         Args:
-            ids: gives those of every item of the index and of their parents, in a stream.
+            spec: Spec of the encoder.
+            ids: Streams the ids of all items of the index and of their parents.
         """
         return []
 
@@ -136,12 +137,12 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """Encodes items in batches formed by token count.
 
         Args:
-            taps: of one layer each, what the batches are to bring in `taps`; for encoders that say
-                `attention`.
+            items: Table of items with the columns that `wants` names.
+            taps: Attention statistics of one layer each to compute, for encoders with `attention`.
 
         Yields:
             (rows, batch): indices into `items`, each row once over all batches, and their tokens.
-            The batches depend on `items` alone, so equal input gives equal bits.
+            Batches depend only on `items`, so that equal input gives bit-identical output.
         """
 
     @abstractmethod
@@ -160,13 +161,14 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         raise self._not_read("image")
 
     def encode_composed(self, texts: Sequence[str], pictures: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and a picture each, for `query_kinds` with "composed".
+        """Encodes queries of a text and an image each, for `query_kinds` with "composed".
 
         Args:
-            pictures: files of PNG, JPEG or WebP, one a text.
+            texts: Texts of the queries.
+            pictures: Contents of PNG, JPEG or WebP files, one per text.
 
         Raises:
-            SpecError: a part of a query is not legal, or the encoder reads no such queries.
+            SpecError: A part of a query is not valid, or the encoder reads no such queries.
         """
         raise self._not_read("composed")
 

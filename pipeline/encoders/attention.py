@@ -134,17 +134,21 @@ def weighted_rows(
     scaling: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """(S, B, H, N) float32: `sum_i w_i softmax(q_i k^T scaling)_j` for S weightings w of the rows.
+    """Computes `sum_i w_i softmax(q_i k^T scaling)_j` for S weightings w of the rows.
 
     A weighting that is 1 on some rows gives SAP's column sums (its equation 2), one that is 1 on a
     single row that row (equation 11). Rows that no weighting counts in any item are not computed.
 
     Args:
-        query_BHND: queries of H heads, after rotary positions if the model has them.
-        key_BGND: keys of G heads; G divides H: each is shared by H / G heads.
-        mask: bool (B, 1, N or 1, N), True where to attend, or a float one that is added; or None.
-        scaling: of the logits; None: one over the root of the heads' width.
-        is_causal: without a mask, each row sees the columns up to its own.
+        query_BHND: Queries of H heads, after rotary positions if the model has them.
+        key_BGND: Keys of G heads; G divides H, and each is shared by H / G heads.
+        mask: bool (B, 1, N or 1, N), True where to attend, or a float mask that is added; or None.
+        weights_SBN: Weights of the rows.
+        scaling: Factor of the logits; None for the inverse square root of the head dimension.
+        is_causal: Without a mask, rows attend only to columns up to their own.
+
+    Returns:
+        (S, B, H, N) float32 weighted sums of attention rows.
     """
     num_items, num_heads, _, dim = query_BHND.shape
     query_BHND = query_BHND.float() * (dim**-0.5 if scaling is None else scaling)

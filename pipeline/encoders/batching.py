@@ -37,6 +37,7 @@ def group_passes(inputs: Sequence[ModelInput], max_tokens: int) -> Iterator[Sequ
     """Yields the sequences of each forward pass, in order.
 
     Args:
+        inputs: Sequences of a batch.
         max_tokens: Maximum of sequences x longest sequence; a longer sequence is passed alone.
     """
     start = 0

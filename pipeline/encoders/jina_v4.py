@@ -298,11 +298,13 @@ def add_adapter(
     """Adds an adapter to the weights of a model: W + B A for each of its layers.
 
     Args:
+        model: Model to change in place.
+        spec: Spec of the encoder.
         products: A and B by the name of the layer in a `ForConditionalGeneration` model, of which
-            this one is the part `model`; older versions had the language model's layers there.
+            this model is the submodule `model`; older versions have the language model there.
 
     Raises:
-        SpecError: the adapter is one of another model.
+        SpecError: The adapter belongs to another model.
     """
     modules = dict(model.named_modules())
     for name, (down, up) in products.items():

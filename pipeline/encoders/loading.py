@@ -90,19 +90,29 @@ class Checkpoint(Protocol):
     """Fields of a spec that name a checkpoint and say how it is loaded."""
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """Folder or name of the checkpoint."""
+        ...
 
     @property
-    def revision(self) -> str | None: ...
+    def revision(self) -> str | None:
+        """Revision on the model hub."""
+        ...
 
     @property
-    def adapter(self) -> str | None: ...
+    def adapter(self) -> str | None:
+        """Folder of a LoRA adapter."""
+        ...
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Dtype of the weights."""
+        ...
 
     @property
-    def attention(self) -> str: ...
+    def attention(self) -> str:
+        """Implementation of attention."""
+        ...
 
 
 #: Type of the specs of a family of checkpoints.
@@ -144,13 +154,14 @@ def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
 
 
 def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfig:
-    """The settings of a checkpoint that can be loaded here; no weights are.
+    """Checks that a checkpoint can be loaded and returns its settings, without loading weights.
 
     Args:
-        model_types: those that the family reads.
+        spec: Spec that names the checkpoint.
+        model_types: Model types that the family supports.
 
     Raises:
-        SpecError: it is not there, of another class, or without safetensors.
+        SpecError: The checkpoint is missing, of another type, or has no safetensors files.
     """
     folder = folder_of(spec, SETTINGS)
     settings = settings_of(spec, folder)
@@ -207,7 +218,9 @@ class BoundedSpec(Checkpoint, Protocol):
     """A checkpoint whose images are bounded in size."""
 
     @property
-    def max_pixels(self) -> int | None: ...
+    def max_pixels(self) -> int | None:
+        """Maximum number of pixels per image."""
+        ...
 
 
 def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> None:
@@ -240,12 +253,14 @@ def load_model(
     may_lack: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> PreTrainedModel:
-    """The model in evaluation mode, its adapter merged, on the GPU if there is one.
+    """Loads a model in evaluation mode, with its adapter merged, on the GPU if there is one.
 
     Args:
-        device_map: "auto" spreads a model over the GPUs that this process may use.
-        may_lack: how the names of weights begin that are not used.
-        folder: where the checkpoint lies, if the caller has found it.
+        spec: Spec that names the checkpoint.
+        model_class: Class of the transformers library.
+        device_map: "auto" spreads the model over the GPUs of this process.
+        may_lack: Prefixes of weights that are not used and may be missing.
+        folder: Folder of the checkpoint, if it is known.
 
     Raises:
         SpecError: the weights cannot be loaded.
@@ -329,15 +344,17 @@ def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTraine
 def linear_in(
     folder: Path, width: int, field: str, value: str, prefix: str = ""
 ) -> torch.nn.Linear:
-    """A projection of vectors in a folder's safetensors files: `weight`, and perhaps `bias`.
+    """Loads a linear layer, `weight` and optionally `bias`, from a folder's safetensors files.
 
     Args:
-        width: of the vectors that it is to project.
-        field, value: what the user named the folder by.
-        prefix: put before the names of the weights.
+        folder: Folder of the files.
+        width: Expected input dimension.
+        field: Field of the spec that names the folder, for error messages.
+        value: Value of the field.
+        prefix: Prefix of the names of the weights.
 
     Raises:
-        SpecError: there is none, or it is of vectors of another width.
+        SpecError: There is no such layer, or it has another input dimension.
     """
     check_unchanged(folder, field)
     found = {}
@@ -364,14 +381,15 @@ def linear_in(
 def fingerprint_of(
     spec: CheckpointSpec, ignored: Iterable[str] = NOT_IN_FINGERPRINTS, **more: Any
 ) -> str:
-    """A hash of the files of a checkpoint and of the settings that change a query vector.
+    """Hashes the files of a checkpoint and the settings that change a query vector.
 
-    Where the files came from and how documents are batched changes none. `attention` counts: in
-    half precision the ways differ visibly.
+    The origin of the files and the batching of documents do not count. `attention` does: its
+    implementations differ visibly in half precision.
 
     Args:
-        ignored: fields of the spec that change none.
-        more: what else changes one.
+        spec: Spec of the encoder.
+        ignored: Fields of the spec that do not change a vector.
+        more: Further values that change one.
     """
     folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
     adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])

@@ -124,6 +124,7 @@ def collate(
     """Pads sequences to one batch.
 
     Args:
+        inputs: Sequences of the batch.
         media: The media of the batch, joined as the model reads them.
         padding_side: Side on which short sequences are padded: "left" or "right".
     """

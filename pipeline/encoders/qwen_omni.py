@@ -328,11 +328,14 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         video: Sequence[Sequence[Shown]] = (),
         sound: Sound | None = None,
     ) -> Timed:
-        """The sequence of a prompt with pictures, a video, sound and a text in it.
+        """Builds the sequence of a prompt with images, a video, audio and a text in it.
 
         Args:
-            prompt: with `{content}` in it.
-            video: its frames, those together that make one grid.
+            prompt: A text that contains `{content}`.
+            text: Text of the content.
+            images: Images of the content.
+            video: Frames of a video, grouped by the grid that they form.
+            sound: Audio of the content, or None.
         """
         before, after = prompt.split(CONTENT)
         writer = Timed(self)

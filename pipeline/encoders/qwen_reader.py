@@ -130,7 +130,9 @@ class QwenReader(Reader[QwenSpecT]):
 
         Args:
             prompt: A text that contains `{content}`.
-            video: Its frames, grouped by the grid that they form.
+            text: Text of the content.
+            images: Images of the content.
+            video: Frames of a video, grouped by the grid that they form.
         """
         before, after = prompt.split(CONTENT)
         writer = SequenceWriter(self)

@@ -75,14 +75,17 @@ class Adapter(torch.nn.Module):
 
     @classmethod
     def load(cls, folder: str, width: int, num_layers: int = 1, encoder: str = "") -> Adapter:
-        """The adapter of a folder.
+        """Loads the adapter of a folder.
 
         Args:
-            encoder: the fingerprint of the encoder before it.
+            folder: Folder that training wrote.
+            width: Expected dimension of the hidden states.
+            num_layers: Expected number of layers.
+            encoder: Fingerprint of the encoder in front of it.
 
         Raises:
-            SpecError: for `adapter`: there is none, or it is one of states of another width, of
-                another number of layers or of another encoder, or not as training wrote it.
+            SpecError: For `adapter`: there is none; it is for another dimension, number of layers
+                or encoder; or its weights are not those that training wrote.
         """
         legal = f"a folder with the {FILE} of an adapter of {_said(width, num_layers)}"
         path = Path(folder) / FILE

@@ -31,8 +31,12 @@ class Words:
 
     @classmethod
     def of(cls, items: pa.Table) -> Words:
-        """Reads the column `word_spans` of a table, and of `word_boxes`, `word_times`, `word_kinds`
-        and `word_confidences` those that it has."""
+        """Reads the words of a table of items.
+
+        Args:
+            items: Table with the column `word_spans`, and optionally `word_boxes`, `word_times`,
+                `word_kinds` and `word_confidences`.
+        """
         spans, lengths = flat_from_arrow(items["word_spans"])
         extents = np.full((len(spans), 6), np.nan, dtype=np.float32)
         kinds = np.full(len(spans), TEXT, dtype=np.int8)

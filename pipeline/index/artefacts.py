@@ -43,9 +43,11 @@ def save_artefact(
     """Stores an artefact and returns its hash, by which a representation's metadata names it.
 
     Args:
-        about: what it was fitted for: the encoder's fingerprint, the compressor's settings; for a
-            codec what the compressor had learned, and the codec's settings.
-        sample: what it was fitted on.
+        index: URI of the index.
+        artefact: Arrays by name.
+        about: Origin of the artefact as JSON values: the encoder's fingerprint and the compressor's
+            settings; for a codec also the artefact of the compressor, and the codec's settings.
+        sample: Items that it was fitted on.
     """
     stored = dict(artefact)
     if sample is not None:

@@ -52,12 +52,16 @@ def run(
     """Runs the job to its end in a Ray cluster that is connected already.
 
     Args:
-        spec: that of the index job, with `rerank`.
+        spec: Spec of the index job, with `rerank`.
+        resources: Resources profile of the index job.
+        job_id: Identifier of the job.
+        report: Called with one progress line at a time.
+        lease_seconds: Lifetime of the lease without renewal.
 
     Raises:
-        SpecError: the index, its source or the EDJE is not legal, or is of another encoder.
-        LeaseHeld: another job writes to the index.
-        Stopped: SIGTERM came; what was finished is committed and the lease is free.
+        SpecError: The index, its source or the EDJE is not valid, or of another encoder.
+        LeaseHeld: Another job writes to the index.
+        Stopped: SIGTERM arrived; finished work is committed and the lease is released.
     """
     check(spec)
     if spec.rerank is None:
@@ -140,13 +144,16 @@ class CacheTokens(Stage):
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Columns that the items must have."""
         return self.encode.needs
 
     @property
     def adds(self) -> tuple[str, ...]:
+        """Columns that the stage adds."""
         return self.encode.adds_for_rerank
 
     def load(self) -> TokenCacher:
+        """Loads the encoder and the adapter."""
         return TokenCacher(self.encode.load())
 
 
@@ -159,6 +166,7 @@ class TokenCacher(LoadedStage):
         self._encoder = encoder
 
     def process(self, items: pa.Table) -> Processed:
+        """Returns the items with the adapter's tokens."""
         items, _ = self._encoder.prepare(items)
         found = Found()
         for encoded in self._encoder.batches(items):
@@ -187,6 +195,7 @@ class CacheFragment:
         self.stage, self.unit_items = stage.load(), unit_items
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        """Fills the fragments of a batch; returns the JSON of a `Filled` for each."""
         asked = zip(batch["fragment"], batch["shards"], strict=True)
         filled = [self.fill(int(number), json.loads(shards)) for number, shards in asked]
         return {"filled": [one.to_json() for one in filled]}

@@ -165,10 +165,14 @@ class ListsRepresentations(Protocol):
     """A spec that lists representations."""
 
     @property
-    def representations(self) -> list[Representation]: ...
+    def representations(self) -> list[Representation]:
+        """Listed representations."""
+        ...
 
     @property
-    def sweep(self) -> Sweep: ...
+    def sweep(self) -> Sweep:
+        """Further representations as products of values."""
+        ...
 
 
 def every_representation(spec: ListsRepresentations) -> list[Representation]:

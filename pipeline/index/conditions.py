@@ -82,9 +82,9 @@ class _Word(NamedTuple):
 
 
 def condition_sql(where: str, schema: pa.Schema) -> str:
-    """The SQL of a filter over the columns of a schema.
+    r"""Returns the SQL of a filter over the columns of a schema.
 
-    >>> condition_sql('Title = "it\\'s" AND (n+1)::int<3', pa.schema({"title": "str", "n": "i8"}))
+    >>> condition_sql('Title = "it\'s" AND (n+1)::int<3', pa.schema({"title": "str", "n": "i8"}))
     "`title` = 'it''s' AND ( `n` + 1 ) :: int < 3"
 
     Raises:

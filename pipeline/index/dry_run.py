@@ -51,6 +51,7 @@ class CountingCompressor(TokenCompressor):
     num_tokens = 0
 
     def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
+        """Counts the tokens of a batch and compresses it."""
         self.num_tokens += int(batch.mask.sum())
         return super().columns(batch, aspect)
 

@@ -64,9 +64,13 @@ def export(
     codecs it is the vectors that they stand for, as float32. Memory does not grow with the index.
 
     Args:
-        representation: a searchable column, or one of single vectors, which count as lists of one.
-        where: a Lance SQL filter over the items' columns.
-        overwrite: whether an export that is there may be replaced.
+        uri: URI of the index.
+        output: Path or URI of the file or folder to write.
+        representation: Searchable column, or one of single vectors, which count as lists of one.
+        form: Format of the export.
+        where: Lance SQL filter over the items' columns.
+        overwrite: Replaces an existing export.
+        report: Called with one progress line at a time.
 
     Returns:
         The number of items.

@@ -39,15 +39,16 @@ def needs_fit(representation: Representation) -> bool:
 def fit(
     representation: Representation, sample: Callable[[], Iterable[TokenBatch]], seed: int
 ) -> Learned:
-    """Fits the compressor, and then the codec on the vectors that the compressor makes.
+    """Fits the compressor, and then the codec on the compressed vectors.
 
     Args:
-        sample: gives the batches of the sample, with the taps that the compressor needs. If both
-            learn, it is called twice: of a second pass nothing need be held.
-        seed: of what the codec draws.
+        representation: Compressor and codec to fit.
+        sample: Yields the batches of the sample, with the taps that the compressor needs. If both
+            are fitted it is called twice, so that the sample is never in memory as a whole.
+        seed: Seed of the codec's sample of tokens.
 
     Raises:
-        SpecError: the sample is too small for the settings.
+        SpecError: The sample is too small for the settings.
     """
     compressor = COMPRESSORS.build(representation.compressor)
     learned = compressor.fit(compressor.spec, sample()) if compressor.needs_fit else None

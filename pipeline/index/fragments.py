@@ -34,6 +34,7 @@ class WriteFragments:
         self.uri = part(index, ITEMS)
 
     def __call__(self, block: pa.Table) -> pa.Table:
+        """Writes packed units as one fragment; returns a row of `WRITTEN`."""
         start = time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         tables = [unit.items for unit in units if unit.items.num_rows]

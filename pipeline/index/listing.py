@@ -77,10 +77,11 @@ class ShardTally:
 
 
 def plan(job: ListingJob, limit: int | None) -> int:
-    """Writes each shard's description to a file and returns how many there are.
+    """Writes the description of each shard to a file and returns the number of shards.
 
     Args:
-        limit: only the first so many items in listing order; then the shards are scanned here, one
+        job: Settings of the listing.
+        limit: Maximum number of items, in listing order. With a limit, shards are scanned here one
             after the other, as far as needed.
     """
     source = job.build_source()
@@ -289,15 +290,19 @@ def fragments_of(job: ListingJob, shard: int) -> list[int]:
 def stored_units(
     job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
 ) -> Iterator[tuple[Unit, int]]:
-    """Reads again what lies in a fragment, in the units in which the index job had it.
+    """Reads the items of a fragment again, in the units of the index job.
 
-    An item of which only some are still wanted, or there, leaves a smaller unit.
+    Units are smaller where items are not wanted or no longer exist.
 
     Args:
-        item_ids: those of the fragment that are wanted.
+        job: Settings of the listing.
+        shard: Shard of the source.
+        fragment: Fragment of the index.
+        item_ids: Items of the fragment that are wanted.
+        unit_items: Items per unit in the index job.
 
     Yields:
-        (unit, how many of its items cannot be read any more).
+        (unit, number of its items that can no longer be read).
     """
     source = job.build_source()
     description = _read_json(job.file("shards", shard))

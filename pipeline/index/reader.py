@@ -295,17 +295,19 @@ class Index:
         with_address: bool = False,
         ahead: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in storage order, in batches; memory does not grow with the index.
+        """Yields the rows in storage order, in batches, in constant memory.
 
         Args:
-            where: a Lance SQL filter.
-            fragments: ascending, those to read; all by default.
-            with_address: whether the batches have a column `_rowaddr` too, whose lower half is the
-                place of a row in its fragment; deleted rows leave gaps.
-            ahead: batches that are read before they are asked for; default as Lance has it.
+            columns: Columns to read.
+            where: Lance SQL filter.
+            batch_rows: Maximum number of rows per batch.
+            fragments: Fragments to read, ascending; all by default.
+            with_address: Adds a column `_rowaddr`, whose lower half is the offset of a row in its
+                fragment; deleted rows leave gaps.
+            ahead: Number of batches to read ahead; Lance's default if None.
 
         Raises:
-            SpecError: data files are missing or damaged.
+            SpecError: Data files are missing or corrupted.
         """
         scanner = self.dataset.scanner(
             columns=list(columns),

@@ -251,11 +251,13 @@ def _prepare_columns(
 def filling(
     actor: type, given: dict[str, Any], left: list[dict[str, Any]], pool: Resources
 ) -> ray.data.Dataset:
-    """What actors write for the fragments that are left, a row each.
+    """Returns the dataset of the results that actors return for fragments, one row each.
 
     Args:
-        given: to each actor when it starts.
-        left: what each call is given, of a fragment.
+        actor: Class whose calls fill a fragment.
+        given: Arguments of its constructor.
+        left: Arguments of the calls, one row per fragment.
+        pool: Number of actors, and the resources of each.
     """
     configure_ray_data()
     return ray.data.from_items(left, override_num_blocks=len(left)).map_batches(
@@ -278,7 +280,11 @@ def commit_filled(
     """Commits the columns that actors have written, some fragments at a time.
 
     Args:
-        filled: rows with `filled`, the JSON of a `Filled`.
+        session: Session of the job.
+        filled: Rows with `filled`, the JSON of a `Filled`.
+        commit_fragments: Number of fragments per commit.
+        progress: Counts, updated in place.
+        report: Called with one progress line at a time.
     """
     pending: list[tuple[FragmentMetadata, list[int]]] = []
     start = said = time.perf_counter()
@@ -352,6 +358,7 @@ class FillFragment:
         (self.aspect,) = stage.aspects
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        """Fills the fragments of a batch; returns the JSON of a `Filled` for each."""
         return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
 
     def fill(self, number: int) -> Filled:

@@ -83,6 +83,7 @@ class IndexSpec(Spec):
 
         Args:
             folder: Folder of the job, under the index.
+            retry_rejects: Reasons whose rejects are retried.
         """
         deciding = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
         index = part(self.index)

@@ -82,6 +82,7 @@ class Prepare(Stage):
     adds: ClassVar[tuple[str, ...]] = ()
 
     def load(self) -> Preparer:
+        """Builds the encoder's preparer."""
         return Preparer(ENCODERS.load(self.spec.name).preparer(self.spec))
 
 
@@ -94,6 +95,7 @@ class Preparer(LoadedStage):
         self._prepare = prepare
 
     def process(self, items: pa.Table) -> Processed:
+        """Prepares items."""
         return Processed(self._prepare(items), [])
 
 
@@ -120,12 +122,14 @@ class Encode(Stage):
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Columns that the items must have."""
         if "content" not in self.aspects:
             return ("caption",)
         return ENCODERS.load(self.spec.name).needs_of(self.spec)
 
     @property
     def adds(self) -> tuple[str, ...]:
+        """Columns that the stage adds."""
         taps = tuple(TAP + tap.name for tap in self.taps)
         tokens = (
             token_column(aspect, name)
@@ -140,6 +144,7 @@ class Encode(Stage):
         return (RERANK_TOKENS,) if self.rerank else ()
 
     def load(self) -> TokenEncoder:
+        """Loads the encoder, and the adapter of the EDJE if one is named."""
         encoder = ENCODERS.build(self.spec, **self.placement)
         prepares = self.prepare and needs_preparing(self.spec, self.aspects)
         preparer = encoder.preparer(self.spec) if prepares else None
@@ -209,6 +214,7 @@ class TokenEncoder(LoadedStage):
         return table.append_column(RERANK_TOKENS, self.rerank_tokens(encoded.batch))
 
     def process(self, items: pa.Table) -> Processed:
+        """Encodes items into token columns."""
         items, preparing = self.prepare(items)
         found = Found()
         start = time.perf_counter()
@@ -252,10 +258,12 @@ class Compress(Stage):
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Columns that the items must have."""
         return tuple(token_column(aspect, "vectors") for aspect in self.aspects)
 
     @property
     def adds(self) -> tuple[str, ...]:
+        """Columns that the stage adds."""
         return (
             *self.encoder_columns,
             *(r.id for r in self.representations),
@@ -263,6 +271,7 @@ class Compress(Stage):
         )
 
     def load(self) -> TokenCompressor:
+        """Builds the compressors and codecs."""
         return TokenCompressor(self)
 
 
@@ -316,6 +325,7 @@ class TokenCompressor(LoadedStage):
         return pa.table(columns)
 
     def process(self, items: pa.Table) -> Processed:
+        """Compresses the token columns of items."""
         found = Found()
         for aspect in self.stage.aspects:
             for rows, batch in batches_of(items, self.stage.encoder_info, aspect):
@@ -335,13 +345,16 @@ class Represent(Stage):
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Columns that the items must have."""
         return self.encode.needs
 
     @property
     def adds(self) -> tuple[str, ...]:
+        """Columns that the stage adds."""
         return (*self.compress.adds, *self.encode.adds_for_rerank)
 
     def load(self) -> Representer:
+        """Loads both stages."""
         return Representer(self.encode.load(), self.compress.load())
 
 
@@ -354,6 +367,7 @@ class Representer(LoadedStage):
         self._encoder, self._compressor = encoder, compressor
 
     def process(self, items: pa.Table) -> Processed:
+        """Encodes and compresses items."""
         items, preparing = self._encoder.prepare(items)
         found = Found()
         compressing = 0.0

@@ -108,10 +108,12 @@ def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | No
 
 
 def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:
-    """The summaries of the last jobs, newest first.
+    """Returns the summaries of the last jobs, newest first.
 
     Args:
-        writer: the job that holds the lease; others that say they run were killed.
+        uri: URI of the index.
+        number: Maximum number of jobs.
+        writer: Job that holds the lease; other jobs whose record says `running` were killed.
     """
     filesystem, path = open_folder(uri, JOBS)
     if not filesystem.exists(path):

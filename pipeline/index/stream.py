@@ -60,6 +60,9 @@ def encode_stage(
     """Returns the stage that encodes what representations and the encoder's columns need.
 
     Args:
+        spec: Spec of the index job.
+        encoder_info: Description of the encoder.
+        representations: Representations to encode for.
         rerank: Whether to add the tokens of the spec's EDJE.
         prepare: Whether the stage prepares the items itself.
         placement: Options of the encoder's constructor that place its weights on devices.
@@ -112,7 +115,11 @@ def written_fragments(
     """Returns the dataset whose rows (`fragments.WRITTEN`) describe fragments as they are written.
 
     Args:
+        spec: Spec of the index job.
+        resources: Resources profile of the job.
+        listing_job: Settings of the listing.
         shards: Shards with items to do.
+        encoder_info: Description of the encoder.
         learned: Learned state of the representations that need it, by id.
         stored_columns: The encoder's own columns that are stored.
     """

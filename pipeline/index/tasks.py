@@ -43,6 +43,9 @@ def map_shards(
     """Yields the results of a task for each shard, as they come.
 
     Args:
+        task: Ray task that is called with the listing job and a shard.
+        job: Settings of the listing.
+        shards: Shards.
         max_running: Maximum number of tasks at a time. Beyond what the profile lets read, each
             would start a process, which takes longer than the listing on a small machine.
         check: Raises whatever ends the job.

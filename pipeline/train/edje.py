@@ -440,13 +440,16 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         relevant_QB: torch.Tensor,
         is_filler_B: torch.Tensor,
     ) -> torch.Tensor:
-        """(A,) InfoNCE of each own text with a relevant item, among the items of all workers:
+        """Computes InfoNCE of this worker's texts among the items of all workers.
 
             s(t, v) = 1/|t| * sum over words i of max over tokens j of cos(w_i, y_j)
 
-        w are the states of the text alone, y the vision tokens. So words and what they mean are
-        alike before both are read together (ALBEF; Li et al., 2021), which matching alone takes
-        long to find out.
+        w are the hidden states of the text without an item, y the vision tokens. This aligns words
+        with tokens before both are read together (ALBEF; Li et al., 2021), which matching alone
+        learns slowly.
+
+        Returns:
+            (A,) losses of the texts with a relevant item.
         """
         mask_BV = every["tokens_mask"]
         scores_QB = late_scores(

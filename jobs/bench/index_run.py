@@ -21,7 +21,7 @@ import jobs
 from jobs.bench.harness import peak_bytes
 from pipeline import config
 from pipeline.config import digest
-from pipeline.index import JOBS, job, listing
+from pipeline.index import JOBS, job, listing, unit_reader
 from pipeline.index.columns import encoder_fields, every_representation, representation_fields
 from pipeline.index.fragments import write_table
 from pipeline.index.info import EncoderInfo
@@ -100,7 +100,7 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
 
     started = time.perf_counter()
     for shard in range(num_shards):
-        for unit in listing.read_units(listing_job, shard, spec.unit_items):
+        for unit in unit_reader.read_units(listing_job, shard, spec.unit_items):
             seconds["read"] += time.perf_counter() - started
             unit = run_stage(stage, unit)
             for name, spent in unit.seconds.items():

@@ -19,13 +19,13 @@ import pyarrow as pa
 import ray
 
 from pipeline.config import SpecError
-from pipeline.index import listing, tasks
+from pipeline.index import listing, tasks, unit_reader
 from pipeline.index.checks import check, refuse_other_encoders
 from pipeline.index.columns import RERANK_TOKENS, every_representation
+from pipeline.index.fill import Filled, Progress, commit_filled, fill_fragments
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, get_fragment, part
-from pipeline.index.recompress import Filled, Progress, commit_filled, filling
 from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -103,7 +103,7 @@ def run(
         }
         left = [{"fragment": f, "shards": json.dumps(shards_of[f])} for f in lacking]
         if left:
-            filled = filling(CacheFragment, given, left, resources.encode)
+            filled = fill_fragments(CacheFragment, given, left, resources.encode)
             commit_filled(session, filled, COMMIT_FRAGMENTS, progress, report)
         if progress.empty:
             report(
@@ -131,7 +131,7 @@ def _fragments(
 @ray.remote
 def _placed(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
     listing.list_shard(listed, shard)
-    return shard, listing.fragments_of(listed, shard)
+    return shard, unit_reader.fragments_of(listed, shard)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class CacheFragment:
         row_of = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
         parts, num_tried = [], 0
         for shard in shards:
-            units = listing.stored_units(self.listed, shard, number, row_of, self.unit_items)
+            units = unit_reader.stored_units(self.listed, shard, number, row_of, self.unit_items)
             for unit, num_unread in units:
                 num_tried += unit.items.num_rows + num_unread
                 done = run_stage(self.stage, unit).items

@@ -11,7 +11,7 @@ import pyarrow as pa
 import ray
 
 from pipeline.config import dump_yaml, within
-from pipeline.index import listing
+from pipeline.index import unit_reader
 from pipeline.index.checks import check
 from pipeline.index.columns import every_representation
 from pipeline.index.fitting import needs_fit
@@ -86,7 +86,7 @@ def dry_run(
 
 @ray.remote
 def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Reject]]:
-    return listing.preview(spec.build_source(), limit, NUM_TRIED)
+    return unit_reader.preview(spec.build_source(), limit, NUM_TRIED)
 
 
 @ray.remote

@@ -1,18 +1,18 @@
-"""What is there, what is done, what is left: worked out shard by shard, never as one set of ids.
+"""Listing of a source: finds shard by shard what is new, changed, done, rejected or gone.
 
 A job first *plans* (splits the source into numbered shards), then *lists* each shard in a task
 (scans it and looks its ids up in the index), then finds ids that are listed twice. All of it is
-kept as small files under the job's folder; the driver holds a few counts a shard.
+kept as small files under the job's folder; the driver holds a few counts per shard. `unit_reader`
+reads the listed items.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,8 @@ import pyarrow as pa
 from pipeline.config import ComponentSpec
 from pipeline.index.reader import ITEMS, REJECTS, part, quote, reading, with_ids
 from pipeline.registry import SOURCES
-from pipeline.schema import MEDIA, REJECT, Item, Reject, detail_in
-from pipeline.sources import Source, items_table
-from pipeline.stage import Unit
+from pipeline.schema import REJECT, Item, Reject
+from pipeline.sources import Source
 
 #: What the listing says of an item.
 STATUSES = ("new", "changed", "done", "rejected", "duplicate", "foreign")
@@ -61,8 +60,24 @@ class ListingJob:
         return SOURCES.build(self.source, self.wants)
 
     def file(self, kind: str, shard: int) -> str:
-        """The URI of a shard's file of one kind."""
+        """Returns the URI of a shard's file of one kind."""
         return f"{self.folder}/{kind}/{shard:06d}"
+
+    def read_json(self, kind: str, shard: int) -> Any:
+        """Reads a shard's JSON file of one kind."""
+        with fsspec.open(self.file(kind, shard), "r") as file:
+            return json.load(file)
+
+    def read_table(self, kind: str, shard: int) -> pa.Table:
+        """Reads a shard's Arrow file of one kind."""
+        uri = self.file(kind, shard)
+        with fsspec.open(uri, "rb") as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
+            return reader.read_all()
+
+    def rejects_table(self, rejects: Sequence[Reject]) -> pa.Table:
+        """Returns rejects as rows of `REJECT`, with the digest of the spec."""
+        rows = [{**reject.row(), "spec": self.spec_digest} for reject in rejects]
+        return pa.Table.from_pylist(rows, schema=REJECT)
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ def plan(job: ListingJob, limit: int | None) -> int:
             if left <= 0:
                 break
             shard = {"shard": shard, "limit": left}
-            left -= sum(1 for _ in _scan(source, shard))
+            left -= sum(1 for _ in scan(source, shard))
         else:
             shard = {"shard": shard, "limit": None}
         with fsspec.open(job.file("shards", num_shards), "w", auto_mkdir=True) as file:
@@ -109,7 +124,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     kept: list[list[Any]] = []
     unlisted: list[tuple[int, Reject]] = []
     solved: list[str] = []
-    for chunk in _chunks(_scan(source, _read_json(job.file("shards", shard))), LOOKUP):
+    for chunk in chunks(scan(source, job.read_json("shards", shard)), LOOKUP):
         items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
         unlisted += [(p, entry) for p, entry in chunk if isinstance(entry, Reject)]
         stored = _stored(dataset, [item.item_id for _, item in items])
@@ -131,7 +146,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     if source.keeps_listing:
         with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
             json.dump(kept, file, default=str)
-    rejects = _rejects_table([reject for _, reject in unlisted], job)
+    rejects = job.rejects_table([reject for _, reject in unlisted])
     hashes = [id_hash(reject.item_id) for _, reject in unlisted]
     for name, values, kind in (
         ("hash", hashes, pa.uint64()),
@@ -153,9 +168,9 @@ def unlisted_rejects(job: ListingJob, shard: int) -> tuple[pa.Table, int]:
     Returns:
         (Rejects that are not known yet, number of those that are.)
     """
-    table = _read_table(job.file("unlisted", shard))
+    table = job.read_table("unlisted", shard)
     ids = [
-        _own_id(item_id, shard, position) if taken else item_id
+        own_id(item_id, shard, position) if taken else item_id
         for item_id, position, taken in zip(
             *(table[name].to_pylist() for name in ("item_id", "position", "taken")), strict=True
         )
@@ -204,7 +219,7 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
         mine = again[start : start + len(shard_hashes)]
         start += len(shard_hashes)
         if mine.any():
-            table = _read_table(job.file("listed", shard))
+            table = job.read_table("listed", shard)
             status = np.where(mine, DUPLICATE, table["status"].to_numpy()).astype(np.int8)
             table = table.set_column(2, LISTED.field("status"), pa.array(status))
             _write_table(job.file("listed", shard), table)
@@ -222,125 +237,15 @@ def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
     ends = np.cumsum([len(own) for own in hashes])
     for shard, own in enumerate(np.split(taken, ends[:-1]) if hashes else []):
         if own.any():
-            table = _read_table(job.file("unlisted", shard))
+            table = job.read_table("unlisted", shard)
             place = table.schema.get_field_index("taken")
             table = table.set_column(place, "taken", pa.array(own))
             _write_table(job.file("unlisted", shard), table)
 
 
-def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
-    """Reads what is left to do of a shard, as units of up to `unit_items` listed entries.
-
-    Units are cut by position in the listing, before what is done is left out: a resumed job forms
-    the units of the first run. A last unit without items says how many listed entries are gone.
-    """
-    source = job.build_source()
-    description = _read_json(job.file("shards", shard))
-    listed = _read_table(job.file("listed", shard))
-    positions, hashes = listed["position"].to_numpy(), listed["hash"].to_numpy()
-    status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
-    to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)))
-    # By id, not by position: a document that cannot be opened now shifts all that stand behind it.
-    rows_of: dict[int, list[int]] = {}
-    for row in to_do[::-1].tolist():
-        rows_of.setdefault(int(hashes[row]), []).append(row)
-    # What was not there when the shard was listed is left to the next run.
-    unit_items = min(unit_items, source.unit_limit(description["shard"]))
-    entries = [
-        (rows.pop(), position, entry)
-        for position, entry in _listed(job, source, shard, description)
-        if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
-    ]
-    wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
-    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
-    for number, group in itertools.groupby(entries, lambda e: positions[e[0]] // unit_items):
-        items: list[Item] = []
-        rejects: list[Reject] = []
-        replaces: dict[str, list[str]] = {}
-        for row, _, entry in group:
-            if status[row] in (DUPLICATE, FOREIGN):
-                own_id = _own_id(entry.item_id, shard, positions[row])
-                rejects.append(_refused(entry, status[row], own_id))
-                continue
-            result = next(decoded)
-            assert result.item_id == entry.item_id, "decode yields one result an item, in order"
-            if isinstance(result, Item):
-                items.append(result)
-            else:
-                rejects.append(result)
-            if status[row] == CHANGED:
-                replaces.setdefault(str(fragment[row]), []).append(entry.item_id)
-        yield Unit(
-            f"{shard:06d}-{number:06d}",
-            items_table(items, source.payload),
-            _rejects_table(rejects, job),
-            extra={"replaces": replaces, "gone": 0},
-        )
-    if gone := len(to_do) - len(entries):
-        extra = {"replaces": {}, "gone": gone}
-        yield Unit(f"{shard:06d}-gone", items_table([], source.payload), extra=extra)
-
-
-def fragments_of(job: ListingJob, shard: int) -> list[int]:
-    """The fragments in which rows of a listed shard lie that are as the source has them."""
-    listed = _read_table(job.file("listed", shard))
-    return np.unique(listed["fragment"].to_numpy()[listed["status"].to_numpy() == DONE]).tolist()
-
-
-def stored_units(
-    job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
-) -> Iterator[tuple[Unit, int]]:
-    """Reads the items of a fragment again, in the units of the index job.
-
-    Units are smaller where items are not wanted or no longer exist.
-
-    Args:
-        job: Settings of the listing.
-        shard: Shard of the source.
-        fragment: Fragment of the index.
-        item_ids: Items of the fragment that are wanted.
-        unit_items: Items per unit in the index job.
-
-    Yields:
-        (unit, number of its items that can no longer be read).
-    """
-    source = job.build_source()
-    description = _read_json(job.file("shards", shard))
-    listed = _read_table(job.file("listed", shard))
-    own = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
-    hashes, positions = (listed[name].to_numpy()[own].tolist() for name in ("hash", "position"))
-    place_of = dict(zip(hashes[::-1], positions[::-1], strict=True))  # an id's first
-    unit_items = min(unit_items, source.unit_limit(description["shard"]))
-    entries = [
-        (place, position, entry)
-        for position, entry in _listed(job, source, shard, description)
-        if isinstance(entry, Item)
-        and entry.item_id in item_ids
-        and (place := place_of.pop(id_hash(entry.item_id), None)) is not None
-    ]
-    wanted = [(position, entry) for _, position, entry in entries]
-    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
-    for number, group in itertools.groupby(entries, lambda e: e[0] // unit_items):
-        results = [next(decoded) for _ in group]
-        items = [result for result in results if isinstance(result, Item)]
-        unit = Unit(f"{shard:06d}-{number:06d}", items_table(items, source.payload))
-        yield unit, len(results) - len(items)
-
-
-def _own_id(item_id: str, shard: int, position: int) -> str:
+def own_id(item_id: str, shard: int, position: int) -> str:
     """Returns an id for an entry whose id is taken, which keeps it apart from the id's holder."""
     return f"{item_id}~{shard:06d}:{position}"
-
-
-def _refused(item: Item, status: int, own_id: str) -> Reject:
-    """Returns the reject of an item whose id is taken."""
-    if status == DUPLICATE:
-        reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
-    else:
-        reason, detail = "id of another source", f"{item.item_id} is indexed from another source"
-    file = (item.metadata or {}).get("file") if item.modality in MEDIA else None
-    detail = detail_in(detail, file)
-    return Reject(own_id, item.source, "list", reason, detail, item.revision)
 
 
 def id_hash(item_id: str) -> int:
@@ -391,70 +296,13 @@ def gone_rows(job: ListingJob, num_shards: int, collections: Sequence[str]) -> d
     return gone
 
 
-def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
-    """A seeded sample of the listed items, decoded: those with the smallest seeded hash.
+def scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
+    """Yields the entries of a shard with their positions, up to the shard's limit.
 
-    In tables of as many items as may be in memory together.
+    Args:
+        source: The source.
+        described: Description of the shard, as `plan` wrote it.
     """
-    salt = np.uint64(id_hash(f"sample {seed}"))
-    ranked = []
-    for shard in range(num_shards):
-        table = _read_table(job.file("listed", shard))
-        usable = table["status"].to_numpy() != DUPLICATE
-        keys = (table["hash"].to_numpy() ^ salt)[usable]
-        positions = table["position"].to_numpy()[usable]
-        best = np.argsort(keys, kind="stable")[:size]
-        ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
-        ranked = sorted(ranked)[:size]
-    source = job.build_source()
-    for shard in sorted({shard for _, shard, _ in ranked}):
-        chosen = {position for _, s, position in ranked if s == shard}
-        description = _read_json(job.file("shards", shard))
-        wanted = [
-            (p, entry)
-            for p, entry in _listed(job, source, shard, description)
-            if p in chosen and isinstance(entry, Item)
-        ]
-        decoded = source.decode(description["shard"], wanted)
-        items = (item for item in decoded if isinstance(item, Item))
-        for chunk in _chunks(items, min(LOOKUP, source.unit_limit(description["shard"]))):
-            yield items_table(chunk, source.payload)
-
-
-def preview(
-    source: Source, limit: int | None, num_sample: int
-) -> tuple[pa.Table, int, list[Reject]]:
-    """Lists a source without keeping anything: (first items decoded, number of items, rejects)."""
-    sample: list[Item] = []
-    rejects: list[Reject] = []
-    num_items = 0
-    for shard in source.shards():
-        left = None if limit is None else limit - num_items - len(rejects)
-        if left == 0:
-            break
-        entries = list(_scan(source, {"shard": shard, "limit": left}))
-        items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
-        rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
-        num_items += len(items)
-        left = num_sample - len(sample)
-        if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
-            sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
-    return items_table(sample, source.payload), num_items, rejects
-
-
-def _listed(
-    job: ListingJob, source: Source, shard: int, described: dict[str, Any]
-) -> Iterator[tuple[int, Item | Reject]]:
-    """The entries of a shard that was listed, with their positions: as kept, else listed anew."""
-    if not source.keeps_listing:
-        yield from _scan(source, described)
-        return
-    for position, fields in _read_json(job.file("items", shard)):
-        yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
-
-
-def _scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
-    """The entries of a shard with their positions, up to the shard's limit."""
     for position, entry in enumerate(source.scan(described["shard"])):
         if described["limit"] is not None and position >= described["limit"]:
             return
@@ -501,7 +349,7 @@ def _known_rejects(
 
 def _hashes(job: ListingJob, kind: str, num_shards: int) -> list[np.ndarray]:
     """(n,) uint64 for each shard: the hashes of the ids in its file of that kind."""
-    return [_read_table(job.file(kind, i))["hash"].to_numpy() for i in range(num_shards)]
+    return [job.read_table(kind, i)["hash"].to_numpy() for i in range(num_shards)]
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:
@@ -510,11 +358,6 @@ def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> 
         return []
     table = rejected.scanner(columns=["item_id"], filter=with_ids(item_ids)).to_table()
     return table["item_id"].to_pylist()
-
-
-def _rejects_table(rejects: Sequence[Reject], job: ListingJob) -> pa.Table:
-    rows = [{**reject.row(), "spec": job.spec_digest} for reject in rejects]
-    return pa.Table.from_pylist(rows, schema=REJECT)
 
 
 def _count(listed: pa.Table) -> dict[str, int]:
@@ -529,7 +372,8 @@ def _dataset(uri: str) -> lance.LanceDataset | None:
         return None
 
 
-def _chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yields lists of up to `size` entries."""
     chunk = []
     for entry in entries:
         chunk.append(entry)
@@ -538,16 +382,6 @@ def _chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
             chunk = []
     if chunk:
         yield chunk
-
-
-def _read_json(uri: str) -> Any:
-    with fsspec.open(uri, "r") as file:
-        return json.load(file)
-
-
-def _read_table(uri: str) -> pa.Table:
-    with fsspec.open(uri, "rb") as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
-        return reader.read_all()
 
 
 def _write_table(uri: str, table: pa.Table) -> None:

@@ -8,18 +8,14 @@ of the stored vectors, which are float16 or what the codec of their column makes
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import lance
 import numpy as np
 import pyarrow as pa
 import ray
-from lance.fragment import FragmentMetadata
 from pydantic import Field, PositiveInt
 
 from pipeline.codecs import Codec
@@ -34,13 +30,14 @@ from pipeline.index.columns import (
     refuse_other_settings,
     taps_of,
 )
+from pipeline.index.fill import Filled, Progress, commit_filled, fill_fragments
 from pipeline.index.filters import matching_ids
 from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import as_used
 from pipeline.index.reader import Index, get_fragment, part
-from pipeline.index.session import Session, configure_ray_data, rows_of
+from pipeline.index.session import Session
 from pipeline.index.stages import Compress, Found
 from pipeline.index.token_columns import TAP, batches_of, with_taps
 from pipeline.registry import COMPRESSORS
@@ -69,34 +66,6 @@ class RecompressResources(Spec):
     """How much hardware the job takes: a resources profile."""
 
     compress: Resources = Resources(num_cpus=1.0, num_threads=2)
-
-
-@dataclass
-class Progress:
-    """Counts of a running job."""
-
-    fragments: int = 0
-    done_before: int = 0
-    done: int = 0
-    rows: int = 0
-    empty: int = 0  # rows that were tried and got nothing
-    commits: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"read": 0, "compress": 0, "write": 0}
-    )
-
-    def summary(self) -> dict[str, Any]:
-        """Everything, for the job's record."""
-        rates = {name: self.rows / spent for name, spent in self.seconds.items() if spent}
-        return {**vars(self), "rates": rates}
-
-    def line(self, elapsed: float) -> str:
-        """The progress line."""
-        rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.summary()["rates"].items())
-        return (
-            f"{self.done}/{self.fragments - self.done_before} fragments  {self.rows:,} rows"
-            f"  {self.rows / elapsed:,.1f}/s  [{rates}]  commits {self.commits}"
-        )
 
 
 def run(
@@ -146,7 +115,7 @@ def run(
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]
-            filled = filling(FillFragment, given, rows, resources.compress)
+            filled = fill_fragments(FillFragment, given, rows, resources.compress)
             commit_filled(session, filled, spec.commit_fragments, progress, report)
         for sentence in compressor_remarks(dataset, wanted):
             report(sentence)
@@ -246,104 +215,6 @@ def _prepare_columns(
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
     session.writer.add_columns(added)
     return learned
-
-
-def filling(
-    actor: type, given: dict[str, Any], left: list[dict[str, Any]], pool: Resources
-) -> ray.data.Dataset:
-    """Returns the dataset of the results that actors return for fragments, one row each.
-
-    Args:
-        actor: Class whose calls fill a fragment.
-        given: Arguments of its constructor.
-        left: Arguments of the calls, one row per fragment.
-        pool: Number of actors, and the resources of each.
-    """
-    configure_ray_data()
-    return ray.data.from_items(left, override_num_blocks=len(left)).map_batches(
-        actor,
-        fn_constructor_kwargs=given,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(min_size=pool.min_actors, max_size=pool.max_actors),
-        num_cpus=pool.num_cpus,
-        num_gpus=pool.num_gpus,
-    )
-
-
-def commit_filled(
-    session: Session,
-    filled: ray.data.Dataset,
-    commit_fragments: int,
-    progress: Progress,
-    report: Callable[[str], None],
-) -> None:
-    """Commits the columns that actors have written, some fragments at a time.
-
-    Args:
-        session: Session of the job.
-        filled: Rows with `filled`, the JSON of a `Filled`.
-        commit_fragments: Number of fragments per commit.
-        progress: Counts, updated in place.
-        report: Called with one progress line at a time.
-    """
-    pending: list[tuple[FragmentMetadata, list[int]]] = []
-    start = said = time.perf_counter()
-
-    def commit() -> None:
-        session.writer.commit_columns(pending)
-        pending.clear()
-        progress.commits += 1
-        session.record("running")
-
-    try:
-        for row in rows_of(filled):
-            if row is not None:
-                done = Filled.from_json(row["filled"])
-                if done.fragment is not None:
-                    fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
-                    pending.append((fragment, done.fields))
-                progress.done += 1
-                progress.rows += done.rows
-                progress.empty += done.empty
-                for name, spent in done.seconds.items():
-                    progress.seconds[name] += spent
-                if len(pending) >= commit_fragments:
-                    commit()
-            if time.perf_counter() - said > 5:
-                said = time.perf_counter()
-                report(progress.line(said - start))
-            session.check()
-    finally:
-        if pending and session.may_commit:
-            commit()
-    report(progress.line(time.perf_counter() - start))
-
-
-class Filled(NamedTuple):
-    """The new columns of a fragment.
-
-    Attributes:
-        fragment: JSON value of its metadata with the new data file; None if nothing was written.
-        fields: Field ids of the columns in that file.
-        rows: Number of rows that got data.
-        empty: Number of rows that were tried and got none.
-        seconds: Time by step.
-    """
-
-    fragment: Any
-    fields: list[int]
-    rows: int
-    empty: int
-    seconds: dict[str, float]
-
-    @classmethod
-    def from_json(cls, text: str) -> Filled:
-        """Parses what `to_json` returned."""
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        """Returns the JSON in which actors hand it to the driver."""
-        return json.dumps(self._asdict())
 
 
 class FillFragment:

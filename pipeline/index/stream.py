@@ -11,7 +11,7 @@ import ray
 from ray.data.block import DataBatch
 
 from pipeline.decoding.process import keep_memory
-from pipeline.index import listing
+from pipeline.index import unit_reader
 from pipeline.index.columns import (
     Representation,
     aspects_of,
@@ -89,7 +89,7 @@ def read_units(
         keep_memory()
         start = time.perf_counter()
         for shard in block["shard"]:
-            for unit in listing.read_units(listing_job, int(shard), unit_items):
+            for unit in unit_reader.read_units(listing_job, int(shard), unit_items):
                 unit.seconds["read"] = time.perf_counter() - start
                 yield packed_table([unit])
                 start = time.perf_counter()

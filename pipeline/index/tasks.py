@@ -13,7 +13,7 @@ import ray
 
 from pipeline.config import ComponentSpec, SpecError, dump, within
 from pipeline.decoding import Unreadable
-from pipeline.index import listing
+from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
 from pipeline.index.columns import Representation, compressor_remarks, every_representation
 from pipeline.index.fitting import Learned, fit
@@ -123,7 +123,7 @@ def fit_representation(
     hashes: set[int] = set()
 
     def sample() -> Iterator[TokenBatch]:
-        for items in listing.sample_items(job, num_shards, drawn.num_items, drawn.seed):
+        for items in unit_reader.sample_items(job, num_shards, drawn.num_items, drawn.seed):
             for prepared in _readable(encoder, items):
                 content_N = listing.content_hashes(prepared)
                 for _, rows, batch, _ in encoder.batches(prepared):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import parse
-from pipeline.index import listing
+from pipeline.index import listing, unit_reader
 from pipeline.index.fragments import write_table
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import part
@@ -74,7 +74,7 @@ def units(job: ListingJob, num_shards: int, unit_items: int = 2) -> dict[str, li
     return {
         unit.name: unit.items["item_id"].to_pylist()
         for shard in range(num_shards)
-        for unit in listing.read_units(job, shard, unit_items)
+        for unit in unit_reader.read_units(job, shard, unit_items)
     }
 
 
@@ -84,7 +84,9 @@ def store(job: ListingJob, *item_ids: str, source: str = "notes") -> IndexWriter
     for shard in range(num_shards):
         listing.list_shard(job, shard)
     every = pa.concat_tables(
-        unit.items for shard in range(num_shards) for unit in listing.read_units(job, shard, 100)
+        unit.items
+        for shard in range(num_shards)
+        for unit in unit_reader.read_units(job, shard, 100)
     )
     rows = [{**row, "source": source} for row in every.to_pylist() if row["item_id"] in item_ids]
     assert {row["item_id"] for row in rows} == set(item_ids)
@@ -187,7 +189,7 @@ def test_what_is_gone_since_the_listing_shifts_nothing(folder):
     job = a_job(folder, "next")
     list_all(job)
     write(folder, a="a1=y; a3=w; a4=later")
-    first, second, gone = listing.read_units(job, 0, 2)
+    first, second, gone = unit_reader.read_units(job, 0, 2)
     assert first.items["item_id"].to_pylist() == ["a1"]
     assert second.items["item_id"].to_pylist() == ["a3"]
     assert (gone.items.num_rows, gone.extra["gone"]) == (0, 1)
@@ -202,7 +204,7 @@ def test_a_changed_item_names_the_row_it_replaces(folder):
     write(folder, a="a0=x; a1=changed; a2=x")
     job = a_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "changed": 1, "done": 1}
-    first, second = listing.read_units(job, 0, 2)
+    first, second = unit_reader.read_units(job, 0, 2)
     assert first.extra == {"replaces": {"0": ["a1"]}, "gone": 0}
     assert second.extra == {"replaces": {}, "gone": 0}
     assert first.items["text"].to_pylist() == ["changed"]
@@ -212,7 +214,7 @@ def test_duplicates_within_and_across_shards(folder):
     write(folder, a="same=first; a1=x; same=second", b="b0=x; same=third")
     job = a_job(folder)
     assert counts(list_all(job)) == {"new": 3, "duplicate": 2}
-    read = [unit for shard in range(2) for unit in listing.read_units(job, shard, 8)]
+    read = [unit for shard in range(2) for unit in unit_reader.read_units(job, shard, 8)]
     texts = {row["item_id"]: row["text"] for unit in read for row in unit.items.to_pylist()}
     assert texts == {"same": "first", "a1": "x", "b0": "x"}
     rejected = [row for unit in read for row in unit.rejects.to_pylist()]
@@ -234,7 +236,7 @@ def test_an_id_of_another_source_is_refused(folder):
     store(a_job(folder), "a0", source="other")
     job = a_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "foreign": 1}
-    (unit,) = listing.read_units(job, 0, 2)
+    (unit,) = unit_reader.read_units(job, 0, 2)
     assert unit.items["item_id"].to_pylist() == ["a1"]
     assert unit.rejects["reason"].to_pylist() == ["id of another source"]
     assert unit.rejects["item_id"].to_pylist() == ["a0~000000:0"]
@@ -330,7 +332,7 @@ def test_a_sample_follows_from_its_seed_alone(folder):
     list_all(job)
 
     def sample(job: ListingJob, size: int, seed: int) -> list[str]:
-        tables = listing.sample_items(job, 2, size, seed)
+        tables = unit_reader.sample_items(job, 2, size, seed)
         return [item_id for table in tables for item_id in table["item_id"].to_pylist()]
 
     chosen = sample(job, 10, seed=0)
@@ -343,7 +345,7 @@ def test_a_sample_follows_from_its_seed_alone(folder):
     resumed = a_job(folder, "resumed")
     list_all(resumed)
     assert sample(resumed, 10, seed=0) == chosen
-    tables = listing.sample_items(job, 2, 10, 0)
+    tables = unit_reader.sample_items(job, 2, 10, 0)
     assert all(t for table in tables for t in table["text"].to_pylist())
 
 

@@ -15,6 +15,7 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
 from pipeline.index.columns import every_representation, representation_fields
+from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress
@@ -58,7 +59,7 @@ def spec(uri: Path, *representations: dict, **fields: Any) -> recompress.Recompr
     return config.parse(recompress.RecompressSpec, given)
 
 
-def run(a_spec: recompress.RecompressSpec) -> recompress.Progress:
+def run(a_spec: recompress.RecompressSpec) -> Progress:
     """Runs the job, quietly."""
     resources = recompress.RecompressResources()
     return recompress.run(a_spec, resources, job="2", report=lambda line: None)

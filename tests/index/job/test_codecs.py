@@ -17,6 +17,7 @@ from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, every_representation
 from pipeline.index.dry_run import dry_run
 from pipeline.index.export import export
+from pipeline.index.fill import Progress
 from pipeline.index.fitting import stored_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
@@ -49,7 +50,7 @@ def make_index(spec: IndexSpec, **options: Any) -> None:
     job.run(spec, IndexResources(), job="1", report=lambda line: None, **options)
 
 
-def run_recompress(uri: Path, *representations: dict, **fields: Any) -> recompress.Progress:
+def run_recompress(uri: Path, *representations: dict, **fields: Any) -> Progress:
     given = {"index": str(uri), "representations": list(representations), **fields}
     spec = config.parse(recompress.RecompressSpec, given)
     resources = recompress.RecompressResources()

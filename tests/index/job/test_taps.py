@@ -14,6 +14,7 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.eval.diagnose import full_tokens_of
 from pipeline.index import job, recompress
+from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import metadata_of
@@ -70,7 +71,7 @@ def index(uri: Path, collection: Path, *representations, resources=None, **field
     job.run(spec, resources, job="1", report=lambda line: None)
 
 
-def recompressed(uri: Path, *representations) -> recompress.Progress:
+def recompressed(uri: Path, *representations) -> Progress:
     given = {"index": str(uri), "representations": list(representations)}
     spec = config.parse(recompress.RecompressSpec, given)
     return recompress.run(spec, recompress.RecompressResources(), job="2", report=lambda line: None)

@@ -1,0 +1,222 @@
+"""Reading of listed items: units of an index job, units of stored items, samples, previews."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.index.listing import (
+    CHANGED,
+    DONE,
+    DUPLICATE,
+    FOREIGN,
+    LOOKUP,
+    NEW,
+    REJECTED,
+    ListingJob,
+    chunks,
+    id_hash,
+    own_id,
+    scan,
+)
+from pipeline.schema import MEDIA, Item, Reject, detail_in
+from pipeline.sources import Source, items_table
+from pipeline.stage import Unit
+
+
+def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
+    """Reads the items of a shard that are left to do, in units of up to `unit_items` entries.
+
+    Units are formed by position in the listing, before finished items are left out, so that a
+    resumed job forms the same units. A last unit without items counts the listed entries that no
+    longer exist.
+
+    Args:
+        job: Settings of the listing.
+        shard: Shard of the source.
+        unit_items: Maximum number of listed entries per unit.
+    """
+    source = job.build_source()
+    description = job.read_json("shards", shard)
+    listed = job.read_table("listed", shard)
+    positions, hashes = listed["position"].to_numpy(), listed["hash"].to_numpy()
+    status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
+    to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)))
+    # By id, not by position: a document that cannot be opened now shifts all that stand behind it.
+    rows_of: dict[int, list[int]] = {}
+    for row in to_do[::-1].tolist():
+        rows_of.setdefault(int(hashes[row]), []).append(row)
+    # What was not there when the shard was listed is left to the next run.
+    unit_items = min(unit_items, source.unit_limit(description["shard"]))
+    entries = [
+        (rows.pop(), position, entry)
+        for position, entry in _entries(job, source, shard, description)
+        if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
+    ]
+    wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
+    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
+    for number, group in itertools.groupby(entries, lambda e: positions[e[0]] // unit_items):
+        items: list[Item] = []
+        rejects: list[Reject] = []
+        replaces: dict[str, list[str]] = {}
+        for row, _, entry in group:
+            if status[row] in (DUPLICATE, FOREIGN):
+                new_id = own_id(entry.item_id, shard, positions[row])
+                rejects.append(_refused(entry, status[row], new_id))
+                continue
+            result = next(decoded)
+            assert result.item_id == entry.item_id, "decode yields one result an item, in order"
+            if isinstance(result, Item):
+                items.append(result)
+            else:
+                rejects.append(result)
+            if status[row] == CHANGED:
+                replaces.setdefault(str(fragment[row]), []).append(entry.item_id)
+        yield Unit(
+            f"{shard:06d}-{number:06d}",
+            items_table(items, source.payload),
+            job.rejects_table(rejects),
+            extra={"replaces": replaces, "gone": 0},
+        )
+    if gone := len(to_do) - len(entries):
+        extra = {"replaces": {}, "gone": gone}
+        yield Unit(f"{shard:06d}-gone", items_table([], source.payload), extra=extra)
+
+
+def fragments_of(job: ListingJob, shard: int) -> list[int]:
+    """Returns the fragments that hold unchanged rows of a listed shard."""
+    listed = job.read_table("listed", shard)
+    return np.unique(listed["fragment"].to_numpy()[listed["status"].to_numpy() == DONE]).tolist()
+
+
+def stored_units(
+    job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
+) -> Iterator[tuple[Unit, int]]:
+    """Reads the items of a fragment again, in the units of the index job.
+
+    Units are smaller where items are not wanted or no longer exist.
+
+    Args:
+        job: Settings of the listing.
+        shard: Shard of the source.
+        fragment: Fragment of the index.
+        item_ids: Items of the fragment that are wanted.
+        unit_items: Items per unit in the index job.
+
+    Yields:
+        (unit, number of its items that can no longer be read).
+    """
+    source = job.build_source()
+    description = job.read_json("shards", shard)
+    listed = job.read_table("listed", shard)
+    own = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
+    hashes, positions = (listed[name].to_numpy()[own].tolist() for name in ("hash", "position"))
+    place_of = dict(zip(hashes[::-1], positions[::-1], strict=True))  # an id's first
+    unit_items = min(unit_items, source.unit_limit(description["shard"]))
+    entries = [
+        (place, position, entry)
+        for position, entry in _entries(job, source, shard, description)
+        if isinstance(entry, Item)
+        and entry.item_id in item_ids
+        and (place := place_of.pop(id_hash(entry.item_id), None)) is not None
+    ]
+    wanted = [(position, entry) for _, position, entry in entries]
+    decoded = source.decode(description["shard"], wanted) if wanted else iter(())
+    for number, group in itertools.groupby(entries, lambda e: e[0] // unit_items):
+        results = [next(decoded) for _ in group]
+        items = [result for result in results if isinstance(result, Item)]
+        unit = Unit(f"{shard:06d}-{number:06d}", items_table(items, source.payload))
+        yield unit, len(results) - len(items)
+
+
+def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
+    """Yields a sample of the listed items, those with the smallest seeded hash.
+
+    Args:
+        job: Settings of the listing.
+        num_shards: Number of shards.
+        size: Number of items.
+        seed: Seed of the hash.
+
+    Yields:
+        Tables of as many decoded items as may be in memory together.
+    """
+    salt = np.uint64(id_hash(f"sample {seed}"))
+    ranked = []
+    for shard in range(num_shards):
+        table = job.read_table("listed", shard)
+        usable = table["status"].to_numpy() != DUPLICATE
+        keys = (table["hash"].to_numpy() ^ salt)[usable]
+        positions = table["position"].to_numpy()[usable]
+        best = np.argsort(keys, kind="stable")[:size]
+        ranked += [(int(keys[i]), shard, int(positions[i])) for i in best]
+        ranked = sorted(ranked)[:size]
+    source = job.build_source()
+    for shard in sorted({shard for _, shard, _ in ranked}):
+        chosen = {position for _, s, position in ranked if s == shard}
+        description = job.read_json("shards", shard)
+        wanted = [
+            (p, entry)
+            for p, entry in _entries(job, source, shard, description)
+            if p in chosen and isinstance(entry, Item)
+        ]
+        decoded = source.decode(description["shard"], wanted)
+        items = (item for item in decoded if isinstance(item, Item))
+        for chunk in chunks(items, min(LOOKUP, source.unit_limit(description["shard"]))):
+            yield items_table(chunk, source.payload)
+
+
+def preview(
+    source: Source, limit: int | None, num_sample: int
+) -> tuple[pa.Table, int, list[Reject]]:
+    """Lists a source without writing anything.
+
+    Args:
+        source: The source.
+        limit: Maximum number of entries; None for all.
+        num_sample: Number of items to decode.
+
+    Returns:
+        Table of the first items, the number of items, and the rejects.
+    """
+    sample: list[Item] = []
+    rejects: list[Reject] = []
+    num_items = 0
+    for shard in source.shards():
+        left = None if limit is None else limit - num_items - len(rejects)
+        if left == 0:
+            break
+        entries = list(scan(source, {"shard": shard, "limit": left}))
+        items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
+        rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
+        num_items += len(items)
+        left = num_sample - len(sample)
+        if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
+            sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
+    return items_table(sample, source.payload), num_items, rejects
+
+
+def _entries(
+    job: ListingJob, source: Source, shard: int, described: dict[str, Any]
+) -> Iterator[tuple[int, Item | Reject]]:
+    """Yields the entries of a listed shard with their positions, from its file or by scanning."""
+    if not source.keeps_listing:
+        yield from scan(source, described)
+        return
+    for position, fields in job.read_json("items", shard):
+        yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
+
+
+def _refused(item: Item, status: int, reject_id: str) -> Reject:
+    """Returns the reject of an item whose id is taken."""
+    if status == DUPLICATE:
+        reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
+    else:
+        reason, detail = "id of another source", f"{item.item_id} is indexed from another source"
+    file = (item.metadata or {}).get("file") if item.modality in MEDIA else None
+    detail = detail_in(detail, file)
+    return Reject(reject_id, item.source, "list", reason, detail, item.revision)

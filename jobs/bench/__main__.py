@@ -24,7 +24,7 @@ BENCHES = {
     "pipeline": "the index job against a bare loop; resuming; the driver's memory",
     "rerank": "pairs of text and item a second, and a pool's latency, beside a plain loop",
     "serve": "searches over HTTP beside searches in process; load, crashes, new versions",
-    "train": "an epoch with kept states and without; a large backbone with LoRA",
+    "train": "an epoch with and without cached hidden states; LoRA on a large model",
 }
 
 

@@ -156,9 +156,9 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        said = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
-        before = "remove it to go on from the one before, or to begin anew"
-        raise JobError(f"{said}: {before}") from None
+        problem = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
+        remedy = "remove it to go on from the one before, or to begin anew"
+        raise JobError(f"{problem}: {remedy}") from None
 
 
 def only_one(folder: Path, seconds: float = 10.0) -> TextIO:

@@ -365,18 +365,19 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
         device = self.device
         facts = {"query": batch.query_facts.to(device), "document": batch.document_facts.to(device)}
-        every = {name: gathered(tensor) for name, tensor in embedded.items()}
-        every_fact = {name: gathered(tensor) for name, tensor in facts.items()}
+        gathered_batch = {name: gathered(tensor) for name, tensor in embedded.items()}
+        gathered_facts = {name: gathered(tensor) for name, tensor in facts.items()}
         temperature = (-self.log_scale).exp()
-        positive_QB = data.relevant(facts["query"], every_fact["document"])
+        positive_QB = data.relevant(facts["query"], gathered_facts["document"])
         # Padding documents are no candidates.
-        is_filler_B = (every_fact["document"] == NOTHING).all(dim=1)
-        scores_QB = self.scores(embedded, every).masked_fill(is_filler_B, LOWEST)
+        is_filler_B = (gathered_facts["document"] == NOTHING).all(dim=1)
+        scores_QB = self.scores(embedded, gathered_batch).masked_fill(is_filler_B, LOWEST)
         loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
         if self.spec.symmetric:
-            alone = num_workers() == 1
-            backwards_BQ = (scores_QB if alone else self.scores(every, embedded)).T
-            relevant_BQ = data.relevant(every_fact["query"], facts["document"]).T
+            backwards_BQ = (
+                scores_QB if num_workers() == 1 else self.scores(gathered_batch, embedded)
+            ).T
+            relevant_BQ = data.relevant(gathered_facts["query"], facts["document"]).T
             backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
             loss = (loss + backwards * weight(relevant_BQ)) / 2
         if (distillation := self.spec.distillation) is not None:
@@ -412,9 +413,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
     @torch.no_grad()
     def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
         """Returns the metrics of the data, and those of grounding if there are phrases."""
-        inputs = dataclasses.replace(
-            self.read(validation), boxes=None
-        )  # there are none at inference
+        # Inference has no boxes.
+        inputs = dataclasses.replace(self.read(validation), boxes=None)
         embedded = self.embedded(inputs)
         quality = data.quality(self.scores(embedded, embedded), validation)
         if validation.phrases is not None:
@@ -439,14 +439,14 @@ class Contrastive(Learner["Contrastive.Spec"]):
         inputs = self.read(words).queries
         found: list[Quality] = []
         for start in range(0, len(phrases.texts), size):
-            own = slice(start, start + size)
-            rows = phrases.documents[own]
+            chunk = slice(start, start + size)
+            rows = phrases.documents[chunk]
             tokens = self.tokens(select(model_inputs.documents, rows), self._taps)
             if tokens.extents is None:
                 return {}
-            queries = self.tokens(select(inputs, own))
-            found.append(grounding(queries, self.compressed(tokens), tokens, phrases.boxes[own]))
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+            queries = self.tokens(select(inputs, chunk))
+            found.append(grounding(queries, self.compressed(tokens), tokens, phrases.boxes[chunk]))
+        return {name: np.concatenate([metrics[name] for metrics in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
         """Writes the model with its processor, or only its trained part, for an encoder to load."""
@@ -465,7 +465,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             return
         scale = getattr(self.model, "logit_scale", None)
         if self.spec.score == "single" and isinstance(scale, torch.Tensor):
-            # Dual encoders keep the scale of their scores, by which EDJE draws negatives.
+            # Dual encoders store the scale of their scores, with which EDJE samples negatives.
             with torch.no_grad():
                 scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
@@ -499,8 +499,8 @@ def select(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:
 
 def with_objects(tokens: TokenBatch, boxes: Sequence[np.ndarray]) -> TokenBatch:
     """Labels tokens with the annotated object that each lies in (SaMer, section 4.2)."""
-    lengths = np.array([len(own) for own in boxes])
-    flat = np.concatenate([np.asarray(own, dtype=np.float32).reshape(-1, 4) for own in boxes])
+    lengths = np.array([len(boxes_M4) for boxes_M4 in boxes])
+    flat = np.concatenate([np.asarray(boxes_M4, np.float32).reshape(-1, 4) for boxes_M4 in boxes])
     boxes_BM4, box_mask_BM = pad(torch.from_numpy(flat), lengths)
     device = tokens.mask.device
     objects = object_labels(places(tokens), boxes_BM4.to(device), box_mask_BM.to(device))

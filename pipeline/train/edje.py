@@ -162,10 +162,10 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 legal = f"at least num_negatives={self.num_negatives}"
                 raise SpecError("negatives_top_k", self.negatives_top_k, legal)
             for field in ("adapter", "joint"):
-                own = getattr(self, field)
-                if self.init_from is not None and own is not None:
+                settings = getattr(self, field)
+                if self.init_from is not None and settings is not None:
                     legal = "null, where `init_from` has one"
-                    raise SpecError(field, config.dump(own), legal)
+                    raise SpecError(field, config.dump(settings), legal)
             return self
 
     def __init__(self, spec: Spec):
@@ -189,9 +189,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 adapter = Adapter(spec.adapter or Adapter.Spec(), self.encoder.dim, joint.dim)
             edje = Edje(adapter.to(joint.device), joint, vision)
         self.edje, self.device = edje.train(), edje.joint.device
-        #: What `forward` uses; the joint encoder is the loss's own.
+        #: Module of `forward`; only the loss uses the joint encoder.
         self.model = edje.adapter
-        # What no loss uses has no gradient.
+        # Parameters that no loss uses get no gradient.
         for module in edje.joint.head_of_words():
             module.requires_grad_(spec.mlm > 0)
         edje.joint.recover.requires_grad_(spec.recovery > 0)
@@ -337,52 +337,52 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Computes the weighted sum of the losses that the spec enables (section 4)."""
         spec = self.spec
-        every = {name: gathered(tensor) for name, tensor in embedded.items()}
+        gathered_batch = {name: gathered(tensor) for name, tensor in embedded.items()}
         facts = batch.query_facts.to(self.device), batch.document_facts.to(self.device)
-        query_facts, document_facts = (gathered(own) for own in facts)
+        query_facts, document_facts = (gathered(labels) for labels in facts)
         relevant_QB = data.relevant(query_facts, document_facts)
         is_filler_B = (document_facts == NOTHING).all(dim=1)
         num_own = len(batch.queries)
-        own = slice(distributed.rank() * num_own, (distributed.rank() + 1) * num_own)
-        positives_A2 = sample_positives(relevant_QB, own)
+        own_rows = slice(distributed.rank() * num_own, (distributed.rank() + 1) * num_own)
+        positives_A2 = sample_positives(relevant_QB, own_rows)
         metrics: dict[str, float] = {}
         terms: dict[str, tuple[float, torch.Tensor]] = {}
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._half):
             if self._matches:
                 pairs_P2, is_match_P = self._pairs(
-                    self.similarity(every), ~relevant_QB & ~is_filler_B, positives_A2
+                    self.similarity(gathered_batch), ~relevant_QB & ~is_filler_B, positives_A2
                 )
-                logits_P = self._logits(self.edje, every, pairs_P2)
+                logits_P = self._logits(self.edje, gathered_batch, pairs_P2)
                 terms["itm"] = (spec.itm, objectives.matching(logits_P, is_match_P))
                 right_P = (logits_P.detach() > 0) == is_match_P
                 metrics["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
             if spec.mlm:
-                terms["mlm"] = (spec.mlm, self._masked_words(every, positives_A2))
+                terms["mlm"] = (spec.mlm, self._masked_words(gathered_batch, positives_A2))
             if spec.recovery or spec.contrast:
-                texts = texts_of(every).take(own)
-                alone_QLH = self._in_mini_batches(
+                texts = texts_of(gathered_batch).take(own_rows)
+                text_QLH = self._in_mini_batches(
                     lambda rows: self.edje.joint.of_texts(texts.take(rows)),
                     torch.arange(num_own, device=self.device),
                 )
             if spec.recovery:
-                target_QP = every["query_pooled"][own]
-                made_QP = self.edje.joint.recovered(alone_QLH)
-                terms["recovery"] = (spec.recovery, objectives.recovery(made_QP, target_QP))
+                target_QP = gathered_batch["query_pooled"][own_rows]
+                recovered_QP = self.edje.joint.recovered(text_QLH)
+                terms["recovery"] = (spec.recovery, objectives.recovery(recovered_QP, target_QP))
             if spec.contrast:
                 losses = self._contrast(
-                    alone_QLH, texts.is_word, every, relevant_QB[own], is_filler_B
+                    text_QLH, texts.is_word, gathered_batch, relevant_QB[own_rows], is_filler_B
                 )
                 terms["contrast"] = (spec.contrast, losses)
             if spec.distillation is not None:
                 with torch.no_grad():
-                    teacher_P = self._logits(self._of[TEACHER], every, pairs_P2, TEACHER)
+                    teacher_P = self._logits(self._of[TEACHER], gathered_batch, pairs_P2, TEACHER)
                 losses = objectives.distillation(logits_P, teacher_P)
                 terms["distillation"] = (spec.distillation.weight, losses)
         total = torch.zeros((), device=self.device)
         if not len(positives_A2):  # every weight needs a gradient, as on other workers
             trained = [p for p in self.edje.joint.parameters() if p.requires_grad]
-            total = sum(((0 * own).sum() for own in (embedded["tokens"], *trained)), total)
+            total = sum(((0 * tensor).sum() for tensor in (embedded["tokens"], *trained)), total)
         for name, (weight, losses) in terms.items():
             # Every pair, word or text has the same weight, however they are distributed.
             count = torch.tensor(float(len(losses)), device=self.device)
@@ -425,18 +425,21 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         return pairs_P2, torch.arange(len(pairs_P2), device=self.device) < len(positives_A2)
 
     def _logits(
-        self, edje: Edje, every: Embedded, pairs_P2: torch.Tensor, name: str = ""
+        self, edje: Edje, gathered_batch: Embedded, pairs_P2: torch.Tensor, name: str = ""
     ) -> torch.Tensor:
-        texts, tokens = texts_of(every, name), (every[f"{name}tokens"], every[f"{name}tokens_mask"])
+        texts, tokens = (
+            texts_of(gathered_batch, name),
+            (gathered_batch[f"{name}tokens"], gathered_batch[f"{name}tokens_mask"]),
+        )
         return self._in_mini_batches(
             lambda pairs: edje.joint.logits(texts, *tokens, pairs), pairs_P2
         )
 
     def _contrast(
         self,
-        alone_QLH: torch.Tensor,
+        text_QLH: torch.Tensor,
         is_word_QL: torch.Tensor,
-        every: Embedded,
+        gathered_batch: Embedded,
         relevant_QB: torch.Tensor,
         is_filler_B: torch.Tensor,
     ) -> torch.Tensor:
@@ -451,9 +454,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         Returns:
             (A,) losses of the texts with a relevant item.
         """
-        mask_BV = every["tokens_mask"]
+        mask_BV = gathered_batch["tokens_mask"]
         scores_QB = late_scores(
-            normalise(alone_QLH.float()), is_word_QL, normalise(every["tokens"]), mask_BV
+            normalise(text_QLH.float()), is_word_QL, normalise(gathered_batch["tokens"]), mask_BV
         )
         is_there_B = mask_BV.any(dim=1) & ~is_filler_B
         return info_nce_each(
@@ -462,9 +465,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             self.spec.contrast_temperature,
         )
 
-    def _masked_words(self, every: Embedded, positives_A2: torch.Tensor) -> torch.Tensor:
+    def _masked_words(self, gathered_batch: Embedded, positives_A2: torch.Tensor) -> torch.Tensor:
         """Computes the loss of each masked word, given the vision tokens and the other words."""
-        joint, texts = self.edje.joint, texts_of(every)
+        joint, texts = self.edje.joint, texts_of(gathered_batch)
         query_A, document_A = positives_A2.unbind(1)
         ids_AL, is_word_AL = texts.ids[query_A], texts.is_word[query_A]
         masked_AL, is_masked_AL = objectives.masked(
@@ -476,8 +479,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             return joint.states(
                 joint.words(masked_AL[rows]),
                 texts.mask[query_A[rows]],
-                every["tokens"][document],
-                every["tokens_mask"][document],
+                gathered_batch["tokens"][document],
+                gathered_batch["tokens_mask"][document],
             )
 
         states_ALH = self._in_mini_batches(states, torch.arange(len(query_A), device=self.device))
@@ -507,7 +510,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         embedded = {name: concatenate(rows) for name, rows in tensors.items()}
         first_QB = self.similarity(embedded)
         facts = validation.query_facts, validation.document_facts
-        relevant_QB = data.relevant(*(own.to(self.device) for own in facts))
+        relevant_QB = data.relevant(*(labels.to(self.device) for labels in facts))
         quality = data.quality(self._reranked(embedded, first_QB), validation)
         backwards = ranking(self._reranked(embedded, first_QB.T, True), relevant_QB.T)
         quality |= _named("item to text", backwards)
@@ -530,12 +533,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self.edje.save(folder)
 
 
-def sample_positives(relevant_QB: torch.Tensor, own: slice) -> torch.Tensor:
+def sample_positives(relevant_QB: torch.Tensor, own_rows: slice) -> torch.Tensor:
     """Samples a positive pair for each of this worker's queries that has relevant documents.
 
     Args:
         relevant_QB: bool, relevance of all workers' documents to all workers' queries.
-        own: Rows of this worker's queries.
+        own_rows: Rows of this worker's queries.
 
     Returns:
         (A, 2) int64 rows of queries and of documents, uniformly among the relevant ones.
@@ -544,7 +547,7 @@ def sample_positives(relevant_QB: torch.Tensor, own: slice) -> torch.Tensor:
     >>> sample_positives(relevant, slice(1, 3)).tolist()
     [[2, 1]]
     """
-    query_A = relevant_QB[own].any(dim=1).nonzero().squeeze(1) + own.start
+    query_A = relevant_QB[own_rows].any(dim=1).nonzero().squeeze(1) + own_rows.start
     if not len(query_A):
         return torch.zeros(0, 2, dtype=torch.int64, device=relevant_QB.device)
     chance_AB = relevant_QB[query_A].float().cpu()

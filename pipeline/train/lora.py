@@ -117,9 +117,12 @@ def load(tuned: Any, folder: Path, within: str = "") -> None:
     """
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
-    own, there = tuned.peft_config[tuned.active_adapter], PeftConfig.from_pretrained(str(folder))
+    settings, stored = (
+        tuned.peft_config[tuned.active_adapter],
+        PeftConfig.from_pretrained(str(folder)),
+    )
     for field, name in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
-        value, wanted = getattr(own, name), getattr(there, name, None)
+        value, wanted = getattr(settings, name), getattr(stored, name, None)
         if value != wanted:
             legal = f"{wanted!r}, that of the adapter that training begins with"
             raise SpecError(f"lora.{field}", value, legal)

@@ -41,8 +41,8 @@ def late_scores(
 
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> docs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
-    >>> every = torch.ones(1, 2, dtype=torch.bool)
-    >>> late_scores(queries, every, docs, every).tolist()
+    >>> mask = torch.ones(1, 2, dtype=torch.bool)
+    >>> late_scores(queries, mask, docs, mask).tolist()
     [[0.75]]
     """
     with torch.autocast(queries_QMD.device.type, enabled=False):

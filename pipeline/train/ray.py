@@ -85,21 +85,21 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
         say: Called with each complete line.
         seconds: Interval between reads.
     """
-    place = path.stat().st_size if path.exists() else 0
+    offset = path.stat().st_size if path.exists() else 0
     is_over = threading.Event()
 
     def follow() -> None:
-        nonlocal place
+        nonlocal offset
         is_last = False
         while not is_last:
             is_last = is_over.wait(seconds)
             if not path.exists():
                 continue
             with path.open("rb") as file:
-                file.seek(place)
+                file.seek(offset)
                 for line in file:
                     if line.endswith(b"\n"):
-                        place += len(line)
+                        offset += len(line)
                         say(line.decode().rstrip("\n"))
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -111,12 +111,12 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
         thread.join()
 
 
-def _train_worker(given: dict[str, Any]) -> None:
+def _train_worker(settings: dict[str, Any]) -> None:
     """Runs the training loop in a worker."""
     import ray.train
     import torch
 
-    spec = config.parse(TrainSpec, given["spec"])
+    spec = config.parse(TrainSpec, settings["spec"])
     if torch.cuda.is_available():
         torch.cuda.set_device(ray.train.torch.get_device())
     progress = Path(spec.output) / PROGRESS

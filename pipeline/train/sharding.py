@@ -23,7 +23,11 @@ from pipeline.distributed import num_workers, rank
 
 def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
     """Returns the repeated layers of a transformers model, or none for other modules."""
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    return [
+        submodule
+        for submodule in module.modules()
+        if isinstance(submodule, GradientCheckpointingLayer)
+    ]
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
@@ -80,32 +84,32 @@ def whole(module: torch.nn.Module) -> Iterator[None]:
     """Gathers all weights on the first worker inside the context; all workers must enter it."""
     shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may stand in several places
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+    for submodule in module.modules():
+        for name, parameter in list(submodule._parameters.items()):
             if not isinstance(parameter, DTensor):
                 continue
             if parameter not in gathered:
                 full = parameter.detach().full_tensor()
-                kept = full.cpu() if rank() == 0 else full.new_empty(0)
-                gathered[parameter] = torch.nn.Parameter(kept, parameter.requires_grad)
-            shares.append((part, name, parameter))
-            part._parameters[name] = gathered[parameter]
+                copy = full.cpu() if rank() == 0 else full.new_empty(0)
+                gathered[parameter] = torch.nn.Parameter(copy, parameter.requires_grad)
+            shares.append((submodule, name, parameter))
+            submodule._parameters[name] = gathered[parameter]
     try:
         yield
     finally:
-        for part, name, parameter in shares:
-            part._parameters[name] = parameter
+        for submodule, name, parameter in shares:
+            submodule._parameters[name] = parameter
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
     """Returns the L2 norm of all tensors together, some of which may be sharded."""
     squares = 0.0
     for are_spread in (False, True):
-        own = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]
-        total = torch.nn.utils.get_total_norm(own)
+        group = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]
+        total = torch.nn.utils.get_total_norm(group)
         squares += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
     return squares**0.5
 
@@ -128,8 +132,9 @@ def load_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     state["state"] = {
         number: {
-            name: distribute_tensor(value, own.device_mesh, own.placements)
-            if isinstance(own := parameters[number], DTensor) and value.shape == own.shape
+            name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            if isinstance(parameter := parameters[number], DTensor)
+            and value.shape == parameter.shape
             else value
             for name, value in of_parameter.items()
         }

@@ -18,7 +18,7 @@ from pipeline.eval.significance import holm, randomisation_p
 from pipeline.report.text import aligned, as_csv, p_value
 from pipeline.train.spec import VALIDATION, TrainSpec
 
-#: Measures that have a panel of the plot, those of them that there are.
+#: Metrics with a panel in the plot, if they were computed.
 PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_accuracy")
 
 
@@ -73,19 +73,19 @@ def runs_of(spec: StudySpec) -> list[Run]:
     Raises:
         SpecError: A combination is not valid, or occurs twice.
     """
-    own = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
+    fields = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
     if not spec.sweep:
-        return [Run(spec.name, spec.name, config.parse(TrainSpec, own))]
+        return [Run(spec.name, spec.name, config.parse(TrainSpec, fields))]
     runs: dict[str, Run] = {}
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
         for values in config.combinations(sweep):
-            said = values
+            shown = values
             if "name" in values:
-                said = {field: values[field] for field in ("name", "seed") if field in values}
-            title = ", ".join(map(_said, said.items()))
-            row = ", ".join(_said(pair) for pair in said.items() if pair[0] != "seed")
+                shown = {field: values[field] for field in ("name", "seed") if field in values}
+            title = ", ".join(map(_described, shown.items()))
+            row = ", ".join(_described(pair) for pair in shown.items() if pair[0] != "seed")
             folder = title.replace(", ", "_").replace(" ", "-").replace("/", "-")
-            changed = config.override(own, config.assignments(values))
+            changed = config.override(fields, config.assignments(values))
             changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}
             if title in runs:
                 raise SpecError("sweep", title, "each combination once", "stands twice")
@@ -94,12 +94,12 @@ def runs_of(spec: StudySpec) -> list[Run]:
     return list(runs.values())
 
 
-def _said(pair: tuple[str, Any]) -> str:
+def _described(pair: tuple[str, Any]) -> str:
     """Describes a swept field and its value.
 
-    >>> _said(("learner.compressor", {"name": "samer", "num_vectors": 8, "gamma": 0.0}))
+    >>> _described(("learner.compressor", {"name": "samer", "num_vectors": 8, "gamma": 0.0}))
     'samer num_vectors 8 gamma 0.0'
-    >>> _said(("optimiser.learning_rate", 0.001))
+    >>> _described(("optimiser.learning_rate", 0.001))
     'learning_rate 0.001'
     """
     field, value = pair
@@ -159,7 +159,7 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         Row(
             name,
             *(
-                {m: np.stack([one[when][m] for one in found]) for m in found[0][when]}
+                {m: np.stack([values[when][m] for values in found]) for m in found[0][when]}
                 for when in (0, 1)
             ),
         )

@@ -75,7 +75,7 @@ def test_epochs(fresh):
 
 @pytest.mark.parametrize("count", [{"name": "binding", "num_pairs": 9}, {"num_scenes": 18}])
 def test_what_fills_no_batch_is_left_out_of_all_epochs(count):
-    """Else kept states, which are those of the first epoch, would lack what others have."""
+    """Or the cache of hidden states, filled in the first epoch, would lack those of others."""
     given = {"name": "shapes", "fresh": False} | count
     data = TRAINING_DATA.build(TRAINING_DATA.resolve(given), batch_size=4, seed=0)
     first, second, every = (

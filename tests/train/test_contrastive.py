@@ -1,4 +1,4 @@
-"""Gradients through compressors, objects of boxes, projections on kept states."""
+"""Gradients through compressors, objects of boxes, projections on cached hidden states."""
 
 from __future__ import annotations
 

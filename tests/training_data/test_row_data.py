@@ -363,7 +363,7 @@ def test_two_workers_learn_what_one_does(checkpoint, tmp_path):
 def test_a_model_trains_on_them_with_a_corrupt_picture(
     checkpoint, tmp_path, batch_size, monkeypatch
 ):
-    """Also on kept states, of all rows, though some fill no batch; pictures are then read once."""
+    """Also with cached hidden states, of all rows; images are then read once."""
     read, honest = [], row_data.decode
     monkeypatch.setattr(row_data, "decode", lambda *given: read.append(1) or honest(*given))
     path = links(tmp_path)

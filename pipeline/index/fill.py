@@ -113,7 +113,7 @@ def commit_filled(
         report: Called with one progress line at a time.
     """
     pending: list[tuple[FragmentMetadata, list[int]]] = []
-    start = said = time.perf_counter()
+    start = reported = time.perf_counter()
 
     def commit() -> None:
         session.writer.commit_columns(pending)
@@ -135,9 +135,9 @@ def commit_filled(
                     progress.seconds[name] += spent
                 if len(pending) >= commit_fragments:
                     commit()
-            if time.perf_counter() - said > 5:
-                said = time.perf_counter()
-                report(progress.line(said - start))
+            if time.perf_counter() - reported > 5:
+                reported = time.perf_counter()
+                report(progress.line(reported - start))
             session.check()
     finally:
         if pending and session.may_commit:

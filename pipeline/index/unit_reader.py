@@ -113,8 +113,10 @@ def stored_units(
     source = job.build_source()
     description = job.read_json("shards", shard)
     listed = job.read_table("listed", shard)
-    own = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
-    hashes, positions = (listed[name].to_numpy()[own].tolist() for name in ("hash", "position"))
+    is_stored = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
+    hashes, positions = (
+        listed[name].to_numpy()[is_stored].tolist() for name in ("hash", "position")
+    )
     place_of = dict(zip(hashes[::-1], positions[::-1], strict=True))  # an id's first
     unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [

@@ -67,8 +67,8 @@ class Checkpoints:
         if distributed.rank() == 0:
             torch.save(weights, unfinished / "weights.pt")
             torch.save(state, unfinished / "optimiser.pt")
-            about = {"step": step, "spec": self._lasting(config.dump(self.spec))}
-            (unfinished / "about.json").write_text(json.dumps(about), "utf-8")
+            metadata = {"step": step, "spec": self._lasting(config.dump(self.spec))}
+            (unfinished / "about.json").write_text(json.dumps(metadata), "utf-8")
         distributed.wait_for_all()
         if distributed.rank() == 0:
             replace(unfinished, self.folder / f"step-{step:08d}")
@@ -86,11 +86,13 @@ class Checkpoints:
         if last is None:
             return 0
         with _undamaged(last):
-            about = json.loads((last / "about.json").read_text("utf-8"))
-            stored = self._lasting(migrated_spec(about["spec"]))
+            metadata = json.loads((last / "about.json").read_text("utf-8"))
+            stored = self._lasting(migrated_spec(metadata["spec"]))
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
-        for field, value, there in differences(self._lasting(config.dump(self.spec)), stored):
-            legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
+        for field, value, stored_value in differences(
+            self._lasting(config.dump(self.spec)), stored
+        ):
+            legal = f"{stored_value!r}, that of the checkpoint {last}, or another output folder"
             raise SpecError(field, value, legal)
         parameters = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = {n: tuple(t.shape) for n, t in parameters.items()}
@@ -102,7 +104,7 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in weights.items():
                 parameters[name].copy_(tensor)
-        return about["step"]
+        return metadata["step"]
 
     def restore(self, optimiser: torch.optim.Optimizer, device: torch.device) -> None:
         """Restores the optimiser and the random generators from the latest checkpoint, if any."""
@@ -137,11 +139,11 @@ class Checkpoints:
 
     def _artefact(self, folder: Path, learner: Any) -> None:
         learner.save(folder)
-        about = {
+        metadata = {
             "spec": config.dump(self.spec),
             "sha256": hashed(folder, ["*.safetensors"]),
         }
-        (folder / "training.json").write_text(json.dumps(about, indent=1), "utf-8")
+        (folder / "training.json").write_text(json.dumps(metadata, indent=1), "utf-8")
 
     @staticmethod
     def _lasting(spec: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
         problem = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
-        remedy = "remove it to go on from the one before, or to begin anew"
+        remedy = "remove it to resume from the one before, or to start over"
         raise JobError(f"{problem}: {remedy}") from None
 
 

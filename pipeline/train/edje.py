@@ -75,7 +75,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     similar ones by the frozen encoder that are not relevant (section 4). Candidates are those of
     all workers.
 
-    Negatives and masked words are sampled anew in each step.
+    Negatives and masked words are sampled again in each step.
     """
 
     class Spec(BaseSpec):
@@ -316,14 +316,14 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
     @torch.no_grad()
     def _compared(self, documents: TokenBatch) -> TokenBatch:
-        """What queries are compared with: in training all vectors, else the first stage's."""
+        """Returns the vectors that queries are compared with: all in training, else compressed ones."""
         if documents.kind is not None:
             mask = documents.mask & (documents.kind != PROMPT)
             documents = dataclasses.replace(documents, mask=mask)
         return documents if self.edje.training else self.compressor.compress(documents)
 
     def similarity(self, embedded: Embedded) -> torch.Tensor:
-        """(Q, B) the frozen encoder's, by single vectors or MaxSim."""
+        """Returns the (Q, B) similarities of the frozen encoder, by single vectors or MaxSim."""
         with torch.no_grad():
             if self.spec.first_stage == "single":
                 return embedded["query_pooled"] @ embedded["document_pooled"].T

@@ -204,7 +204,9 @@ class Loop:
         total |= dict(zip(names, means, strict=True))
         if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
             last = self.checkpoints.last()
-            good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            good = (
+                f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+            )
             raise JobError(
                 f"step {self.step + 1}: the loss is {total['loss']:.4g} and its gradient"
                 f" {total['gradient_norm']:.4g}; {good}"

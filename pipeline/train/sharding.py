@@ -83,7 +83,7 @@ def shard(
 def whole(module: torch.nn.Module) -> Iterator[None]:
     """Gathers all weights on the first worker inside the context; all workers must enter it."""
     shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may stand in several places
+    gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may be shared
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()

@@ -35,16 +35,16 @@ def test_a_run_of_an_earlier_version_resumes(model, tmp_path):
     spec = spec_of(tmp_path, model, {"trainable": "projection"}, eval_every=2)
     weights = trained(spec)
     validation = tmp_path / "validation"
-    for path in (tmp_path / "model", tmp_path / "checkpoints" / "step-00000006"):
-        shutil.rmtree(path)
+    for folder in (tmp_path / "model", tmp_path / "checkpoints" / "step-00000006"):
+        shutil.rmtree(folder)
     stored = with_former_names(spec)
     assert stored["learner"]["trains"] == "projection" and stored["data"]["held_out"] == 12
     assert stored["accumulate"] == 1 and stored["optimiser"]["clip"] == 1
-    about = tmp_path / "checkpoints" / "step-00000004" / "about.json"
-    lasting = json.loads(about.read_text("utf-8"))["spec"]
+    path = tmp_path / "checkpoints" / "step-00000004" / "about.json"
+    lasting = json.loads(path.read_text("utf-8"))["spec"]
     assert migrated_spec(stored) == config.dump(spec)
     assert lasting == {name: migrated_spec(stored)[name] for name in lasting}
-    about.write_text(json.dumps({"step": 4, "spec": stored}), "utf-8")
+    path.write_text(json.dumps({"step": 4, "spec": stored}), "utf-8")
     validation.rename(tmp_path / "held_out")
 
     assert_same(trained(spec), weights, atol=0)

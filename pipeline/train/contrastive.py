@@ -63,19 +63,16 @@ class ModelInputs:
 
 
 class Distillation(config.Spec):
-    """Distillation from the scores of another model, the teacher.
-
-    Attributes:
-        kind: `kl`, the divergence from the teacher's distribution over the documents that it
-            scored for a query; or `margin_mse`, the squared error of its margins.
-        weight: Weight of this loss; that of the contrastive loss is 1.
-        scale: Factor on the teacher's scores, which corresponds to dividing this model's scores by
-            the temperature for `kl`.
-    """
+    """Distillation from the scores of another model, the teacher."""
 
     kind: Literal["kl", "margin_mse"] = "kl"
+    """`kl`, the divergence from the teacher's distribution over the documents that it scored for a
+    query; or `margin_mse`, the squared error of its margins."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Weight of this loss; that of the contrastive loss is 1."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Factor on the teacher's scores, which corresponds to dividing this model's scores by the
+    temperature for `kl`."""
 
 
 class Contrastive(Learner["Contrastive.Spec"]):
@@ -88,28 +85,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
     class Spec(BaseSpec):
         """Options of contrastive training.
 
-        Attributes:
-            encoder: Encoder to start from. Its `adapter` is merged into its weights, except with
-                `trainable: lora`, which continues training the adapter's matrices.
-            trainable: Trainable parameters: `all` of the model; only the `projection`, which maps
-                hidden states to vectors, for queries and documents alike; `lora`, low-rank matrices
-                beside its layers; or an `adapter` behind any frozen encoder (SMART, eq. 6).
-            lora: LoRA settings.
-            adapter_dim: Dimension of an adapter's vectors. For an encoder whose `layer` is a list,
-                the adapter also learns the weight of each layer.
-            hidden_states_cache: Folder in which hidden states of the frozen model are cached, so
-                that it runs once per query and document; null runs it in each epoch. For
-                `projection` and `adapter`.
-            hidden_states_dtype: Precision of the cached hidden states.
-            compressor: Compressor of the documents' vectors.
-            score: Score of a query and a document: `late`, MaxSim as the mean over the query's
-                tokens (SMART, eq. 4); `single`, the inner product of the single vectors (eq. 2);
-                `hybrid`, their sum (eq. 5).
-            temperature: Temperature tau of eq. 7.
-            learn_temperature: Trains the temperature, starting from `temperature`.
-            symmetric: Averages the loss of queries over documents with that of documents over
-                queries.
-            distillation: Distillation of the data's teacher scores, added to the contrastive loss.
+        An `adapter` of `encoder` is merged into its weights before training; `trainable: lora`
+        trains the adapter further instead.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -120,16 +97,33 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "adapter"] = "all"
+        """Trainable parameters: `all` of the model; only the `projection`, which maps hidden states
+        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers; or
+        an `adapter` behind any frozen encoder (SMART, eq. 6)."""
         lora: Lora | None = None
+        """LoRA settings."""
         adapter_dim: int = Field(128, ge=1)
+        """Dimension of an adapter's vectors. For an encoder whose `layer` is a list, the adapter
+        also learns the weight of each layer."""
         hidden_states_cache: Uri | None = None
+        """Folder in which hidden states of the frozen model are cached, so that it runs once per
+        query and document; null runs it in each epoch. For `projection` and `adapter`."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
+        """Precision of the cached hidden states."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
+        """Compressor of the documents' vectors."""
         score: Score = "late"
+        """Score of a query and a document: `late`, MaxSim as the mean over the query's tokens
+        (SMART, eq. 4); `single`, the inner product of the single vectors (eq. 2); `hybrid`, their
+        sum (eq. 5)."""
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
+        """Temperature tau of eq. 7."""
         learn_temperature: bool = False
+        """Trains the temperature, starting from `temperature`."""
         symmetric: bool = False
+        """Averages the loss of queries over documents with that of documents over queries."""
         distillation: Distillation | None = None
+        """Distillation of the data's teacher scores, added to the contrastive loss."""
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:

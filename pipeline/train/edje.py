@@ -56,15 +56,12 @@ class ModelInputs:
 
 
 class Distillation(config.Spec):
-    """Distillation from the logits of another EDJE, the teacher: local to compressed in the paper.
-
-    Attributes:
-        teacher: Folder of a trained EDJE on the same encoder.
-        weight: Weight of this loss.
-    """
+    """Distillation from the logits of a teacher EDJE: local to compressed in the paper."""
 
     teacher: Uri
+    """Folder of a trained EDJE on the same encoder."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Weight of this loss."""
 
 
 class EdjeLearner(Learner["EdjeLearner.Spec"]):
@@ -81,43 +78,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     class Spec(BaseSpec):
         """Options of EDJE's training; defaults are the paper's values where it has them.
 
-        Attributes:
-            encoder: Frozen encoder. The adapter reads its hidden states; its similarities select
-                the negatives and the candidates to rerank.
-            hidden_states_cache: Folder in which its hidden states are cached, so that it runs once
-                per query and document; null runs it in each epoch.
-            hidden_states_dtype: Precision of the cached hidden states.
-            init_from: Folder of a trained EDJE to initialise the weights from; null initialises
-                new ones.
-            adapter: Settings of the adapter. Null uses those of `init_from`, or the paper's.
-            joint: Settings of the joint encoder. Null uses those of `init_from`, or the bundled
-                model.
-            first_stage: Similarity of the frozen encoder: `single`, the inner product of the
-                single vectors, or `late`, MaxSim.
-            compressor: Compressor of the items' vectors in the first stage of evaluations, for
-                `late`. Negatives are selected with all vectors, because harder negatives teach
-                more.
-            itm: Weight of image-text matching; 0 disables it.
-            mlm: Weight of masked language modelling, on positive pairs.
-            recovery: Weight of text-embedding recovery, from texts only. For an encoder without a
-                single vector, the mean of the text's vectors is recovered.
-            contrast: Weight of the contrast between words and vision tokens that are not yet read
-                together, which is not in the paper.
-            contrast_temperature: Temperature of `contrast`.
-            distillation: Distillation of a teacher's logits, on the pairs of image-text matching.
-            mask_probability: Probability that a word is masked.
-            negatives: `sampled` draws among the `negatives_top_k` most similar candidates with
-                probability softmax(similarity / temperature); `top` takes the most similar ones.
-            num_negatives: Negative documents per positive pair, and as many negative queries.
-            negatives_top_k: Number of candidates that `sampled` draws from.
-            negatives_temperature: Temperature of `sampled`. Null is the encoder's own, 1 /
-                exp(logit_scale), for `single` scores of an encoder that has one, and
-                `DEFAULT_TEMPERATURE` otherwise.
-            pair_mini_batch_size: Maximum number of pairs in one forward pass of the joint encoder;
-                activations of larger batches are recomputed in the backward pass. Null for no
-                limit.
-            pool: Number of candidates of the first stage that evaluations rerank.
-            add_first_stage: Adds the first stage's score to that of the joint encoder there.
+        `encoder` is frozen. The adapter reads its hidden states; its similarities select the
+        negatives and the candidates to rerank.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -130,26 +92,55 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
         name: Literal["edje"] = "edje"
         hidden_states_cache: Uri | None = None
+        """Folder in which its hidden states are cached, so that it runs once per query and
+        document; null runs it in each epoch."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
+        """Precision of the cached hidden states."""
         init_from: Uri | None = None
+        """Folder of a trained EDJE to initialise the weights from; null initialises new ones."""
         adapter: Adapter.Spec | None = None
+        """Settings of the adapter. Null uses those of `init_from`, or the paper's."""
         joint: JointEncoder.Spec | None = None
+        """Settings of the joint encoder. Null uses those of `init_from`, or the bundled model."""
         first_stage: Literal["single", "late"] = "single"
+        """Similarity of the frozen encoder: `single`, the inner product of the single vectors, or
+        `late`, MaxSim."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
+        """Compressor of the items' vectors in the first stage of evaluations, for `late`. Negatives
+        are selected with all vectors, because harder negatives teach more."""
         itm: float = Field(1.0, ge=0, allow_inf_nan=False)
+        """Weight of image-text matching; 0 disables it."""
         mlm: float = Field(1.0, ge=0, allow_inf_nan=False)
+        """Weight of masked language modelling, on positive pairs."""
         recovery: float = Field(1.0, ge=0, allow_inf_nan=False)
+        """Weight of text-embedding recovery, from texts only. For an encoder without a single
+        vector, the mean of the text's vectors is recovered."""
         contrast: float = Field(0.0, ge=0, allow_inf_nan=False)
+        """Weight of the contrast between words and vision tokens that are not yet read together,
+        which is not in the paper."""
         contrast_temperature: float = Field(0.05, gt=0, allow_inf_nan=False)
+        """Temperature of `contrast`."""
         distillation: Distillation | None = None
+        """Distillation of a teacher's logits, on the pairs of image-text matching."""
         mask_probability: float = Field(0.5, gt=0, lt=1)
+        """Probability that a word is masked."""
         negatives: Literal["sampled", "top"] = "sampled"
+        """`sampled` draws among the `negatives_top_k` most similar candidates with probability
+        softmax(similarity / temperature); `top` takes the most similar ones."""
         num_negatives: int = Field(3, ge=1)
+        """Negative documents per positive pair, and as many negative queries."""
         negatives_top_k: int = Field(10, ge=1)
+        """Number of candidates that `sampled` draws from."""
         negatives_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
+        """Temperature of `sampled`. Null is the encoder's own, 1 / exp(logit_scale), for `single`
+        scores of an encoder that has one, and `DEFAULT_TEMPERATURE` otherwise."""
         pair_mini_batch_size: int | None = Field(None, ge=1)
+        """Maximum number of pairs in one forward pass of the joint encoder; activations of larger
+        batches are recomputed in the backward pass. Null for no limit."""
         pool: int = Field(POOL, ge=1)
+        """Number of candidates of the first stage that evaluations rerank."""
         add_first_stage: bool = False
+        """Adds the first stage's score to that of the joint encoder there."""
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
@@ -316,7 +307,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
     @torch.no_grad()
     def _compared(self, documents: TokenBatch) -> TokenBatch:
-        """Returns the vectors that queries are compared with: all in training, else compressed ones."""
+        """Returns the documents for the first stage: uncompressed in training, else compressed."""
         if documents.kind is not None:
             mask = documents.mask & (documents.kind != PROMPT)
             documents = dataclasses.replace(documents, mask=mask)

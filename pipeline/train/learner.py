@@ -19,13 +19,10 @@ Embedded = dict[str, torch.Tensor]
 
 
 class BaseSpec(ComponentSpec):
-    """Base of the specs of learners.
-
-    Attributes:
-        encoder: The encoder that is trained, or whose output is.
-    """
+    """Base of the specs of learners."""
 
     encoder: EncoderSpec
+    """The encoder that is trained, or whose output is."""
 
 
 BaseSpecT = TypeVar("BaseSpecT", bound=BaseSpec)

@@ -19,20 +19,17 @@ PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):
-    """LoRA settings; the default rank and alpha are SMART's (section 4.4).
-
-    Attributes:
-        rank: Rank of the matrices.
-        alpha: Scaling factor; the product of the matrices is multiplied by alpha / rank.
-        dropout: Dropout probability of their input.
-        targets: Regular expression that the full names of adapted layers match; null for the
-            linear layers of the language model.
-    """
+    """LoRA settings; the default rank and alpha are SMART's (section 4.4)."""
 
     rank: int = Field(128, ge=1)
+    """Rank of the matrices."""
     alpha: float = Field(256, gt=0)
+    """Scaling factor; the product of the matrices is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout probability of their input."""
     targets: str | None = None
+    """Regular expression that the full names of adapted layers match; null for the linear layers of
+    the language model."""
 
     @field_validator("targets")
     @classmethod

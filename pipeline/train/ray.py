@@ -20,19 +20,16 @@ PROGRESS = "progress.log"
 
 
 class Workers(config.Spec):
-    """Workers of a run, which never change its result.
-
-    Attributes:
-        num_workers: Number of processes, each with a share of every batch.
-        num_cpus: CPUs per worker.
-        num_gpus: GPUs per worker.
-        max_failures: Maximum number of restarts from the last checkpoint after a worker has died.
-    """
+    """Workers of a run, which never change its result."""
 
     num_workers: PositiveInt = 1
+    """Number of processes, each with a share of every batch."""
     num_cpus: PositiveFloat = 1.0
+    """CPUs per worker."""
     num_gpus: NonNegativeFloat = 0.0
+    """GPUs per worker."""
     max_failures: int = Field(3, ge=0)
+    """Maximum number of restarts from the last checkpoint after a worker has died."""
 
 
 def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print) -> None:

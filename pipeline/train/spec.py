@@ -18,26 +18,23 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimiser(config.Spec):
-    """AdamW and its learning rate schedule.
-
-    Attributes:
-        learning_rate: Peak learning rate.
-        weight_decay: Decoupled weight decay.
-        betas: Coefficients of the running means of gradients and of their squares.
-        warmup_ratio: Fraction of all steps in which the learning rate rises linearly from 0.
-        schedule: Decay after the warm-up: `cosine` to 0, `linear` to 0, or `constant`.
-        max_grad_norm: Maximum norm of all gradients together, to which larger gradients are
-            clipped; null disables gradient clipping.
-    """
+    """AdamW and its learning rate schedule."""
 
     renamed: ClassVar[Mapping[str, str]] = {"warmup": "warmup_ratio", "clip": "max_grad_norm"}
 
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
+    """Peak learning rate."""
     weight_decay: float = Field(1e-5, ge=0, allow_inf_nan=False)
+    """Decoupled weight decay."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Coefficients of the running means of gradients and of their squares."""
     warmup_ratio: float = Field(0.1, ge=0, le=1)
+    """Fraction of all steps in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warm-up: `cosine` to 0, `linear` to 0, or `constant`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of all gradients together, to which larger gradients are clipped; null disables
+    gradient clipping."""
 
     def rate(self, step: int, num_steps: int) -> float:
         """Returns the learning rate of a step.
@@ -63,35 +60,7 @@ class Optimiser(config.Spec):
 
 
 class TrainSpec(config.Spec):
-    """A training run.
-
-    Attributes:
-        name: Name of the run.
-        output: Output folder of the run.
-        learner: Model and objective.
-        data: Training and validation data.
-        seed: Seed of weight initialisation, dropout and the order of the data.
-        batch_size: Documents per contrastive batch, over all workers.
-        mini_batch_size: Maximum number of documents embedded at once by one worker; null embeds
-            its whole share of the batch. Smaller mini-batches are embedded twice, once for the
-            loss and once for its gradients (GradCache, Gao et al., 2021), so that the batch may
-            exceed the memory.
-        gradient_accumulation_steps: Batches per optimiser step; their gradients are averaged.
-        epochs: Number of passes over the data.
-        max_steps: Maximum number of optimiser steps; null for no limit beyond the epochs.
-        precision: Precision of the forward pass. Trained weights, their gradients, the optimiser
-            states and losses are float32 in both cases, whatever dtype the encoder's spec names;
-            frozen weights have that dtype.
-        fsdp: Shards weights, gradients and optimiser states over the workers (FSDP), instead of
-            replicating them.
-        activation_checkpointing: Recomputes activations in the backward pass instead of storing
-            them, which is about a third slower.
-        optimiser: Optimiser and learning rate schedule.
-        eval_every: Steps between evaluations on the validation data; null disables them.
-        checkpoint_every: Steps between checkpoints.
-        keep_last: Number of checkpoints to keep, beside the best model.
-        log_every: Steps between log lines.
-    """
+    """A training run."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "part_size": "mini_batch_size",
@@ -103,20 +72,44 @@ class TrainSpec(config.Spec):
     }
 
     name: str
+    """Name of the run."""
     output: Uri
+    """Output folder of the run."""
     learner: LearnerSpec
+    """Model and objective."""
     data: TrainingDataSpec
+    """Training and validation data."""
     seed: int = Field(0, ge=0, lt=1 << 31)
+    """Seed of weight initialisation, dropout and the order of the data."""
     batch_size: int = Field(64, ge=2)
+    """Documents per contrastive batch, over all workers."""
     mini_batch_size: int | None = Field(None, ge=1)
+    """Maximum number of documents embedded at once by one worker; null embeds its whole share of
+    the batch. Smaller mini-batches are embedded twice, once for the loss and once for its gradients
+    (GradCache, Gao et al., 2021), so that the batch may exceed the memory."""
     gradient_accumulation_steps: int = Field(1, ge=1)
+    """Batches per optimiser step; their gradients are averaged."""
     epochs: int = Field(1, ge=1)
+    """Number of passes over the data."""
     max_steps: int | None = Field(None, ge=1)
+    """Maximum number of optimiser steps; null for no limit beyond the epochs."""
     precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass. Trained weights, their gradients, the optimiser states and
+    losses are float32 in both cases, whatever dtype the encoder's spec names; frozen weights have
+    that dtype."""
     fsdp: bool = False
+    """Shards weights, gradients and optimiser states over the workers (FSDP), instead of
+    replicating them."""
     activation_checkpointing: bool = False
+    """Recomputes activations in the backward pass instead of storing them, which is about a third
+    slower."""
     optimiser: Optimiser = Optimiser()
+    """Optimiser and learning rate schedule."""
     eval_every: int | None = Field(None, ge=1)
+    """Steps between evaluations on the validation data; null disables them."""
     checkpoint_every: int = Field(500, ge=1)
+    """Steps between checkpoints."""
     keep_last: int = Field(2, ge=1)
+    """Number of checkpoints to keep, beside the best model."""
     log_every: int = Field(20, ge=1)
+    """Steps between log lines."""

@@ -23,15 +23,12 @@ PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_ac
 
 
 class StudySpec(TrainSpec):
-    """A training run, or several.
-
-    Attributes:
-        sweep: Dotted fields and the values of each, with one run per combination; or a list of
-            such mappings. Runs that differ only in the seed are one row of the table. A swept
-            `name` names the row instead of its other fields.
-    """
+    """A training run, or several."""
 
     sweep: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
+    """Dotted fields and the values of each, with one run per combination; or a list of such
+    mappings. Runs that differ only in the seed are one row of the table. A swept `name` names the
+    row instead of its other fields."""
 
 
 class Run(NamedTuple):

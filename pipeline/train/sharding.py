@@ -105,7 +105,7 @@ def whole(module: torch.nn.Module) -> Iterator[None]:
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
-    """Returns the L2 norm of all tensors together, some of which may be sharded."""
+    """Returns the L2 norm of all tensors together, whether sharded or not."""
     squares = 0.0
     for are_spread in (False, True):
         group = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]

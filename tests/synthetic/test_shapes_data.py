@@ -48,7 +48,7 @@ def test_batches_are_the_same_again_for_any_number_of_workers(fresh):
     assert (said[0] == said[1]) == (not fresh)
 
 
-def test_what_is_held_out_is_never_trained_on():
+def test_validation_scenes_are_never_trained_on():
     spec = Shapes.Spec(num_scenes=64, validation=64)
     data = Shapes(spec, batch_size=32, seed=0)
     trained = {item["image"] for batch in data.batches(0, 0, 0, 1) for item in batch.documents}

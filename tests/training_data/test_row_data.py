@@ -183,10 +183,10 @@ def test_everything_has_the_rows_that_fill_no_batch(pairs):
         assert len(keys) == len(set(keys)) == 11 and NO_DOCUMENT in keys
 
 
-# -- held out --------------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------
 
 
-def test_a_share_is_held_out_whatever_the_seed(pairs):
+def test_a_validation_share_does_not_depend_on_the_seed(pairs):
     data = built(4, name="pairs", path=pairs, validation=0.2)
     batch = data.validation()
     assert said(batch) == said(built(4, 9, name="pairs", path=pairs, validation=0.2).validation())
@@ -197,7 +197,7 @@ def test_a_share_is_held_out_whatever_the_seed(pairs):
     assert not trained & {document["text"] for document in batch.documents}
 
 
-def test_a_file_is_held_out(pairs, tmp_path):
+def test_a_file_is_validation_data(pairs, tmp_path):
     other = lines(tmp_path / "other.jsonl", [{"query": "q", "text": "t"}])
     batch = built(4, name="pairs", path=pairs, validation={"path": str(other)}).validation()
     assert batch.queries == ["q"] and [d["text"] for d in batch.documents] == ["t"]

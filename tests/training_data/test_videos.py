@@ -365,7 +365,7 @@ def test_the_form_of_multivent(tmp_path, caplog):
     assert heard(np.frombuffer(heard_there, "<f4"), 16_000) == pytest.approx(tone_of(0.5), abs=5)
 
 
-def test_what_is_held_out_lies_elsewhere(tmp_path):
+def test_validation_data_may_lie_elsewhere(tmp_path):
     one, other = multivent(tmp_path / "one", 2), multivent(tmp_path / "other", 2)
     validation = {"path": str(other / QUERIES), "judgments": str(other / JUDGED)}
     batch = of_multivent(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lance.fragment import FragmentMetadata
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
@@ -140,7 +141,7 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
         num_threads=1,
     )
     filled = fill.fill(1)
-    fragment = recompress.FragmentMetadata.from_json(json.dumps(filled.fragment))
+    fragment = FragmentMetadata.from_json(json.dumps(filled.fragment))
     writer.commit_columns([(fragment, filled.fields)])
     writer.release()
     before = rows(uri)

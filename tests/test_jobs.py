@@ -26,7 +26,7 @@ from jobs.__main__ import verbs
 from jobs.search import PRECISIONS
 from pipeline.index.reader import Index
 from pipeline.index.status import status
-from pipeline.schema import POOL, Precision
+from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from tests.conftest import ROOT, start_job
 from tests.serve.conftest import free_port
 
@@ -72,7 +72,7 @@ def test_help_imports_nothing_slow():
 def test_the_help_of_search_states_the_values_of_the_schema():
     assert get_args(Precision) == PRECISIONS
     (_, said, _) = run(["search", "--help"])[0]
-    assert f"default: {POOL}\n" in said
+    assert f"default: {DEFAULT_RERANK_DEPTH}\n" in said
 
 
 NOWHERE = "/nowhere/at/all"

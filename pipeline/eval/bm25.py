@@ -23,10 +23,10 @@ LANGUAGE = "english"
 HAS_TEXT = "{} <> ''"
 
 
-def has_texts(index: Index, column: str = "text", where: str | None = None) -> bool:
+def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
     """Whether any item of the index has a text."""
-    where = both(where, HAS_TEXT.format(column))
-    return any(batch.num_rows for batch in index.batches(["item_id"], where=where))
+    filter = both(filter, HAS_TEXT.format(column))
+    return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
 
 class Bm25:
@@ -37,13 +37,13 @@ class Bm25:
     Items without a text are never hits, nor are items that share no word with the query.
     """
 
-    def __init__(self, index: Index, judged: str, column: str = "text", where: str | None = None):
+    def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
         """Reads the texts in a stream; what stays in memory are the ids and the postings.
 
         Args:
             judged: "parent": hits are parents, each with its best item; "item": hits are items.
             column: "text", or "caption".
-            where: a Lance filter: only such items are there.
+            filter: SQL condition; the other items are left out.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s
@@ -56,7 +56,7 @@ class Bm25:
         parent_ids: list[str] = []
         words: list[list[int]] = []
         columns = ["item_id", "parent_id", column]
-        for batch in index.batches(columns, where=both(where, HAS_TEXT.format(column))):
+        for batch in index.batches(columns, filter=both(filter, HAS_TEXT.format(column))):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
             words += self._words(batch[column].to_pylist(), update_vocab=True)

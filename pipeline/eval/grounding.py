@@ -184,7 +184,7 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
 
 
 def generate_phrases(
-    spec: Generated, index: Index, names: Sequence[str], where: str | None
+    spec: Generated, index: Index, names: Sequence[str], filter: str | None
 ) -> list[Phrase]:
     """Phrases of the items' own words, and the boxes of their tokens.
 
@@ -198,8 +198,8 @@ def generate_phrases(
     found: list[Phrase] = []
     for info in infos[:1]:
         spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
-        has = both(where, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
-        ids = [i for batch in index.batches(["item_id"], where=has) for i in batch[0].to_pylist()]
+        has = both(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
+        ids = [i for batch in index.batches(["item_id"], filter=has) for i in batch[0].to_pylist()]
         order = rng.permutation(len(ids)).tolist()
         for start in range(0, len(order), spec.num_phrases):
             if len(found) >= spec.num_phrases:

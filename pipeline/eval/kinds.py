@@ -16,7 +16,7 @@ METADATA = "metadata."
 
 
 def queries_by_kind(
-    index: Index, judged: JudgedQueries, kinds: str, by: str, where: str | None
+    index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
     """The ids of the queries whose relevant documents are of each kind, kinds in order.
 
@@ -37,7 +37,7 @@ def queries_by_kind(
         raise SpecError("kinds", kinds, legal, "is no column of text")
     key, keys = kinds.removeprefix(METADATA), set()
     kinds_of: dict[str, set[str]] = {}
-    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), where=where):
+    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
         values = batch[column].to_pylist()
         for document, value in zip(batch[f"{by}_id"].to_pylist(), values, strict=True):
             if is_key:

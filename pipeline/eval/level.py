@@ -13,7 +13,10 @@ Level = Literal["parent", "item"]
 
 
 def judged_level(
-    index: Index, judged: JudgedQueries, asked: Literal["auto", "parent", "item"], where: str | None
+    index: Index,
+    judged: JudgedQueries,
+    asked: Literal["auto", "parent", "item"],
+    filter: str | None,
 ) -> Level:
     """Returns the level on which judgments are read.
 
@@ -22,7 +25,7 @@ def judged_level(
 
     Args:
         asked: What the spec says.
-        where: Filter of the items that take part.
+        filter: Filter of the items that take part.
 
     Raises:
         SpecError: For `judged`: no judged id is in the index at the level that is asked for; or,
@@ -31,7 +34,7 @@ def judged_level(
     named = {document for grades in judged.qrels.values() for document in grades}
     items: set[str] = set()
     parents: Counter[str] = Counter()
-    for batch in index.batches(["item_id", "parent_id"], where=where):
+    for batch in index.batches(["item_id", "parent_id"], filter=filter):
         items |= named & set(batch["item_id"].to_pylist())
         parents.update(parent for parent in batch["parent_id"].to_pylist() if parent in named)
     found = {"parent": set(parents), "item": items}
@@ -39,7 +42,7 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judgments that name items or parents of the index (with `where`, of those that it"
+            "judgments that name items or parents of the index (with `filter`, of those that it"
             " lets through)",
             f"finds none of the {len(named):,} judged ids in the index",
         )

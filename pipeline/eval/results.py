@@ -82,9 +82,9 @@ class Result:
         diagnosis: what the diagnostics say; None for other than late rows, and without them.
         grounding: the grounding measures by name; empty where they were not asked for.
         weights: of the single and the late score in a hybrid one; None where they are equal.
-        first_stage: of a reranker, the row that gives it its pool; it is held against that.
-        rerank: of a reranker, its model, pool, precision, and whether the first stage's score is
-            added.
+        first_stage: Of a reranker, the row of its first stage, which it is compared with.
+        rerank: Of a reranker, its `model`, `pool` (the rerank depth), `precision` and
+            `add_first_stage`.
         fitted: what the compressor or codec was fitted on: `num_items`, how many of these are
             `evaluated`, and the `origin` of a separate sample; the numbers are None where an older
             version did not record them. Empty if nothing was fitted.

@@ -51,7 +51,7 @@ def export(
     representation: str,
     *,
     form: Form = "parquet",
-    where: str | None = None,
+    filter: str | None = None,
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> int:
@@ -65,7 +65,7 @@ def export(
 
     Args:
         representation: a searchable column, or one of single vectors, which count as lists of one.
-        where: a Lance SQL filter over the items' columns.
+        filter: SQL condition over the items' columns.
         overwrite: whether an export that is there may be replaced.
 
     Returns:
@@ -78,10 +78,10 @@ def export(
     index = Index(uri)
     metadata = _metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
-    condition = both(where, f"`{representation}` IS NOT NULL")
-    num_items = _count(index, condition, where, representation)
+    condition = both(filter, f"`{representation}` IS NOT NULL")
+    num_items = _count(index, condition, filter, representation)
     record = {**metadata, "index": absolute(uri), "version": index.version}
-    record |= {"representation": representation, "where": where, "items": num_items}
+    record |= {"representation": representation, "where": filter, "items": num_items}
     with _unfinished(filesystem, path) as unfinished:
         writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
         num_done, last = 0, time.monotonic()
@@ -140,12 +140,12 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     return filesystem, path
 
 
-def _count(index: Index, condition: str, where: str | None, representation: str) -> int:
-    with filtering(index, where):
+def _count(index: Index, condition: str, filter: str | None, representation: str) -> int:
+    with filtering(index, filter):
         num_items = index.dataset.count_rows(condition)
     if num_items == 0:
-        if where is not None:
-            raise SpecError("where", where, "a filter", "lets through no item with vectors")
+        if filter is not None:
+            raise SpecError("filter", filter, "a filter", "lets through no item with vectors")
         legal = "a representation that holds vectors"
         raise SpecError("representation", representation, legal, "is empty")
     return num_items
@@ -157,7 +157,7 @@ def _rows(
     """(items, their vectors (T, D), how many each has), batch by batch."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
     codec = None if name in index.pooled_columns else index.codec(name)
-    batches = index.batches([*columns, name], where=condition, batch_rows=BATCH_ROWS)
+    batches = index.batches([*columns, name], filter=condition, batch_rows=BATCH_ROWS)
     for batch in batches:
         if codec is None:
             numbers = batch[name].flatten().to_numpy(zero_copy_only=False)

@@ -289,7 +289,7 @@ class Index:
         self,
         columns: Sequence[str],
         *,
-        where: str | None = None,
+        filter: str | None = None,
         batch_rows: int = 1024,
         fragments: Sequence[lance.LanceFragment] | None = None,
         with_address: bool = False,
@@ -298,7 +298,7 @@ class Index:
         """The rows in storage order, in batches; memory does not grow with the index.
 
         Args:
-            where: a Lance SQL filter.
+            filter: SQL condition.
             fragments: ascending, those to read; all by default.
             with_address: whether the batches have a column `_rowaddr` too, whose lower half is the
                 place of a row in its fragment; deleted rows leave gaps.
@@ -309,7 +309,7 @@ class Index:
         """
         scanner = self.dataset.scanner(
             columns=list(columns),
-            filter=where,
+            filter=filter,
             batch_size=batch_rows,
             scan_in_order=True,
             fragments=fragments,
@@ -320,7 +320,7 @@ class Index:
             yield from scanner.to_batches()
 
     def tokens(
-        self, representation: str, *, where: str | None = None, batch_rows: int = 1024
+        self, representation: str, *, filter: str | None = None, batch_rows: int = 1024
     ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
         """The token vectors of the rows that have any.
 
@@ -330,9 +330,9 @@ class Index:
         """
         dim = self.representation(representation).dim
         codec = self.codec(representation)
-        where = both(where, f"`{representation}` IS NOT NULL")
+        filter = both(filter, f"`{representation}` IS NOT NULL")
         ids = ["item_id", "parent_id"]
-        for batch in self.batches([*ids, representation], where=where, batch_rows=batch_rows):
+        for batch in self.batches([*ids, representation], filter=filter, batch_rows=batch_rows):
             yield batch.select(ids), *codec.decode(batch[representation], dim)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
@@ -414,13 +414,13 @@ def with_ids(item_ids: Iterable[str]) -> str:
     return f"item_id IN ({', '.join(map(quote, item_ids))})"
 
 
-def both(where: str | None, condition: str) -> str:
+def both(filter: str | None, condition: str) -> str:
     """A Lance filter of the rows that an optional filter lets through and that meet a condition.
 
     >>> both(None, "text <> ''"), both("a = 1 OR b = 2", "text <> ''")
     ("text <> ''", "(a = 1 OR b = 2) AND text <> ''")
     """
-    return f"({where}) AND {condition}" if where else condition
+    return f"({filter}) AND {condition}" if filter else condition
 
 
 def quote(text: str) -> str:

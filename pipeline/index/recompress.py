@@ -11,9 +11,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lance
 import numpy as np
@@ -52,7 +52,9 @@ log = logging.getLogger("maxray.recompress")
 
 
 class RecompressSpec(Spec):
-    """What `jobs.recompress` computes."""
+    """Spec of `jobs.recompress`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 
     index: Uri
     source: str = "full"  # the representation that holds every token
@@ -62,7 +64,7 @@ class RecompressSpec(Spec):
     fit_items: PositiveInt = 256  # on which compressors and codecs that need it are fitted
     fit_seed: int = Field(0, ge=0, lt=2**32)
     fit_index: Uri | None = None  # an index with a separate calibration sample; None: this one
-    fit_where: str | None = None  # a Lance filter of the items that the sample is drawn from
+    fit_filter: str | None = None  # SQL condition on the items of the sample
 
 
 class RecompressResources(Spec):
@@ -196,12 +198,12 @@ def check_sample(
                 legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
                 raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
             check_taps(index, others.for_field(aspect), wanted)
-    if spec.fit_where is not None:
-        with _naming("fit_where", spec.fit_where):
-            there = matching_ids(index, spec.fit_where)
+    if spec.fit_filter is not None:
+        with _naming("fit_filter", spec.fit_filter):
+            there = matching_ids(index, spec.fit_filter)
         if not len(there):
             legal = "a filter that lets items through"
-            raise SpecError("fit_where", spec.fit_where, legal, "lets none through")
+            raise SpecError("fit_filter", spec.fit_filter, legal, "lets none through")
 
 
 @contextlib.contextmanager
@@ -436,7 +438,7 @@ def _fit(
             with_taps(batch, taps, encoder_info) for _, batch in batches_of(table, encoder_info)
         )
 
-    origin = {"index": spec.fit_index, "where": spec.fit_where}
+    origin = {"index": spec.fit_index, "where": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
     learned = fit(representation, sample, spec.fit_seed)
     return learned._replace(sample=Sample(origin, content_N))
@@ -446,9 +448,9 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
     """Returns a seeded sample of the rows, in the order of the index."""
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
-    if spec.fit_where is not None:
+    if spec.fit_filter is not None:
         every = dataset.to_table(columns=["item_id"])["item_id"]
-        there = matching_ids(index, spec.fit_where).combine_chunks()
+        there = matching_ids(index, spec.fit_filter).combine_chunks()
         rows = np.flatnonzero(pa.compute.is_in(every, there).to_numpy())
     chosen = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
     return dataset.take(np.sort(chosen).tolist(), columns=columns)

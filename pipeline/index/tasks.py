@@ -91,7 +91,7 @@ def truncated_files(spec: IndexSpec) -> list[str]:
     names = ", ".join(map(quote, spec.build_source().collections))
     rows = Index(spec.index).batches(
         ["parent_id", "metadata"],
-        where=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
+        filter=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
     )
     files = {row["parent_id"]: json.loads(row["metadata"]) for b in rows for row in b.to_pylist()}
     return [

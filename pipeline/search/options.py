@@ -32,7 +32,7 @@ class _CommonKeywords(TypedDict, total=False):
 class Selection(TypedDict, total=False):
     """Keyword arguments of `Searcher.num_items`; those of `SearchOptions` with other types."""
 
-    where: str | None  # the option `filter`
+    filter: str | None
     ids: Collection[str] | None
     parents: Collection[str] | None
 
@@ -101,7 +101,7 @@ class SearchOptions:
         representation: str | None = None,
         *,
         explain: bool = False,
-        where: str | None = None,
+        filter: str | None = None,
         ids: Collection[str] | None = None,
         parents: Collection[str] | None = None,
         **others: Unpack[_CommonKeywords],
@@ -109,7 +109,7 @@ class SearchOptions:
         """Returns the options that the keyword arguments of the Python interface stand for."""
         return cls(
             representation,
-            filter=where,
+            filter=filter,
             ids=id_tuple("ids", ids),
             parents=id_tuple("parents", parents),
             explain="matches" if explain else None,

@@ -92,7 +92,7 @@ class Searcher:
             representation: Column to search; default `full` if it exists, else the first.
             explain: Whether hits carry `matches`, one per query token, and `passages`.
             rerank: Second stage, which reorders the best items of the first.
-            options: `k` (default 10), `score`, `weights`, `group_by`, `where` (a filter), `ids` and
+            options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
                 `parents`; see `SearchOptions`.
 
         Returns:
@@ -115,7 +115,7 @@ class Searcher:
         rows = self.items.select(options)  # an invalid filter is reported before encoding
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
-            options = replace(options, rerank_depth=reranker.pool)
+            options = replace(options, rerank_depth=reranker.rerank_depth)
         encoded = self.encoders.encode(queries, options.column)
         rankings = self.scorer.rank(encoded, options.first_stage(), rows)
         if reranker is not None:
@@ -181,7 +181,7 @@ class Searcher:
         return self.scorer.packed(self.representation(representation).name)
 
     def num_items(self, **selection: Unpack[Selection]) -> int:
-        """Returns how many items a search with this `where`, `ids` and `parents` looks at."""
+        """Returns how many items a search with this `filter`, `ids` and `parents` looks at."""
         rows = self.items.select(SearchOptions.from_keywords(**selection))
         return len(self.items) if rows is None else len(rows)
 

@@ -60,7 +60,7 @@ class Items:
         """Returns the ascending positions of the items that can be hits; None for all.
 
         Raises:
-            SpecError: For `where`: the filter is invalid.
+            SpecError: For `filter`: the filter is invalid.
         """
         rows = None if options.filter is None else self._filtered_rows(options.filter)
         return self.restrict(rows, options)

@@ -247,7 +247,7 @@ class Client:
             query: a text, a picture as the bytes of its file, a `Composed` of both, or token
                 vectors (M, D).
             options: the fields of `wire.SearchOptions`, such as k, representation, rerank:
-                `{"depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
+                `{"rerank_depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
 
         Raises:
             ServerError: the server says that something is wrong, after all tries.

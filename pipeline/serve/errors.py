@@ -78,17 +78,13 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
     return JSONResponse(body.model_dump(), error.status, error.headers())
 
 
-#: What a field of the request is called in the errors of the searcher.
-_FIELDS = {"where": "filter", "text": "query"}
-
-
 def of_spec_error(error: SpecError) -> ApiError:
     """A value that is not legal, said without the paths of the server.
 
-    The searcher names its own arguments, which are those of the request but for `filter`. What is
-    wrong with the server's own settings or files is none of the caller's business.
+    The searcher's arguments have the names of the request's fields. What is wrong with the server's
+    own settings or files is none of the caller's business.
     """
-    field = _FIELDS.get(error.field, error.field)
+    field = error.field
     if field == "documents":
         message = "the item's file is not there any more as it was when it was indexed"
         return ApiError("gone", message)

@@ -31,11 +31,11 @@ def search_options(
         ApiError: An option is invalid or above a limit.
     """
     rerank = asked.rerank
-    depth = rerank.pool if rerank else 0
+    depth = rerank.num_candidates if rerank else 0
     _check_depth(asked.k, depth, num_queries, limits)
     second = None
     if rerank and rerank.by == "edje":
-        check_num_pairs(depth, num_queries, limits, "rerank.depth")
+        check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
         second = _second_representation(served, rerank)
     try:
@@ -62,7 +62,7 @@ def search_options(
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
     """Raises `ApiError` if the first stage would return too many hits."""
     depth = max(k, rerank_depth)
-    field = "k" if k >= depth else "rerank.depth"
+    field = "k" if k >= depth else "rerank.rerank_depth"
     most = min(limits.k, max(limits.batch_hits // num_queries, 1))
     if depth > most:
         raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)

@@ -370,8 +370,8 @@ class JointRanker:
         """
         from pipeline.search.rerank import reordered
 
-        pools = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
-        read = await self._read(edition, queries, pools, caller)
+        candidates = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
+        read = await self._read(edition, queries, candidates, caller)
         settings = options.rerank_depth, options.add_first_stage, options.k
         return [reordered(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
 
@@ -387,13 +387,13 @@ class JointRanker:
         self,
         edition: Edition,
         queries: Sequence[str | bytes],
-        pools: Sequence[list[str]],
+        candidates: Sequence[list[str]],
         caller: Caller,
     ) -> list[dict[str, Reading]]:
-        """Reads pools, in parts of `PORTION_PAIRS`."""
+        """Reads the candidates of each query, in parts of `PORTION_PAIRS`."""
         parts = [
-            [(query, pool[i : i + PORTION_PAIRS]) for i in range(0, len(pool) or 1, PORTION_PAIRS)]
-            for query, pool in zip(queries, pools, strict=True)
+            [(query, ids[i : i + PORTION_PAIRS]) for i in range(0, len(ids) or 1, PORTION_PAIRS)]
+            for query, ids in zip(queries, candidates, strict=True)
         ]
         with logged("edje", queries=len(queries), version=edition.version):
             try:
@@ -413,4 +413,4 @@ class JointRanker:
         searcher = self._versions.get(group[0])
         queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
         yield  # opening it may have taken long
-        return self._reranker.read(searcher, queries, [pool for _, pool in pairs])
+        return self._reranker.read(searcher, queries, [ids for _, ids in pairs])

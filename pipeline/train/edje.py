@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -19,10 +19,10 @@ from pipeline.distributed import gathered
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
 from pipeline.rerank.edje import Edje, about_of
 from pipeline.rerank.joint import JointEncoder, Texts
-from pipeline.rerank.pool import pairs_of, reranked
-from pipeline.schema import POOL
+from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import encoded, kept, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, joined
@@ -107,9 +107,11 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 `DEFAULT_TEMPERATURE` otherwise.
             pairs_at_once: pairs that go through the joint encoder at once; of a batch with more,
                 each does so twice (once for the loss, once for its gradients). Null: all.
-            pool: how many candidates of the first stage are reranked, in measurements.
+            rerank_depth: Number of candidates of the first stage that a measurement reranks.
             add_first_stage: whether its score is added to the joint encoder's there.
         """
+
+        renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
 
         name: Literal["edje"] = "edje"
         states: Uri | None = None
@@ -131,7 +133,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         negatives_top_k: int = Field(10, ge=1)
         negatives_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
         pairs_at_once: int | None = Field(None, ge=1)
-        pool: int = Field(POOL, ge=1)
+        rerank_depth: int = Field(DEFAULT_RERANK_DEPTH, ge=1)
         add_first_stage: bool = False
 
         @model_validator(mode="after")
@@ -492,11 +494,11 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self, embedded: Embedded, first: torch.Tensor, backwards: bool = False
     ) -> torch.Tensor:
         """Scores as those of the first stage: (Q, B), or backwards (B, Q)."""
-        pairs = pairs_of(first, self.spec.pool)
+        pairs = candidate_pairs(first, self.spec.rerank_depth)
         tokens = embedded["tokens"], embedded["tokens_mask"]
         text_item = pairs.flip(1) if backwards else pairs
         scores = self.edje.joint.scores(texts_of(embedded), *tokens, text_item)
-        return reranked(first, pairs, scores, self.spec.add_first_stage)
+        return rerank_scores(first, pairs, scores, self.spec.add_first_stage)
 
     def save(self, folder: Path) -> None:
         """The adapter and the joint encoder, as `Edje.load` reads them."""

@@ -11,9 +11,9 @@ from pipeline.eval.level import judged_level
 from pipeline.index.reader import ITEMS, Index
 
 
-def level(uri, *documents, asked="auto", where=None):
+def level(uri, *documents, asked="auto", filter=None):
     judged = JudgedQueries({"q": "text"}, {"q": dict.fromkeys(documents, 1)}, 0, 0)
-    return judged_level(Index(uri), judged, asked, where)
+    return judged_level(Index(uri), judged, asked, filter)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_level_of_ids(index_uri, documents, expected):
         (["wing", "bread/1", "bread/2"], {}, "of 3 judged ids 1 are parents and 2 are items; legal:"
          " judged=parent or judged=item"),
         (["gone", "lost"], {}, "finds none of the 2 judged ids in the index"),
-        (["wing/1"], {"where": "parent_id = 'bread'"}, "finds none of the 1 judged ids"),
+        (["wing/1"], {"filter": "parent_id = 'bread'"}, "finds none of the 1 judged ids"),
         (["wing/1", "gone"], {"asked": "parent"}, "1 of the 2 judged ids are items; legal:"
          " judged=item"),
         (["wing"], {"asked": "item"}, "1 of the 1 judged ids are parents; legal: judged=parent"),

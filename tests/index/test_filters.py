@@ -26,15 +26,15 @@ def index(index_uri) -> Index:
     return Index(index_uri)
 
 
-def sentence(index: Index, where) -> str:
+def sentence(index: Index, filter) -> str:
     """What is said against a filter."""
     with pytest.raises(SpecError) as caught:
-        check_filter(index, where)
+        check_filter(index, filter)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "where",
+    "filter",
     [
         "parent_id = 'heat'",
         "(parent_id = 'heat') OR (item_id = 'it''s')",
@@ -49,12 +49,12 @@ def sentence(index: Index, where) -> str:
         "title = 'naïve ☃'\n",
     ],
 )
-def test_filters_that_pass(index, where):
-    check_filter(index, where)
+def test_filters_that_pass(index, filter):
+    check_filter(index, filter)
 
 
 @pytest.mark.parametrize(
-    ("where", "at", "there"),
+    ("filter", "at", "there"),
     [
         ("parent_id = 'heat' item_id = 'b'", "near 'item_id', character 20", "AND, OR or the end"),
         ("item_id = 'a') OR (item_id = 'b'", "near ')', character 14", "AND, OR or the end"),
@@ -78,14 +78,14 @@ def test_filters_that_pass(index, where):
         ('"title" IS NULL', "near '\"title\"', character 1", "`title` for the column, 'title' "),
     ],
 )
-def test_where_a_filter_does_not_parse(index, where, at, there):
-    said = sentence(index, where)
-    assert said.startswith(f"where: {where!r} does not parse {at}; legal: {LEGAL} (there: ")
+def test_where_a_filter_does_not_parse(index, filter, at, there):
+    said = sentence(index, filter)
+    assert said.startswith(f"filter: {filter!r} does not parse {at}; legal: {LEGAL} (there: ")
     assert there in said.rpartition("(there: ")[2]
 
 
 @pytest.mark.parametrize(
-    ("where", "name"),
+    ("filter", "name"),
     [
         ("colour = 'red'", "'colour', character 1"),
         ("item_id = 'colour' AND Colour > 3", "'colour', character 24"),
@@ -95,45 +95,45 @@ def test_where_a_filter_does_not_parse(index, where, at, there):
         ("no such column = 1", None),
     ],
 )
-def test_unknown_columns(index, where, name):
-    said = sentence(index, where)
+def test_unknown_columns(index, filter, name):
+    said = sentence(index, filter)
     if name is None:  # it is no condition before it is one of an unknown column
         assert "does not parse near 'such', character 4" in said
     else:
         assert said.lower() == (
-            f"where: {where!r} names an unknown column, {name}; legal: {COLUMNS}".lower()
+            f"filter: {filter!r} names an unknown column, {name}; legal: {COLUMNS}".lower()
         )
 
 
 def test_conditions_alone_are_filters(index):
-    for where in ("item_id", "length(text)", "'text'", "span.start + 1"):
-        said = sentence(index, where)
-        assert said == f"where: {where!r} is neither true nor false of an item; legal: {LEGAL}"
-    for where in ("", " \n", 3):
-        assert sentence(index, where) == f"where: {where!r} is not legal; legal: {LEGAL}"
+    for filter in ("item_id", "length(text)", "'text'", "span.start + 1"):
+        said = sentence(index, filter)
+        assert said == f"filter: {filter!r} is neither true nor false of an item; legal: {LEGAL}"
+    for filter in ("", " \n", 3):
+        assert sentence(index, filter) == f"filter: {filter!r} is not legal; legal: {LEGAL}"
 
 
 @pytest.mark.parametrize(
-    ("where", "why"),
+    ("filter", "why"),
     [
         ("item_id = 3", "could not convert to literal of type 'Utf8'"),
         ("lower(item_id, title) = 'a'", "expects 1 arguments"),
         ("item_id = '\ud800'", "surrogates not allowed"),
     ],
 )
-def test_conditions_that_cannot_be(index, where, why):
-    said = sentence(index, where)
-    assert said.startswith(f"where: {where!r} cannot be worked out; legal: {LEGAL} (")
+def test_conditions_that_cannot_be(index, filter, why):
+    said = sentence(index, filter)
+    assert said.startswith(f"filter: {filter!r} cannot be worked out; legal: {LEGAL} (")
     assert why in said and ".rs" not in said
 
 
 def test_a_filter_that_fails_on_an_item(index):
-    where = "cast(item_id AS int) = 1"
-    check_filter(index, where)
-    for read in (index.dataset.count_rows, lambda where: index.dataset.to_table(filter=where)):
-        sentence = "^where: .* cannot be worked out; .*Cannot cast string"
-        with pytest.raises(SpecError, match=sentence), filtering(index, where):
-            read(where)
+    filter = "cast(item_id AS int) = 1"
+    check_filter(index, filter)
+    for read in (index.dataset.count_rows, lambda filter: index.dataset.to_table(filter=filter)):
+        sentence = "^filter: .* cannot be worked out; .*Cannot cast string"
+        with pytest.raises(SpecError, match=sentence), filtering(index, filter):
+            read(filter)
 
 
 def test_damaged_files_are_not_the_fault_of_the_filter(index_uri, tmp_path):
@@ -141,16 +141,16 @@ def test_damaged_files_are_not_the_fault_of_the_filter(index_uri, tmp_path):
     index = Index(str(tmp_path / "index"))
     for file in (tmp_path / "index" / ITEMS / "data").iterdir():
         file.unlink()
-    where = "parent_id = 'flow'"
-    with pytest.raises(SpecError, match="^index: .* is damaged"), filtering(index, where):
-        index.dataset.to_table(filter=where)
+    filter = "parent_id = 'flow'"
+    with pytest.raises(SpecError, match="^index: .* is damaged"), filtering(index, filter):
+        index.dataset.to_table(filter=filter)
 
 
 def test_no_filter_writes(index_uri, index):
     """Whatever a filter holds, the index is as it was."""
     before = lance.dataset(f"{index_uri}/{ITEMS}")
     rows, version = before.to_table(columns=["item_id"]), before.version
-    for where in (
+    for filter in (
         "item_id = 'flow'; DELETE FROM items",
         "DELETE FROM items WHERE item_id = 'flow'",
         "item_id = 'flow' OR (DELETE FROM items)",
@@ -158,7 +158,7 @@ def test_no_filter_writes(index_uri, index):
         "DROP TABLE items",
         "UPDATE items SET item_id = 'x'",
     ):
-        sentence(index, where)
+        sentence(index, filter)
     after = lance.dataset(f"{index_uri}/{ITEMS}")
     assert after.version == version and after.to_table(columns=["item_id"]).equals(rows)
 
@@ -173,8 +173,8 @@ def test_a_long_filter_is_looked_at_quickly(index):
     ids = ", ".join(f"'{number}'" for number in range(20_000))
     check_filter(index, f"item_id IN ({ids})")
     assert "does not parse near 'xyz'" in sentence(index, f"item_id IN ({ids}) xyz")
-    where = "modality = 'text' AND title IS NOT NULL AND span.start > 3"
-    seconds = timeit.repeat(lambda: condition_sql(where, index.schema), number=1, repeat=20)
+    filter = "modality = 'text' AND title IS NOT NULL AND span.start > 3"
+    seconds = timeit.repeat(lambda: condition_sql(filter, index.schema), number=1, repeat=20)
     assert min(seconds) < 0.005
 
 
@@ -234,11 +234,11 @@ GROWING = [
 ]
 
 
-@pytest.mark.parametrize("where", GROWING, ids=range(len(GROWING)))
-def test_what_would_take_the_process_or_its_memory_is_refused(index, where):
+@pytest.mark.parametrize("filter", GROWING, ids=range(len(GROWING)))
+def test_what_would_take_the_process_or_its_memory_is_refused(index, filter):
     """Before Lance sees it: its planner evaluates constants already."""
-    with pytest.raises(SpecError, match="^where: "):
-        condition_sql(where, index.schema)
+    with pytest.raises(SpecError, match="^filter: "):
+        condition_sql(filter, index.schema)
 
 
 PIECES = (
@@ -267,17 +267,17 @@ def test_what_passes_is_what_lance_parses(index):
             check_filter(index, " ".join(draw.choices(PIECES, k=draw.randint(1, 9))))
     num_passed = 0
     for _ in range(500):
-        where = "item_id = 'a'"
+        filter = "item_id = 'a'"
         for _ in range(draw.randint(1, 4)):
             predicate = draw.choice(PREDICATES)
             predicate = predicate.format(*draw.choices(VALUES, k=predicate.count("{}")))
-            where = draw.choice(JOINED).format(where, predicate)
+            filter = draw.choice(JOINED).format(filter, predicate)
         try:
-            check_filter(index, where)
+            check_filter(index, filter)
             num_passed += 1
         except SpecError as error:
-            assert "cannot be worked out" in str(error), where
-            assert "sql parser error" not in str(error), where
+            assert "cannot be worked out" in str(error), filter
+            assert "sql parser error" not in str(error), filter
     assert num_passed > 50
 
 
@@ -307,7 +307,7 @@ def typed(tmp_path_factory) -> lance.LanceDataset:
 
 
 @pytest.mark.parametrize(
-    ("where", "number"),
+    ("filter", "number"),
     [
         ("Num > 1 OR `a b` = 1", 2),
         ("(Num + 1) * 2 = 4 AND flag", 1),
@@ -323,6 +323,6 @@ def typed(tmp_path_factory) -> lance.LanceDataset:
         ("item_id = \"it's\" OR item_id = 'it''s' OR item_id = 'a'", 1),
     ],
 )
-def test_filters_of_every_type(typed, where, number):
-    sql = condition_sql(where, typed.schema)
-    assert typed.count_rows(sql) == typed.count_rows(where) == number
+def test_filters_of_every_type(typed, filter, number):
+    sql = condition_sql(filter, typed.schema)
+    assert typed.count_rows(sql) == typed.count_rows(filter) == number

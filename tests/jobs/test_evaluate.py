@@ -146,7 +146,7 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     index = Index(own_index)
     info = index.representation("hpool_4")
     (batch,) = index.batches(
-        ["item_id", *CONTENT], where="item_id LIKE 'wing%' OR item_id = 'flow'"
+        ["item_id", *CONTENT], filter="item_id LIKE 'wing%' OR item_id = 'flow'"
     )
     lost = np.array([7], np.uint64)  # of an item that the index has no more
     sample = Sample({}, np.sort(np.concatenate([content_hashes(batch), lost])))
@@ -163,9 +163,9 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     assert f"Fitted on {said}: fitted.\n" in capsys.readouterr().out
     page = (tmp_path / "out/report.html").read_text()
     assert f"<dt>fitted</dt><dd>{said}</dd>" in page
-    evaluate.main([*asked, "where=parent_id <> 'wing'"])
+    evaluate.main([*asked, "filter=parent_id <> 'wing'"])
     assert "Fitted on 4 items of the index, 1 of them evaluated" in capsys.readouterr().out
-    evaluate.main([*asked, "where=parent_id = 'bread'"])
+    evaluate.main([*asked, "filter=parent_id = 'bread'"])
     assert "Fitted on" not in capsys.readouterr().out
     page = (tmp_path / "out/report.html").read_text()
     assert "4 items of the index, none of them evaluated" in page
@@ -300,8 +300,8 @@ def test_query_vectors_of_ones_own(spec_file, tmp_path):
 
 
 def test_only_what_a_filter_lets_through_takes_part(spec_file, tmp_path, texts):
-    where = "where=parent_id <> 'bread'"
-    evaluate.main([spec_file, where, "representations=[full]", "scores=[late]"])
+    filter = "filter=parent_id <> 'bread'"
+    evaluate.main([spec_file, filter, "representations=[full]", "scores=[late]"])
     others = {name.split("/")[0] for name in texts} - {"bread"}
     for name in ("full.late", "bm25"):
         found = read_run(str(tmp_path / f"out/runs/{name}.trec"))
@@ -343,14 +343,14 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("where", "sentence"),
+    ("filter", "sentence"),
     [
-        ("nonsense", "where: 'nonsense' names an unknown column"),
+        ("nonsense", "filter: 'nonsense' names an unknown column"),
         ("item_id = ''", "lets none through"),
     ],
 )
-def test_a_filter_that_is_none(spec_file, where, sentence):
-    spec = config.load(EvaluateSpec, spec_file, [f"where={where}"])
+def test_a_filter_that_is_none(spec_file, filter, sentence):
+    spec = config.load(EvaluateSpec, spec_file, [f"filter={filter}"])
     with pytest.raises(SpecError, match=sentence):
         run(spec, lambda line: None)
 

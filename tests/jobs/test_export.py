@@ -30,10 +30,10 @@ def read_back(path, dim=384):
     }
 
 
-def stored(uri, name, where=None):
+def stored(uri, name, filter=None):
     """The vectors that the index itself reads, by id."""
     vectors = {}
-    for rows, flat, lengths in Index(uri).tokens(name, where=where):
+    for rows, flat, lengths in Index(uri).tokens(name, filter=filter):
         parts = np.split(flat.astype(np.float32), np.cumsum(lengths)[:-1])
         vectors |= dict(zip(rows["item_id"].to_pylist(), parts, strict=True))
     return vectors
@@ -104,8 +104,8 @@ def test_single_vectors(index_uri, output, form):
 
 
 def test_only_what_a_filter_lets_through(index_uri, output, form, capsys):
-    where = "parent_id = 'bread' OR parent_id = 'flow'"
-    how = ["--representation", "hpool_2", "--format", form, "--where", where]
+    filter = "parent_id = 'bread' OR parent_id = 'flow'"
+    how = ["--representation", "hpool_2", "--format", form, "--filter", filter]
     export.main([index_uri, str(output), *how])
     assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors there
     assert f" 2 items, 4 vectors of hpool_2: {output}\n" in capsys.readouterr().out
@@ -190,16 +190,16 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
             " legal: minilm_pooled, full, hpool_4, hpool_2, random_4",
         ),
         (
-            ["--representation", "full", "--where", "parent_id ="],
-            "where: 'parent_id =' does not parse at its end",
+            ["--representation", "full", "--filter", "parent_id ="],
+            "filter: 'parent_id =' does not parse at its end",
         ),
         (
-            ["--representation", "full", "--where", "colour = 1"],
-            "where: 'colour = 1' names an unknown column",
+            ["--representation", "full", "--filter", "colour = 1"],
+            "filter: 'colour = 1' names an unknown column",
         ),
         (
-            ["--representation", "full", "--where", "parent_id = 'none'"],
-            "where: \"parent_id = 'none'\" lets through no item with vectors",
+            ["--representation", "full", "--filter", "parent_id = 'none'"],
+            "filter: \"parent_id = 'none'\" lets through no item with vectors",
         ),
         ([], "the following arguments are required: --representation; see --help"),
     ],

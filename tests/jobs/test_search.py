@@ -142,10 +142,10 @@ def test_query_vectors(index_uri, tmp_path, capsys):
 
 
 def test_where_and_no_hits(index_uri, capsys):
-    search.main([index_uri, "wing", "--where", "parent_id = 'bread'"])
+    search.main([index_uri, "wing", "--filter", "parent_id = 'bread'"])
     heads = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("     ")]
     assert {line.split()[2] for line in heads} == {"bread/1", "bread/2"}
-    search.main([index_uri, "wing", "--where", "parent_id = 'none'"])
+    search.main([index_uri, "wing", "--filter", "parent_id = 'none'"])
     assert capsys.readouterr().out == "no hits\n"
 
 
@@ -164,8 +164,8 @@ def test_ids_and_parents(index_uri, tmp_path, capsys):
     assert [line.split()[2] for line in hits if line[:5].strip()] == ["heat/1"]
 
     out = str(tmp_path / "run.trec")
-    where = ["--where", "item_id <> 'heat/1'"]
-    search.main([*asked, *where, "--run", out])
+    filter = ["--filter", "item_id <> 'heat/1'"]
+    search.main([*asked, *filter, "--run", out])
     assert "\n1 queries x 1 items\n" in capsys.readouterr().out
     assert set(read_run(out)["1"]) == {"wing/1"}
 
@@ -301,12 +301,12 @@ def test_query_vectors_that_cannot_be(index_uri, tmp_path, vectors, sentence, ca
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--where", "parent_id = 'heat' OR"], "where: \"parent_id = 'heat' OR\" does not parse at "
-         "its end; legal: a condition in SQL over the items' columns, such as modality = 'text' "
+        (["--filter", "parent_id = 'heat' OR"], "filter: \"parent_id = 'heat' OR\" does not parse "
+         "at its end; legal: a condition in SQL over the items' columns, such as modality = 'text' "
          "(there: an expression)"),
-        (["--where", "heat"], "where: 'heat' names an unknown column, 'heat', character 1; legal: "
-         "item_id, parent_id, source, modality, span.unit, span.start, span.end, title, text, "
-         "caption, revision, metadata"),
+        (["--filter", "heat"], "filter: 'heat' names an unknown column, 'heat', character 1; "
+         "legal: item_id, parent_id, source, modality, span.unit, span.start, span.end, title, "
+         "text, caption, revision, metadata"),
         (["--score", "hybrid", "--weights", "0", "0"], "weights: (0.0, 0.0) is not legal; legal: "
          "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"),
         (["--score", "hybrid", "--weights", "nan", "1"], "weights: (nan, 1.0) is not legal; legal: "

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from pipeline.config import SpecError, parse
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
 from pipeline.rerank.edje import ABOUT, ADAPTER, HEADS, Edje, check_tokens, load_adapter
 from pipeline.rerank.joint import JointEncoder
-from pipeline.rerank.pool import pairs_of, reranked
 from tests.rerank.models import FAMILIES, edje, joint_encoder, language_model
 
 TEXTS = ["lift of a wing", "heat", "the boundary layer over a flat plate in a stream of gas"]
@@ -129,10 +129,12 @@ def test_a_pool_reads_its_text_once(tmp_path, monkeypatch):
     pairs = torch.tensor([[0, 0], [0, 1], [0, 2]])
     embedded, words = [], joint.words
     monkeypatch.setattr(joint, "words", lambda ids: embedded.append(len(ids)) or words(ids))
-    pool = joint.scores(TEXTS[:1], tokens, mask, pairs)
+    of_one_text = joint.scores(TEXTS[:1], tokens, mask, pairs)
     assert embedded == [1]
     monkeypatch.undo()
-    torch.testing.assert_close(pool, joint.scores(TEXTS[:1] * 3, tokens, mask), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        of_one_text, joint.scores(TEXTS[:1] * 3, tokens, mask), atol=1e-5, rtol=0
+    )
 
 
 def test_what_is_cut_of_a_text_is_said(tmp_path):
@@ -406,16 +408,16 @@ def test_a_folder_that_is_none_or_damaged_is_one_error(folder, tmp_path):
     refused("has files of its joint that were changed")
 
 
-# -- the pool --------------------------------------------------------------------------------------
+# -- the candidates --------------------------------------------------------------------------------
 
 
 def test_a_pool_is_reranked_and_stands_above_all_others():
     torch.manual_seed(0)
     first = torch.randn(5, 12)
-    pairs = pairs_of(first, 4)
+    pairs = candidate_pairs(first, 4)
     scores = torch.randn(len(pairs))
     for add in (False, True):
-        order = reranked(first, pairs, scores, add).argsort(dim=1, descending=True)
+        order = rerank_scores(first, pairs, scores, add).argsort(dim=1, descending=True)
         for query in range(5):
             ranked = first[query].argsort(descending=True).tolist()
             rows = pairs[:, 0] == query
@@ -428,9 +430,9 @@ def test_a_pool_is_reranked_and_stands_above_all_others():
 
 def test_a_pool_larger_than_the_corpus_is_the_corpus_and_an_empty_one_changes_nothing():
     first = torch.rand(2, 3)
-    assert pairs_of(first, 10).shape == (6, 2)
-    none = pairs_of(first, 0)
-    torch.testing.assert_close(reranked(first, none, torch.zeros(0)), first.double())
+    assert candidate_pairs(first, 10).shape == (6, 2)
+    none = candidate_pairs(first, 0)
+    torch.testing.assert_close(rerank_scores(first, none, torch.zeros(0)), first.double())
 
 
 def test_texts_can_be_taken(tmp_path):

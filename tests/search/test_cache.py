@@ -65,7 +65,7 @@ def test_equal_with_and_without_files(uri, cache):
     assert found(open_index(uri)) == expected
     assert len(files(cache)) == 4
     assert found(open_index(uri)) == expected
-    some = {"where": "item_id > 'item03'", "group_by": "parent"}
+    some = {"filter": "item_id > 'item03'", "group_by": "parent"}
     assert found(open_index(uri), **some) == found(without, **some)
     for name in NAMES[:3]:
         row = NAMES.index(name)
@@ -293,7 +293,7 @@ def test_scoring_reads_no_damaged_block(large):
     uri, path = large
     change(path, 4096 + BLOCK_BYTES + 77, b"\x55\xaa")
     searcher = open_index(uri)
-    first = searcher.rank(QUERIES, where="item_id IN ('item00', 'item01')")
+    first = searcher.rank(QUERIES, filter="item_id IN ('item00', 'item01')")
     assert [sorted(r.item_ids) for r in first] == [["item00", "item01"]] * len(QUERIES)
     with pytest.raises(SpecError, match="is damaged in block 1"):
         searcher.rank(QUERIES)

@@ -135,16 +135,16 @@ def test_group_by_parent_takes_the_best_part(searcher, texts):
 def test_where_leaves_items_out_before_the_best_are_taken(searcher):
     every = searcher.search("lift", k=100)
     kept = [hit for hit in every if hit.item_id.startswith("heat") or hit.item_id == "flow"]
-    where = "parent_id = 'heat' OR item_id = 'flow'"
+    filter = "parent_id = 'heat' OR item_id = 'flow'"
     for k in (1, 2, 100):
-        hits = searcher.search("lift", k=k, where=where)
+        hits = searcher.search("lift", k=k, filter=filter)
         assert [hit.item_id for hit in hits] == [hit.item_id for hit in kept[:k]]
         assert [hit.score for hit in hits] == pytest.approx([h.score for h in kept[:k]], abs=1e-5)
         assert hits[0].matches[0].query_token == "lift"
-    grouped = searcher.search("lift", where=where, group_by="parent")
+    grouped = searcher.search("lift", filter=filter, group_by="parent")
     assert [hit.parent_id for hit in grouped] == list(dict.fromkeys(h.parent_id for h in kept))
-    assert searcher.search("lift", where="item_id = 'nothing'") == []
-    assert searcher.search("lift", where="item_id = 'nothing'", group_by="parent") == []
+    assert searcher.search("lift", filter="item_id = 'nothing'") == []
+    assert searcher.search("lift", filter="item_id = 'nothing'", group_by="parent") == []
 
 
 def test_equal_scores_are_ordered_by_item_id(index_uri, tmp_path):
@@ -245,8 +245,8 @@ def test_default_representation_is_full(searcher):
         ("lift", {"k": 0}, "k", "an integer >= 1"),
         ("lift", {"score": "best"}, "score", "late, single, hybrid"),
         ("lift", {"group_by": "video"}, "group_by", "parent"),
-        ("lift", {"where": "lift of a wing"}, "where", "does not parse near 'of', character 6"),
-        ("lift", {"where": "colour = 'red'"}, "where", "unknown column, 'colour', character 1"),
+        ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of', character 6"),
+        ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column, 'colour', character 1"),
         (" ", {}, "query", "at least one word"),
         (["lift", ""], {}, "query", "at least one word"),
         (np.ones((2, 5)), {}, "query", "384"),

@@ -63,7 +63,7 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "at most 400 operators"),
         ({"filter": "`repeat`(text, 1000000) = 'x'"}, "filter", "does not parse"),
         ({"group_by": "source"}, "group_by", "parent"),
-        ({"rerank": {"depth": 101}}, "rerank.depth", "legal: 100"),
+        ({"rerank": {"rerank_depth": 101}}, "rerank.rerank_depth", "legal: 100"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
         ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "Extra"),
@@ -337,7 +337,12 @@ def test_one_id_in_the_logs_of_all_stages(http):
     """And none of them holds the query."""
     import ray
 
-    query = {**SEARCH, "query": "zeppelin", "representation": "hpool_2", "rerank": {"depth": 3}}
+    query = {
+        **SEARCH,
+        "query": "zeppelin",
+        "representation": "hpool_2",
+        "rerank": {"rerank_depth": 3},
+    }
     http.post("/v1/search", json=query, headers={"X-Request-ID": "trace-7"})
     session = ray._private.worker.global_worker.node.get_session_dir_path()
 

@@ -16,8 +16,8 @@ from pipeline.encoders.batching import join
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
 from pipeline.rerank.edje import about_of, load_adapter, load_joint
-from pipeline.rerank.pool import pairs_of, reranked
 from pipeline.search.searcher import open_index
 from pipeline.synthetic import tiny
 from pipeline.synthetic.shapes_data import Shapes, held_out, png
@@ -118,11 +118,11 @@ def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     batch = Shapes(Shapes.Spec(held_out=300), batch_size=2, seed=0).held_out()
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     for scores, judged, backwards in ((first, relevant, False), (first.T, relevant.T, True)):
-        pairs = pairs_of(scores, 10)
+        pairs = candidate_pairs(scores, 10)
         text_item = pairs.flip(1) if backwards else pairs
         logits = joint.scores(captions.texts, tokens, mask, text_item)
         before = ranking(scores, judged)
-        after = ranking(reranked(scores, pairs, logits, False), judged)
+        after = ranking(rerank_scores(scores, pairs, logits, False), judged)
         assert after["R@10"].mean() == before["R@10"].mean()
         for measure in ("R@1", "R@5"):
             assert after[measure].mean() > before[measure].mean() + 0.05

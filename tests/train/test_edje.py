@@ -67,7 +67,7 @@ def run_of(towers, bert, tmp_path):
 
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
         own = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
-        own = {"name": "edje", "encoder": towers, "pool": 4, **own, **(learner or {})}
+        own = {"name": "edje", "encoder": towers, "rerank_depth": 4, **own, **(learner or {})}
         data = {"name": "shapes", "num_scenes": 24, "captions": 1, "held_out": 12}
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
@@ -342,7 +342,7 @@ def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
     runs = runs_of(study)
     (tmp_path / "study.yaml").write_text(config.dump_yaml(study), "utf-8")
     path, record, plot = (str(tmp_path / name) for name in ("study.yaml", "out.json", "out.png"))
-    few = ["--calls", "2", "--pool", "3", "5", "--text-tokens", "6", "--out", record]
+    few = ["--calls", "2", "--rerank-depth", "3", "5", "--text-tokens", "6", "--out", record]
     with pytest.raises(SpecError, match="study: .* has no trained EDJE"):
         rerank.main(["--study", path])
     with pytest.raises(SpecError, match="plot: .* has nothing to draw; legal: null, or beside"):
@@ -556,7 +556,7 @@ def test_a_teacher_of_another_encoder_is_refused(run_of, checkpoint, tmp_path):
 def test_the_shipped_spec_has_the_papers_values():
     spec = config.load(TrainSpec, str(ROOT / "jobs" / "specs" / "training" / "edje.yaml"))
     learner = spec.learner
-    assert learner.name == "edje" and learner.num_negatives == 3 and learner.pool == 10
+    assert learner.name == "edje" and learner.num_negatives == 3 and learner.rerank_depth == 10
     assert learner.masked == 0.5 and learner.negatives == "sampled" and learner.contrast == 0
     assert (learner.itm, learner.mlm, learner.recovery) == (1, 1, 1)
     assert learner.adapter.num_tokens == 64 and learner.adapter.hidden == 8192

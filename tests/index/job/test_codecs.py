@@ -174,9 +174,9 @@ def sample_of(uri: Path, name: str) -> Sample:
     return stored_sample(str(uri), Index(str(uri)).representation(name))
 
 
-def hashes(uri: Path, where: str | None = None) -> set[int]:
+def hashes(uri: Path, filter: str | None = None) -> set[int]:
     """The hashes of what the items of an index hold."""
-    batches = Index(str(uri)).batches(CONTENT, where=where)
+    batches = Index(str(uri)).batches(CONTENT, filter=filter)
     return {value for batch in batches for value in content_hashes(batch).tolist()}
 
 
@@ -209,15 +209,15 @@ def test_a_separate_calibration_source(tmp_path, uri, collection):
 def test_recompress_fits_on_a_separate_sample(uri, original):
     """The sample is drawn from another index, or from some items of the index alone."""
     before = artefacts(uri)
-    where = "item_id > 'd4'"
-    run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_where=where)
+    filter = "item_id > 'd4'"
+    run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_filter=filter)
     filtered = sample_of(uri, "filtered")
-    assert filtered.origin == {"where": where}
-    assert set(filtered.items_N.tolist()) == hashes(uri, where)
-    both = {"fit_index": str(original), "fit_where": where}
+    assert filtered.origin == {"where": filter}
+    assert set(filtered.items_N.tolist()) == hashes(uri, filter)
+    both = {"fit_index": str(original), "fit_filter": filter}
     run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **both)
     sample = sample_of(uri, "elsewhere")
-    assert sample.origin == {"index": str(original), "where": where}
+    assert sample.origin == {"index": str(original), "where": filter}
     assert np.array_equal(sample.items_N, filtered.items_N)
     assert len(artefacts(uri) - before) == 2  # of equal vectors, and of another origin
     learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))
@@ -228,8 +228,8 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
     ("fields", "message"),
     [
         ({"fit_index": "nowhere"}, "fit_index: .*nowhere' holds no index"),
-        ({"fit_where": "item_id = ''"}, "fit_where: .* lets none through"),
-        ({"fit_where": "nonsense"}, "fit_where: 'nonsense' names an unknown column"),
+        ({"fit_filter": "item_id = ''"}, "fit_filter: .* lets none through"),
+        ({"fit_filter": "nonsense"}, "fit_filter: 'nonsense' names an unknown column"),
     ],
 )
 def test_a_sample_that_is_none(uri, fields, message):
@@ -302,8 +302,8 @@ def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, 
     big = {**FULL, "codec": "residual"}
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)
     legal = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
-    where = "representations.full_residual_4.codec.num_centroids"
-    with pytest.raises(SpecError, match=f"{where}: 256 is too large; legal: {legal}"):
+    filter = "representations.full_residual_4.codec.num_centroids"
+    with pytest.raises(SpecError, match=f"{filter}: 256 is too large; legal: {legal}"):
         make_index(spec)
     assert Index(str(tmp_path / "index")).representations() == {}
 

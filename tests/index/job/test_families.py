@@ -155,7 +155,7 @@ def test_a_frame_has_its_time(index):
     _, uri = index
     searcher = open_index(str(uri))
     query = png(noise(40, 40))
-    hit = searcher.search(query, "full", k=1, where="source = 'clips'")[0]
+    hit = searcher.search(query, "full", k=1, filter="source = 'clips'")[0]
     places = [place for match in hit.matches for place in match.places]
     start, end = hit.span["start"], hit.span["end"]
     assert any(place.box for place in places) and all(place.times for place in places)
@@ -170,7 +170,7 @@ def test_what_was_not_seen_of_a_video_stands_in_its_metadata(index):
     for metadata in told:
         is_thinned = FAMILIES[family][0] in THINNING and len(metadata["frames"]) > 2
         assert metadata.get("frames_read") == (2 if is_thinned else None)
-    found = open_index(str(uri)).num_items(where="metadata LIKE '%frames_read%'")
+    found = open_index(str(uri)).num_items(filter="metadata LIKE '%frames_read%'")
     assert found == sum("frames_read" in metadata for metadata in told)
 
 

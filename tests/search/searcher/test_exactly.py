@@ -45,19 +45,19 @@ def test_equals_the_scores_by_hand(index_of, rng, score, weights, group_by):
     searcher = index_of(rows)
     ids = [f"i{i:03}" for i in rng.choice(200, 90, replace=False)]
     parents = [f"p{i}" for i in range(0, 40, 2)]
-    for where, some_ids, some_parents in itertools.product(
+    for filter, some_ids, some_parents in itertools.product(
         (None, "item_id >= 'i030'"), (None, ids), (None, parents)
     ):
         through = [
             row
             for row in rows
-            if (where is None or row.item_id >= "i030")
+            if (filter is None or row.item_id >= "i030")
             and (some_ids is None or row.item_id in ids)
             and (some_parents is None or row.parent_id in parents)
         ]
         for k in (1, 3, 10, 500):
             how = {"score": score, "group_by": group_by, "weights": weights, "k": k}
-            how |= {"where": where, "ids": some_ids, "parents": some_parents}
+            how |= {"filter": filter, "ids": some_ids, "parents": some_parents}
             every = searcher.search(queries, NAME, explain=False, **how)
             ranked = searcher.rank(queries, NAME, **how)
             for query, (hits, ranking) in enumerate(zip(every, ranked, strict=True)):
@@ -81,11 +81,11 @@ def test_nothing_let_through_gives_no_hits(index_of, rng):
     rows, queries = random_rows(rng, 20), random_queries(rng, 2)
     searcher = index_of(rows)
     for restriction in (
-        {"where": "item_id = 'none'"},
+        {"filter": "item_id = 'none'"},
         {"ids": []},
         {"ids": ["none", "nobody"]},
         {"parents": []},
-        {"ids": ["i001"], "where": "item_id = 'i002'"},
+        {"ids": ["i001"], "filter": "item_id = 'i002'"},
     ):
         for group_by in (None, "parent"):
             hits = searcher.search(queries, NAME, score="hybrid", group_by=group_by, **restriction)
@@ -146,7 +146,7 @@ def test_an_index_without_rows(index_of, rng):
     searcher, queries = index_of([]), random_queries(rng, 2)
     for score, group_by in itertools.product(("late", "single", "hybrid"), (None, "parent")):
         assert searcher.search(queries, NAME, score=score, group_by=group_by) == [[], []]
-        how = {"where": "item_id <> ''", "ids": ["a"]}
+        how = {"filter": "item_id <> ''", "ids": ["a"]}
         assert searcher.search(queries, NAME, score=score, group_by=group_by, **how) == [[], []]
     assert searcher.num_known(["a"]) == 0
 

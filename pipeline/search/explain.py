@@ -10,7 +10,12 @@ import numpy as np
 
 from pipeline.schema import Mark, Passage, Place
 
-#: The most passages of a hit.
+#: x0 y0 x1 y1 in [0, 1] of the page, image or frame.
+Box = tuple[float, float, float, float]
+#: Start and end in seconds of the parent.
+Times = tuple[float, float]
+
+#: Maximum number of passages per hit.
 MAX_PASSAGES = 3
 #: Share of all contributions that a passage after the first must add.
 MIN_SHARE = 0.25
@@ -57,11 +62,11 @@ def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray
     >>> outputs_of([2], "indices", 3).tolist()
     [-1, -1, 0]
     """
-    support = np.array(support, np.int64)
+    stored = np.array(support, np.int64)
     if form == "assignment":
-        return np.where(support == DROPPED, -1, support)
+        return np.where(stored == DROPPED, -1, stored)
     outputs = np.full(num_inputs, -1)
-    outputs[support] = np.arange(len(support))
+    outputs[stored] = np.arange(len(stored))
     return outputs
 
 
@@ -83,18 +88,28 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 def place_of(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Place | None:
-    """Returns a token's place from its characters, its extent x0 y0 x1 y1 t0 t1 and the confidence
-    of its word; None if it has no extent.
+    """Returns the location of a token; None if it has neither a box nor times.
+
+    Args:
+        span: Start and end of its characters in the item's text.
+        extent: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN for what is missing.
+        confidence: Confidence of the recogniser in its word, in [0, 1]; NaN without one.
 
     >>> nan = float("nan")
     >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
     Place(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
     """
-    box, times = (
-        None if any(map(math.isnan, sides)) else tuple(sides) for sides in (extent[:4], extent[4:])
-    )
+    start, end = span
+    box, times = _box_and_times(extent)
     sure = None if math.isnan(confidence) else confidence
-    return Place(tuple(span), box, times, confidence=sure) if box or times else None
+    return Place((start, end), box, times, confidence=sure) if box or times else None
+
+
+def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
+    """Returns the box and the times of an extent; None for one that has a NaN."""
+    x0, y0, x1, y1, t0, t1 = extent
+    box = None if any(map(math.isnan, (x0, y0, x1, y1))) else (x0, y0, x1, y1)
+    return box, None if math.isnan(t0) or math.isnan(t1) else (t0, t1)
 
 
 def contributions(sim_MN: np.ndarray) -> np.ndarray:
@@ -295,7 +310,7 @@ def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 def _hull(
     tokens: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, text: str
-) -> tuple[tuple[int, int], tuple[float, ...] | None, tuple[float, ...] | None]:
+) -> tuple[tuple[int, int], Box | None, Times | None]:
     """Returns the span of consecutive tokens, widened to whole words, and their box and times."""
     start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
     if start >= 0:
@@ -306,8 +321,7 @@ def _hull(
         tokens = np.flatnonzero((spans_T2[:, 0] >= start) & (spans_T2[:, 1] <= end))
     extents = extents_T6[tokens]
     low, high = extents.min(axis=0).tolist(), extents.max(axis=0).tolist()
-    box, times = (*low[:2], *high[2:4]), (low[4], high[5])
-    box, times = (None if any(map(math.isnan, sides)) else sides for sides in (box, times))
+    box, times = _box_and_times([*low[:2], *high[2:4], low[4], high[5]])
     return (start, end) if start >= 0 else NO_SPAN, box, times
 
 

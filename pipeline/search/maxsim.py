@@ -100,7 +100,7 @@ def maxsim(
     >>> maxsim([query, query[:1]], packed).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
-    backend = _backend(backend, packed)
+    kernels, level = _backend(backend, packed)
     num_docs = len(packed) if rows is None else len(rows)
     device = packed.device
     scores_QB = torch.zeros(len(queries), num_docs, device=device)
@@ -109,7 +109,7 @@ def maxsim(
     query_MD = _joined(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
     chosen = list(packed.chosen(rows))
-    if backend == "torch":
+    if kernels is None:
         first = 0
         for segment, documents in chosen:
             last = first + (len(segment.lengths) if documents is None else len(documents))
@@ -117,7 +117,7 @@ def maxsim(
             _score(query_MD, query_lengths, segment, documents, block_bytes, own_QB)
             first = last
     else:
-        _kernels(packed).score(query_MD, query_lengths, chosen, scores_QB, backend)
+        kernels.score(query_MD, query_lengths, chosen, scores_QB, level)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB
@@ -150,12 +150,12 @@ def best_tokens(
     """
     if not len(query_MD):
         return
-    backend = _backend(backend, packed)
+    kernels, level = _backend(backend, packed)
     query_MD = _joined([query_MD], packed)
     done = 0
     for segment, chosen in packed.chosen(rows):
         num_docs = len(segment.lengths) if chosen is None else len(chosen)
-        if backend == "torch":
+        if kernels is None:
             for block in _similarities(query_MD, segment, chosen, block_bytes):
                 yield done + block.first, block.best_bM, _first_best(block)
         else:
@@ -163,8 +163,8 @@ def best_tokens(
                 chosen = torch.arange(num_docs, device=packed.device)
             size = max(block_bytes // (8 * len(query_MD)), 1)
             for first in range(0, num_docs, size):
-                block = chosen[first : first + size]
-                best_bM, token_bM = _kernels(packed).best(query_MD, segment, block, backend)
+                documents = chosen[first : first + size]
+                best_bM, token_bM = kernels.best(query_MD, segment, documents, level)
                 yield done + first, best_bM, token_bM.long()
         done += num_docs
 
@@ -187,11 +187,17 @@ def _kernels(packed: PackedVectors) -> ModuleType | None:
     return native if packed.device.type == "cpu" else None
 
 
-def _backend(wanted: str | None, packed: PackedVectors) -> str:
-    there = backends(packed)
-    if wanted is not None and wanted not in there:
-        raise ValueError(f"backend {wanted!r} cannot score this; legal: {', '.join(there)}")
-    return wanted or there[-1]
+def _backend(wanted: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
+    """Returns the kernels of a backend, None for torch, and the level at which they score.
+
+    Raises:
+        ValueError: The backend cannot score these vectors.
+    """
+    valid = backends(packed)
+    if wanted is not None and wanted not in valid:
+        raise ValueError(f"backend must be one of {', '.join(valid)}, got {wanted!r}")
+    level = wanted or valid[-1]
+    return (None if level == "torch" else _kernels(packed)), level
 
 
 def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:

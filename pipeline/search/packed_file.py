@@ -125,7 +125,7 @@ class PackedWriter:
             if done % self._block == 0:
                 sums.append(0)
             upto = min(end, done - done % self._block + self._block)
-            sums[-1] = zlib.crc32(part[done - first : upto - first], sums[-1])
+            sums[-1] = zlib.crc32(part[done - first : upto - first].data, sums[-1])
             done = upto
 
     def publish(self, path: Path, key: str) -> None:
@@ -166,7 +166,7 @@ class PackedWriter:
         header = (start + described).ljust(PAGE, b"\0")
         assert len(header) == PAGE
         self._file.write(sums)
-        self._file.write(_SEAL.pack(_checksum(header, lengths, rows, sums), MAGIC))
+        self._file.write(_SEAL.pack(_checksum(header, lengths.data, rows.data, sums.data), MAGIC))
         self._file.seek(0)
         self._file.write(header)
         self._file.flush()
@@ -244,7 +244,7 @@ class PackedFile:
             raise DamagedError("is cut short")
         with pa.memory_map(str(path)) as file:  # the map outlives it, and holds no file open
             data = np.frombuffer(file.read_buffer(), np.uint8)
-        magic, version, size, checksum = _START.unpack_from(data)
+        magic, version, size, checksum = _START.unpack_from(data.data)
         if magic != MAGIC or version != FORMAT:
             raise DamagedError(f"is not of the format {FORMAT}")
         described = data[_START.size :][:size].tobytes()
@@ -265,7 +265,7 @@ class PackedFile:
         num_blocks = -(-num_vectors // block)
         sums = _view(data, about["footer"], (len(about["parts"]), num_blocks), "<u4")
         there = rows if rows is not None else lengths[:0]
-        seal = _SEAL.pack(_checksum(data[:PAGE], lengths, there, sums), MAGIC)
+        seal = _SEAL.pack(_checksum(data[:PAGE].data, lengths.data, there.data, sums.data), MAGIC)
         if data[-_SEAL.size :].tobytes() != seal:
             raise DamagedError("has a damaged header or footer")
         parts = {
@@ -299,7 +299,7 @@ class PackedFile:
         for block in np.flatnonzero(is_read & ~self._verified):
             vectors = slice(block * self._block, (block + 1) * self._block)
             for part, expected in zip(self.parts.values(), self._sums[:, block], strict=True):
-                if zlib.crc32(part[vectors].numpy()) != expected:
+                if zlib.crc32(part[vectors].numpy().data) != expected:
                     raise DamagedError(f"is damaged in block {block}")
             self._verified[block] = True
 
@@ -316,7 +316,7 @@ def _tensor(numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers)
 
 
-def _checksum(*sections: bytes | np.ndarray) -> int:
+def _checksum(*sections: bytes | memoryview) -> int:
     checksum = 0
     for section in sections:
         checksum = zlib.crc32(section, checksum)

@@ -38,6 +38,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
 #: Tokens that a program should read at least, so that loading its queries does not count.
@@ -56,6 +57,7 @@ SCHEDULES = {
 }
 
 _NUMBERS, _INT8, _BINARY, _RESIDUAL = range(4)
+_UNSUPPORTED = -1
 _OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Whether the kernel is interpreted, on the CPU: slow, to test it.
@@ -313,7 +315,9 @@ class _Panels:
     ) -> _Panels:
         """Packs pieces of queries, (row of the scores, first token, tokens), in their order."""
         size, device = how.panel, query_MD.device
-        begins, fours, queries = [], [], []
+        begins: list[int] = []
+        fours: list[list[int]] = []
+        queries: list[list[int]] = []
         used = size
         for row, _, count in pieces:
             aligned = -(-count // ALIGN) * ALIGN
@@ -399,11 +403,12 @@ class _How:
         return torch.stack([high_MD, (rows_MD - high_MD.float()).bfloat16()]), scale_M
 
 
-def _kind(segment: Segment) -> int | None:
+def _kind(segment: Segment) -> int:
+    """Returns the kernel's number of a segment's codec, or `_UNSUPPORTED`."""
     values = segment.parts.get("values")
     if values is not None and values.dtype in _FLOATS:
         return _NUMBERS
-    return _OF_CODEC.get(segment.codec.spec.name)
+    return _OF_CODEC.get(segment.codec.spec.name, _UNSUPPORTED)
 
 
 def _values(segment: Segment) -> torch.Tensor:
@@ -420,7 +425,7 @@ def available() -> tuple[str, ...]:
 def can_score(segment: Segment) -> bool:
     """Whether the kernel knows this codec, and the vectors lie where it can read them."""
     return (
-        _kind(segment) is not None
+        _kind(segment) != _UNSUPPORTED
         and (segment.lengths.is_cuda or _INTERPRETED)
         and all(part.is_contiguous() for part in segment.parts.values())
     )
@@ -511,7 +516,7 @@ def _launch(
     values, num_panels = _values(segment), len(panels.queries)
     codes = centroids = weights = values  # of other kinds than residuals, not read
     bits, normalised = int(how.kind == _BINARY), False
-    if how.kind == _RESIDUAL:
+    if isinstance(codec, Residual):
         learned = codec.codebook(values.device)
         # float16 halves what is gathered; their sum with the weights is rounded to it in any case.
         codes, centroids = parts["centroids"], learned.centroids_CD.half()
@@ -598,7 +603,7 @@ def _quickest(
         seconds[schedule] = triton.testing.do_bench(
             functools.partial(run, schedule), warmup=5, rep=20, return_mode="median"
         )
-    return min(seconds, key=seconds.get)
+    return min(seconds, key=seconds.__getitem__)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
 #: What the library can be told to use, the widest last.
@@ -44,7 +45,7 @@ TASK_PAIRS = 1 << 18
 TASKS = 8
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_INT8, _BINARY, _RESIDUAL = 3, 4, 5
+_INT8, _BINARY, _RESIDUAL, _UNSUPPORTED = 3, 4, 5, -1
 _FLOATS = ("float16", "float32")
 _OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 
@@ -105,6 +106,18 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
+def _built_library() -> ctypes.CDLL:
+    """Returns the library.
+
+    Raises:
+        RuntimeError: It was not built; `available()` is empty then.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("the MaxSim library is not built")
+    return library
+
+
 @functools.cache
 def available() -> tuple[str, ...]:
     """What this machine can use, the widest last; nothing where the library was not built."""
@@ -113,14 +126,17 @@ def available() -> tuple[str, ...]:
 
 
 @functools.cache
-def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """Threads that stay; a process that was forked has none of its parent's."""
+def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
+    """Returns an executor per process: a forked process has no threads of its parent."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
-def _kind(segment: Segment) -> int | None:
+def _kind(segment: Segment) -> int:
+    """Returns the library's number of a segment's codec, or `_UNSUPPORTED`."""
     name = segment.codec.spec.name
-    return _KINDS.get(segment.parts["values"].dtype) if name in _FLOATS else _OF_CODEC.get(name)
+    if name in _FLOATS:
+        return _KINDS.get(segment.parts["values"].dtype, _UNSUPPORTED)
+    return _OF_CODEC.get(name, _UNSUPPORTED)
 
 
 def _level(kind: int, level: str) -> int:
@@ -132,7 +148,7 @@ def _level(kind: int, level: str) -> int:
 def can_score(segment: Segment) -> bool:
     """Whether the library knows this codec, and the vectors lie where it can read them."""
     return (
-        _kind(segment) is not None
+        _kind(segment) != _UNSUPPORTED
         and segment.lengths.is_cpu
         and all(part.is_contiguous() for part in segment.parts.values())
     )
@@ -158,7 +174,7 @@ def score(
     number = _level(kind, level)
     every = [_Documents.of(segment, kind, documents) for segment, documents in chosen]
     packed_bytes = _packed_bytes(kind, number, query_MD.shape[1])
-    tasks = []
+    tasks: list[Callable[[], None]] = []
     for queries, bounds in _groups(query_lengths, max(QUERY_BYTES // packed_bytes, 1)):
         packed = _Queries.of(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
         place = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
@@ -180,12 +196,12 @@ def best(
     """
     kind = _kind(segment)
     number = _level(kind, level)
-    documents = _Documents.of(segment, kind, documents)
+    chosen = _Documents.of(segment, kind, documents)
     packed = _Queries.of(query_MD, kind, number, np.array([0, len(query_MD)]))
-    best_BM = torch.empty(len(documents), len(query_MD))
+    best_BM = torch.empty(len(chosen), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(list(_tasks(documents, packed, output, number)))
+    _run(list(_tasks(chosen, packed, output, number)))
     return best_BM, index_BM
 
 
@@ -244,8 +260,8 @@ class _Documents:
         )
         if self.kind == _INT8:
             argument.scales = parts["scales"].data_ptr()
-        if self.kind == _RESIDUAL:
-            codec = self.segment.codec
+        codec = self.segment.codec
+        if isinstance(codec, Residual):
             learned = codec.codebook(values.device)  # lives as long as the codec
             argument.codes = parts["centroids"].data_ptr()
             argument.centroids = learned.centroids_CD.data_ptr()
@@ -309,7 +325,7 @@ def _tasks(
     documents: _Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
     """Calls of the library that score all the documents, a run each."""
-    num_threads = torch.get_num_threads()
+    library, num_threads = _built_library(), torch.get_num_threads()
     least = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
@@ -317,7 +333,7 @@ def _tasks(
             documents.segment.touch(documents.starts[begin:end], documents.lengths[begin:end])
             own = output.behind(begin, queries.num_tokens)
             argument = documents.argument(begin, end)
-            if _library().maxray_score(argument, queries.argument(), own, level):
+            if library.maxray_score(argument, queries.argument(), own, level):
                 raise MemoryError("no memory to score in")
 
         yield task
@@ -330,4 +346,4 @@ def _run(tasks: Sequence[Callable[[], None]]) -> None:
         for task in tasks:
             task()
     else:
-        list(_pool(num_threads, os.getpid()).map(lambda task: task(), tasks))
+        list(_threads(num_threads, os.getpid()).map(lambda task: task(), tasks))

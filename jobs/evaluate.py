@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.report.summary import summary
     from pipeline.report.tables import table
     from pipeline.report.text import aligned
-    from pipeline.search.maps import hit_maps
+    from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
     evaluation = run(spec, lambda line: print(line, flush=True), hit_maps)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.grounding import check_phrases, read_phrases
-    from pipeline.search.maps import phrase_sheet
+    from pipeline.search.map_sheets import phrase_sheet
     from pipeline.search.searcher import open_index
 
     check_writable(args.out, "OUT", as_file=True)

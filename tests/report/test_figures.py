@@ -19,7 +19,7 @@ def test_every_figure_is_drawn():
         "index_utilisation": 4,
         "quality_retention": 1,
         "osr_by_layer": 1,
-        "reranking_by_pool": 1,
+        "reranking_by_depth": 1,
         "diagnostics_quality": 3,
     }
     for drawing in drawn.values():

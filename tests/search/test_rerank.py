@@ -25,7 +25,7 @@ from pipeline.eval.views import depth_scans
 from pipeline.index.reader import Index
 from pipeline.report.files import write
 from pipeline.schema import Composed
-from pipeline.search.maps import HIT_STEP
+from pipeline.search.map_sheets import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
 from tests.pictures import index_captioned, noise, png
@@ -350,7 +350,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     (scan,) = depth_scans(evaluation)  # of one reranker behind one first stage
     assert {depth: row.name for depth, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
     write(evaluation, spec.output)
-    assert Image.open(tmp_path / "out/reranking_by_pool.png").width > 800
+    assert Image.open(tmp_path / "out/reranking_by_depth.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (
         ("edje_3", Reranker(model, 3), "single"),

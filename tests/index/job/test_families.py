@@ -16,7 +16,9 @@ from pipeline.index import job
 from pipeline.index.dry_run import dry_run
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.pictures import noise, png
 
@@ -148,7 +150,7 @@ def test_texts_and_maps(index, folder):
         assert all(passage.box for passage in hit.passages)
         drawn = similarity_map(searcher, photo, hit.item_id, representation)
         assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
 
 
 def test_a_frame_has_its_time(index):

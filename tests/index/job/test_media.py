@@ -21,7 +21,9 @@ from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import Hit
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.media import every, tar, tones, write_video
 
@@ -186,7 +188,7 @@ def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
         ("country", "jfk.flac#t=0,11", (1200, 264)),
     ]:
         map = similarity_map(searcher, query, item_id, "full")
-        picture = Image.open(io.BytesIO(light(previews, map)))
+        picture = Image.open(io.BytesIO(highlight(previews, map)))
         assert picture.size == size
         orange = np.asarray(picture.convert("RGB")).astype(int)
         assert ((orange[..., 0] - orange[..., 2]) > 90).sum() > 500  # something is lit

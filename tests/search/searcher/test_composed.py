@@ -11,7 +11,9 @@ import jobs
 from jobs import search
 from pipeline import Composed, open_index
 from pipeline.config import SpecError
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.pictures import index_photos
 
 pytestmark = pytest.mark.heavy
@@ -59,7 +61,7 @@ def test_what_matches_is_named_and_lit(photos):
         drawn = similarity_map(searcher, query, hit.item_id, name)
         assert drawn.query_tokens == tokens and np.isfinite(drawn.values()).all()
         assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
 
 
 def test_what_is_no_query(photos, index_uri):

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
 ORDER = [
-    ("extras",),
+    ("extras", "version"),
     ("config",),
     ("atomic", "checkpoint"),
     ("schema",),

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import pipeline
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
@@ -53,6 +52,7 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
 from pipeline.search.searcher import Searcher, open_index
+from pipeline.version import __version__
 
 #: Number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
@@ -280,7 +280,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of this software, its dependencies and the platform."""
     packages = {"torch": "torch", "lance": "pylance", "ray": "ray", "transformers": "transformers"}
     return {
-        "maxray": pipeline.__version__,
+        "maxray": __version__,
         **{name: importlib.metadata.version(package) for name, package in packages.items()},
         "platform": f"{platform.platform()}, Python {platform.python_version()}",
     }

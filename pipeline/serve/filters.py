@@ -27,7 +27,6 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-import pipeline
 from pipeline.config import SpecError
 from pipeline.decoding.serve import send
 from pipeline.index.filters import matching_ids
@@ -38,7 +37,7 @@ from pipeline.serve.turns import Caller
 PROCESSES = 2
 #: What a process adds to its niceness.
 NICENESS = 10
-_ROOT = str(Path(pipeline.__file__).parents[1])
+_ROOT = str(Path(__file__).parents[2])
 
 
 class Filters:

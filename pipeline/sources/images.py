@@ -145,12 +145,12 @@ class Images(MediaSource["Images.Spec"]):
         rows = self._table_rows(shard) if "rows" in shard else None
         for row in rows or manifests.read(*self._folder, shard):
             if isinstance(row, BadRow):
-                yield self.reject(escaped(row.where), "", row.problem, "list")
+                yield self.reject(escaped(row.location), "", row.problem, "list")
                 continue
             fields = dict(row.fields)
             data, name = _take_picture(fields)
             own = self._id(fields)
-            own = (name or row.where()) if own is None and not self.spec.id_field else own
+            own = (name or row.location()) if own is None and not self.spec.id_field else own
             try:
                 if problem := item_id_problem(own):
                     raise Unreadable("bad id", f"{own!r}: {problem}")
@@ -163,8 +163,8 @@ class Images(MediaSource["Images.Spec"]):
                 else:
                     raise Unreadable("no image", f"none of {', '.join(PICTURE_FIELDS)} names one")
             except (Unreadable, OSError) as error:
-                where = row.where() if item_id_problem(own) else own
-                yield self.reject(escaped(where), "", error, "list")
+                location = row.location() if item_id_problem(own) else own
+                yield self.reject(escaped(location), "", error, "list")
                 continue
             suffix = PurePosixPath(name or "").suffix.lower()
             yield MediaFile(own, path, size, None, suffix, about=about, row=number)
@@ -174,11 +174,11 @@ class Images(MediaSource["Images.Spec"]):
         try:
             with self._open_table(manifest) as table:
                 for number in range(*shard["rows"]):
-                    where = f"{manifest}#row={number}"
+                    location = f"{manifest}#row={number}"
                     try:
-                        yield Row(functools.partial(str, where), table.row(number), number)
+                        yield Row(functools.partial(str, location), table.row(number), number)
                     except (Unreadable, OSError) as error:
-                        yield BadRow(where, error)
+                        yield BadRow(location, error)
         except (Unreadable, OSError) as error:
             yield BadRow(manifest, error)
 
@@ -194,8 +194,8 @@ class Images(MediaSource["Images.Spec"]):
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
         if path.startswith(("/", "..")) or "://" in name:
-            where = "`images`" if self.spec.images else "the manifest's folder"
-            raise Unreadable("bad path", f"{name!r}: expected a path below {where}")
+            location = "`images`" if self.spec.images else "the manifest's folder"
+            raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
         fs, place = self.place_of(MediaFile(name, path, None))
         try:
             found = fs.info(place)

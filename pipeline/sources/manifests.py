@@ -37,9 +37,9 @@ MAX_TABLE_ROWS = 100_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """The fields of one file in a manifest; `where()` names a row that has no id."""
+    """The fields of one file in a manifest; `location()` names a row that has no id."""
 
-    where: Callable[[], str]
+    location: Callable[[], str]
     fields: dict[str, Any]
     number: int | None = None  # of a table's row
 
@@ -48,7 +48,7 @@ class Row:
 class BadRow:
     """A row, or a whole manifest, that cannot be read."""
 
-    where: str
+    location: str
     problem: Unreadable | OSError
 
 
@@ -92,7 +92,7 @@ def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
     if "problem" in shard:
         yield BadRow(manifest, Unreadable(*shard["problem"]))
     elif "listed" in shard:
-        yield from (Row(partial(str, where), fields) for where, fields in shard["listed"])
+        yield from (Row(partial(str, location), fields) for location, fields in shard["listed"])
     else:
         yield from _read_lines(fs, folder, manifest, shard["start"], shard["end"])
 
@@ -102,7 +102,7 @@ def _read_lines(
 ) -> Iterator[Row | BadRow]:
     lines = Lines(fs, f"{folder}/{manifest}", start, end)
 
-    def where() -> str:
+    def location() -> str:
         return f"{manifest}:{lines.number}"
 
     try:
@@ -110,9 +110,9 @@ def _read_lines(
             try:
                 fields = parse_object(line)
             except Unreadable as error:
-                yield BadRow(where(), error)
+                yield BadRow(location(), error)
                 continue
-            yield Row(where, fields)
+            yield Row(location, fields)
     except Unreadable as error:
         yield BadRow(manifest, error)
     except UNREADABLE as error:
@@ -130,7 +130,7 @@ def _told(error: Unreadable | OSError) -> list[str]:
 
 
 def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
-    """(where, fields) of each image of a JSON file in one of its forms."""
+    """(location, fields) of each image of a JSON file in one of its forms."""
     try:
         rows = rows_of_value(parse_line(data))
     except ValueError as error:  # a UnicodeError is a ValueError

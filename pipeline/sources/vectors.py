@@ -101,16 +101,16 @@ class Vectors(Source[VectorsSpec]):
         num_misfits = np.diff(starts(block.widths != dim)[block.row_starts])
         num_not_finite = np.diff(starts(~np.isfinite(block.values))[block.value_starts])
         for i in range(len(block)):
-            where = f"{file}:{first_row + i}"
+            location = f"{file}:{first_row + i}"
             try:
                 about = {name: _text(values[i]) for name, values in block.strings.items()}
             except UnicodeDecodeError as error:
-                yield self._reject(where, "not UTF-8", str(error))
+                yield self._reject(location, "not UTF-8", str(error))
                 continue
             item_id = about.pop("id")
             problem = item_id_problem(item_id)
             if item_id is None or problem:
-                yield self._reject(where, "bad id", f"{item_id!r}: {problem}")
+                yield self._reject(location, "bad id", f"{item_id!r}: {problem}")
                 continue
             revision = _revision(block.numbers(i), about)
             if block.lengths[i] == 0:

@@ -25,7 +25,7 @@ _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+) ([^\]]*)\]")
 Phrase = tuple[str, np.ndarray]
 
 
-def checked(boxes: Any, field: str, where: str) -> np.ndarray:
+def checked(boxes: Any, field: str, location: str) -> np.ndarray:
     """(M, 4) float32 boxes x0 y0 x1 y1 that are given as shares of the picture.
 
     Raises:
@@ -35,19 +35,21 @@ def checked(boxes: Any, field: str, where: str) -> np.ndarray:
     try:
         found = np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
     except (TypeError, ValueError):
-        raise SpecError(field, boxes, legal, f"in {where} are no boxes") from None
+        raise SpecError(field, boxes, legal, f"in {location} are no boxes") from None
     is_pixels = bool((found > 2).any())
     is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # also of what is no number
     found = found.clip(0, 1)
     if is_pixels or is_outside:
         problem = "are in pixels" if is_pixels else "stand out of the picture"
-        raise SpecError(field, boxes, legal, f"in {where} {problem}")
+        raise SpecError(field, boxes, legal, f"in {location} {problem}")
     if (found[:, :2] >= found[:, 2:]).any():
-        raise SpecError(field, boxes, legal, f"in {where} have no area")
+        raise SpecError(field, boxes, legal, f"in {location} have no area")
     return large(found)
 
 
-def shares(box: Sequence[float], width: float, height: float, field: str, where: str) -> np.ndarray:
+def shares(
+    box: Sequence[float], width: float, height: float, field: str, location: str
+) -> np.ndarray:
     """(4,) a box x0 y0 x1 y1 in pixels as shares of its picture.
 
     >>> shares([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
@@ -61,7 +63,7 @@ def shares(box: Sequence[float], width: float, height: float, field: str, where:
     if not ((found >= -TOLERANCE) & (found <= size + TOLERANCE)).all():
         legal = f"boxes within the picture, {width:g} x {height:g} pixels"
         value = [float(side) for side in box]
-        raise SpecError(field, value, legal, f"in {where} stands out of the picture")
+        raise SpecError(field, value, legal, f"in {location} stands out of the picture")
     return (found / size).clip(0, 1)
 
 
@@ -92,13 +94,13 @@ def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
         for number, annotation in enumerate(value["annotations"]):
             if annotation.get("iscrowd"):
                 continue
-            where = f"annotation {annotation.get('id', number)} of {file}"
+            location = f"annotation {annotation.get('id', number)} of {file}"
             own = str(annotation["image_id"])
             x, y, width, height = map(float, annotation["bbox"])
             largest = max(largest, x + width, y + height)
             if own not in sizes:
-                raise SpecError("instances", own, "ids of its images", f"in {where} is none")
-            box = shares([x, y, x + width, y + height], *sizes[own], "instances", where)
+                raise SpecError("instances", own, "ids of its images", f"in {location} is none")
+            box = shares([x, y, x + width, y + height], *sizes[own], "instances", location)
             boxes.setdefault(own, []).append(box)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SpecError):

@@ -24,12 +24,12 @@ from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 @dataclass(frozen=True, slots=True)
 class Captioned:
-    """A picture and what is said of it; `where` names it in messages."""
+    """A picture and what is said of it; `location` names it in messages."""
 
     id: str
     file: str
     captions: list[str]
-    where: str
+    location: str
 
 
 class CaptionsHeldOut(HeldOut):
@@ -89,7 +89,7 @@ class Captions(RowData["Captions.Spec"]):
         for picture in self._pictures(uri, splits, entities):
             place = posixpath.join(folder, picture.file)
             own = boxes.get(picture.id, NO_BOXES)
-            number = listing.add(Document(picture.id, None, place, picture.where, own))
+            number = listing.add(Document(picture.id, None, place, picture.location, own))
             phrases = phrases_of(picture, entities) if entities else [[]] * len(picture.captions)
             for caption, said in zip(picture.captions, phrases, strict=True):
                 largest = [boxes for _, boxes in said[: spec.phrases]]
@@ -121,16 +121,16 @@ class Captions(RowData["Captions.Spec"]):
                 yield _captioned(row, f"image {row.get('id', number)} of {uri}")
 
 
-def _captioned(row: Mapping[str, Any], where: str) -> Captioned:
+def _captioned(row: Mapping[str, Any], location: str) -> Captioned:
     name, captions = row.get("file_name"), row.get("captions", [])
     if not isinstance(name, str) or not name:
-        raise SpecError("path", name, "the name of a file as file_name", f"in {where}")
+        raise SpecError("path", name, "the name of a file as file_name", f"in {location}")
     for caption in captions:
         if not isinstance(caption, str) or not caption.strip():
             legal = "a text with at least one word"
-            raise SpecError("path", caption, legal, f"is a caption of {where}")
+            raise SpecError("path", caption, legal, f"is a caption of {location}")
     own = row.get("id", PurePosixPath(name).stem)
-    return Captioned(str(own), name, [caption.strip() for caption in captions], where)
+    return Captioned(str(own), name, [caption.strip() for caption in captions], location)
 
 
 def _of_ids(uri: str, entities: Entities | None) -> Iterator[Captioned]:

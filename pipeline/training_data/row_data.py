@@ -293,7 +293,7 @@ class RowData(TrainingData[RowSpecT]):
         if len(files) > 1 and all(documents[row] is None for row in files):
             first = listing.documents[numbers[files[0]]]
             kind = next(iter(first.places))
-            raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.where}")
+            raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.location}")
 
         if num_facts is None:
             num_facts = max((len(own) for _, own in queries), default=1)
@@ -385,7 +385,7 @@ class RowData(TrainingData[RowSpecT]):
                 "the %s of %s (%s) cannot be read: %s; its queries have no positive (%d so)",
                 next(iter(document.places)),
                 document.id,
-                document.where,
+                document.location,
                 error,
                 count,
             )

@@ -27,7 +27,7 @@ class Document:
 
     Attributes:
         picture: the URI of a file, or a cell of a table.
-        where: which line or row names it first.
+        location: which line or row names it first.
         boxes: (M, 4) boxes of what is in the picture, whatever is said of it.
         video, sound: URIs of files; a video with a file of its sound is heard by that.
     """
@@ -35,7 +35,7 @@ class Document:
     id: str
     text: str | None
     picture: str | Cell | None
-    where: str
+    location: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
     video: str | None = None
     sound: str | None = None
@@ -110,7 +110,7 @@ class Listing:
         are_cells = isinstance(there.picture, Cell) and isinstance(document.picture, Cell)
         other = replace(document, picture=there.picture) if are_cells else document
         if (there.text, there.places) != (other.text, other.places):
-            problem = f"in {document.where} is another document than in {there.where}"
+            problem = f"in {document.location} is another document than in {there.location}"
             raise SpecError("path", document.id, "one document for an id", problem)
         return number
 
@@ -170,11 +170,11 @@ def with_negatives(listing: Listing, uri: str) -> Listing:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
                 if not isinstance(query, str) or not isinstance(ids, list):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, legal, f"stands in {line.location}")
                 for own in ids:
                     if str(own) not in listing.numbers:
                         there = "ids of documents that the data have"
-                        raise SpecError("path", own, there, f"in {line.where} is none")
+                        raise SpecError("path", own, there, f"in {line.location} is none")
                 of_query.setdefault(query, []).extend(listing.numbers[str(own)] for own in ids)
         except SpecError as error:
             raise SpecError("hard_negatives", error.value, error.legal, error.problem) from None
@@ -206,9 +206,9 @@ def with_files(listing: Listing) -> Listing:
             kept = [place for place, number in enumerate(row.negatives) if number not in missing]
             rows.append(with_some_negatives(row, kept))
     number, (kind, uri) = next(iter(missing.items()))
-    where = listing.documents[number].where
+    location = listing.documents[number].location
     if not rows:
-        problem = f"in {where} is not there, nor is any other {kind}"
+        problem = f"in {location} is not there, nor is any other {kind}"
         raise SpecError("path", uri, f"the paths of {kind}s that are there", problem)
     if distributed.rank() == 0:
         logger.warning(
@@ -219,7 +219,7 @@ def with_files(listing: Listing) -> Listing:
             len(used),
             kind,
             uri,
-            where,
+            location,
         )
     return listing.with_rows(rows)
 

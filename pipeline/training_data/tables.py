@@ -47,9 +47,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row, where it stands for messages, the folder of its file, and the picture it holds."""
+    """A row, its location for messages, the folder of its file, and the image it holds."""
 
-    where: str
+    location: str
     folder: str
     fields: dict[str, Any]
     cell: Cell | None = None
@@ -104,30 +104,30 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
     try:
         with fsspec.open(file, "rb", compression=compression) as stream:
             for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
-                where = f"line {number} of {file}"
+                location = f"line {number} of {file}"
                 if len(line) > MAX_LINE_BYTES:
                     legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
-                    raise SpecError("path", where, legal, "is longer")
+                    raise SpecError("path", location, legal, "is longer")
                 if line.strip():
-                    fields = _object(line, where)
+                    fields = _object(line, location)
                     own = {name: fields[name] for name in columns if name in fields}
-                    yield TableRow(where, folder, own)
+                    yield TableRow(location, folder, own)
     except (OSError, EOFError) as error:
         problem = f"cannot be read behind line {number} ({type(error).__name__}: {error})"
         raise SpecError("path", file, "a readable file", problem) from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, location: str) -> dict[str, Any]:
     try:
         fields = parse_line(line)
     except (ValueError, RecursionError) as error:
-        problem = f"in {where} is no JSON ({error})"
+        problem = f"in {location} is no JSON ({error})"
         if not line.endswith(b"\n"):
-            problem = f"in {where} is cut off: the file ends in the middle of it"
+            problem = f"in {location} is cut off: the file ends in the middle of it"
         shown = line[:60].decode("utf-8", "replace")
         raise SpecError("path", shown, "a JSON object a line", problem) from None
     if not isinstance(fields, dict):
-        raise SpecError("path", fields, "a JSON object a line", f"in {where} is none")
+        raise SpecError("path", fields, "a JSON object a line", f"in {location} is none")
     return fields
 
 
@@ -148,12 +148,12 @@ def _read_table(file: str, columns: Collection[str], picture: str | None) -> Ite
                 rows = table.read_row_group(group, wanted)
                 fields_of = rows.to_pylist() if names else [{}] * rows.num_rows
                 for row, fields in enumerate(fields_of):
-                    where = f"row {number} of {file}"
+                    location = f"row {number} of {file}"
                     cell = None
                     if column is not None and there is not None and there[row]:
                         cell = Cell(file, column, group, row)
                     number += 1
-                    yield TableRow(where, folder, fields, cell)
+                    yield TableRow(location, folder, fields, cell)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, SpecError):
             raise

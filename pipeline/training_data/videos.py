@@ -68,10 +68,10 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
             wanted = {video for video, split in splits.items() if split in named}
         else:
             wanted = set()
-            for where, row in read_csv(self.spec.ids, ("video_id",), "ids"):
+            for location, row in read_csv(self.spec.ids, ("video_id",), "ids"):
                 if row["video_id"] not in splits:
                     legal = f"ids of the videos of {uri}"
-                    raise SpecError("ids", row["video_id"], legal, f"in {where} is none")
+                    raise SpecError("ids", row["video_id"], legal, f"in {location} is none")
                 wanted.add(row["video_id"])
         return self._listed(uri, (each for each in sentences if each[1] in wanted))
 
@@ -80,16 +80,16 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         assert isinstance(self.spec.held_out, HeldOut)
         uri = self.spec.held_out.path
         rows = read_csv(uri, ("video_id", "sentence"), "path")
-        return self._listed(uri, ((where, r["video_id"], r["sentence"]) for where, r in rows))
+        return self._listed(uri, ((location, r["video_id"], r["sentence"]) for location, r in rows))
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
         """Lists sentences, each with its location, the id of its video and its text."""
         files, listing = Files(self.spec.videos), Listing()
-        for where, video, sentence in sentences:
-            _check_text(sentence, "path", where)
+        for location, video, sentence in sentences:
+            _check_text(sentence, "path", location)
             number = listing.numbers.get(video)
             if number is None:
-                number = listing.add(files.document(video, where))
+                number = listing.add(files.document(video, location))
             listing.rows.append(Row(sentence.strip(), number))
         if not listing.rows:
             raise SpecError("path", uri, "a file with at least one sentence", "has none")
@@ -110,20 +110,20 @@ def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
         raise SpecError("path", uri, legal, "has another form")
     splits: dict[str, str] = {}
     for number, video in enumerate(videos):
-        where = f"video {number} of {uri}"
+        location = f"video {number} of {uri}"
         own = video.get("video_id") if isinstance(video, dict) else video
         if not isinstance(own, str) or not own or not isinstance(video, dict):
-            raise SpecError("path", own, legal, f"stands in {where}")
+            raise SpecError("path", own, legal, f"stands in {location}")
         splits[own] = str(video.get("split", ""))
     sentences = []
     for number, sentence in enumerate(captions):
-        where = f"sentence {number} of {uri}"
+        location = f"sentence {number} of {uri}"
         if not isinstance(sentence, dict):
-            raise SpecError("path", sentence, legal, f"stands in {where}")
+            raise SpecError("path", sentence, legal, f"stands in {location}")
         own = sentence.get("video_id")
         if not isinstance(own, str) or own not in splits:
-            raise SpecError("path", own, "the video_id of a video", f"in {where} is none")
-        sentences.append((where, own, sentence.get("caption")))
+            raise SpecError("path", own, "the video_id of a video", f"in {location} is none")
+        sentences.append((location, own, sentence.get("caption")))
     return splits, sentences
 
 
@@ -169,26 +169,26 @@ class Multivent(RowData["Multivent.Spec"]):
 
     def _list(self, uri: str, judgments: str, videos: str) -> Listing:
         queries: dict[str, str] = {}
-        for where, row in read_csv(uri, ("Query_id", "query"), "path"):
-            _check_text(row["query"], "path", where)
+        for location, row in read_csv(uri, ("Query_id", "query"), "path"):
+            _check_text(row["query"], "path", location)
             if row["Query_id"] in queries:
                 raise SpecError(
-                    "path", row["Query_id"], "a query for an id", f"is again in {where}"
+                    "path", row["Query_id"], "a query for an id", f"is again in {location}"
                 )
             queries[row["Query_id"]] = row["query"].strip()
         files, listing = Files(videos), Listing()
         judged: set[str] = set()
         pairs: set[tuple[str, str]] = set()
-        for where, query, own in _relevant(judgments):
+        for location, query, own in _relevant(judgments):
             if query not in queries:
                 legal = f"ids of the queries of {uri}"
-                raise SpecError("judgments", query, legal, f"in {where} is none")
+                raise SpecError("judgments", query, legal, f"in {location} is none")
             if (query, own) not in pairs:
                 pairs.add((query, own))
                 judged.add(query)
                 number = listing.numbers.get(own)
                 if number is None:
-                    number = listing.add(files.document(own, where))
+                    number = listing.add(files.document(own, location))
                 listing.rows.append(Row(queries[query], number))
         if not listing.rows:
             legal = "a file with at least one relevance of more than 0"
@@ -208,11 +208,11 @@ def _relevant(uri: str) -> Iterator[tuple[str, str, str]]:
                 query, own = line.fields.get("query_id"), line.fields.get("doc_id")
                 grade = line.fields.get("relevance")
                 if not isinstance(grade, int | float) or isinstance(grade, bool):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, legal, f"stands in {line.location}")
                 if not (_is_id(query) and _is_id(own) and 0 <= grade < math.inf):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, legal, f"stands in {line.location}")
                 if grade > 0:
-                    yield line.where, str(query), str(own)
+                    yield line.location, str(query), str(own)
     except SpecError as error:
         raise SpecError("judgments", error.value, error.legal, error.problem) from None
 
@@ -221,9 +221,9 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
 
 
-def _check_text(text: Any, field: str, where: str) -> None:
+def _check_text(text: Any, field: str, location: str) -> None:
     if not isinstance(text, str) or not text.strip():
-        raise SpecError(field, text, "a text with at least one word", f"stands in {where}")
+        raise SpecError(field, text, "a text with at least one word", f"stands in {location}")
 
 
 class Files:
@@ -245,12 +245,12 @@ class Files:
         for path, _ in files_below(folder, (VIDEO, SOUND)):
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
-    def document(self, own_id: str, where: str) -> Document:
+    def document(self, own_id: str, location: str) -> Document:
         """A video as a document; one that is not there as if it lay in the folder."""
         name = f"{own_id}{VIDEO}"
         video = self._found.get(name) or posixpath.join(self._folder, name)
         sound = self._found.get(f"{own_id}{SOUND}")
-        return Document(own_id, None, None, where, NO_BOXES, video, sound)
+        return Document(own_id, None, None, location, NO_BOXES, video, sound)
 
 
 def read_csv(
@@ -275,12 +275,12 @@ def read_csv(
                 legal = ", ".join(header) or "a file with a header"
                 raise SpecError(field, column, legal, f"is no column of {uri}")
         for row in filter(None, rows):
-            where = f"line {rows.line_num} of {uri}"
+            location = f"line {rows.line_num} of {uri}"
             if len(row) != len(header):
                 shown = ", ".join(header)
-                raise SpecError(field, row, f"a row of {shown}", f"stands in {where}")
+                raise SpecError(field, row, f"a row of {shown}", f"stands in {location}")
             own = dict(zip(header, row, strict=True))
-            yield where, {column: own[column] for column in columns}
+            yield location, {column: own[column] for column in columns}
     except csv.Error as error:
         problem = f"is damaged in line {rows.line_num} ({error})"
         raise SpecError(field, uri, "a whole CSV file", problem) from None

@@ -1,9 +1,9 @@
-"""EDJE as it is kept: an adapter and its joint encoder, in one folder.
+"""Saves and loads an EDJE, an adapter and its joint encoder, in one folder.
 
-edje.json            settings, widths, the vision encoder, fingerprints
-adapter.safetensors  the adapter, for what is done offline
-heads.safetensors    matching and the text's embedding
-model.safetensors    the language model, beside its config.json and its tokenizer's files
+edje.json            settings, dimensions, the vision encoder, fingerprints
+adapter.safetensors  the adapter, which encodes items offline
+heads.safetensors    the matching head and the text-embedding head
+model.safetensors    the language model, with its config.json and the files of its tokenizer
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABOUT = "edje.json"
 ADAPTER = "adapter.safetensors"
 HEADS = "heads.safetensors"
 FORMAT = 1
-#: Fields of the joint encoder's spec that say where its model came from.
+#: Fields of the joint encoder's spec that name the origin of its model.
 FROM = ("model", "revision", "adapter")
 NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
@@ -38,8 +38,9 @@ class Edje(torch.nn.Module):
     """An adapter with the joint encoder that reads its tokens.
 
     Args:
-        adapter, joint: what is in it.
-        vision: of the encoder whose states the adapter reads, its `spec` and `fingerprint`.
+        adapter: The adapter, which writes the tokens.
+        joint: The joint encoder, which reads them.
+        vision: `spec` and `fingerprint` of the encoder whose states the adapter reads.
     """
 
     def __init__(self, adapter: Adapter, joint: JointEncoder, vision: Mapping[str, Any]):
@@ -48,7 +49,7 @@ class Edje(torch.nn.Module):
         self.adapter, self.joint, self.vision = adapter, joint, dict(vision)
 
     def save(self, folder: Path) -> None:
-        """Writes all of it into a folder."""
+        """Writes the adapter and the joint encoder into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         _write(self.adapter.state_dict(), folder / ADAPTER)
         heads = {"match": self.joint.match, "recover": self.joint.recover}
@@ -76,14 +77,16 @@ class Edje(torch.nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, field: str = "edje", **changes: Any) -> Edje:
-        """What `save` wrote, ready for use.
+        """Loads what `save` wrote.
 
         Args:
-            field: what the user names the folder by, for messages.
-            changes: of the joint encoder's spec: its dtype, attention or max_batch_tokens.
+            folder: Folder of an EDJE.
+            field: Option that names the folder, for error messages.
+            changes: Other fields of the joint encoder's spec: `dtype`, `attention`,
+                `max_batch_tokens`.
 
         Raises:
-            SpecError: for `field`: it is no such folder, or what is in it is damaged.
+            SpecError: For `field`: the folder is not that of an EDJE, or is corrupted.
         """
         about = about_of(folder, field)
         adapter = load_adapter(folder, field)
@@ -95,7 +98,7 @@ PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]
 
 
 def fingerprint(folder: Path, part: str, about: Mapping[str, Any]) -> str:
-    """The hash of a part's weights and settings; the adapter's also of the encoder before it."""
+    """Returns the hash of a part's weights and settings; of the adapter's vision encoder too."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
     settings = {name: value for name, value in about[part].items() if name not in ignored}
     before = about["vision"]["fingerprint"] if part == "adapter" else None
@@ -104,10 +107,10 @@ def fingerprint(folder: Path, part: str, about: Mapping[str, Any]) -> str:
 
 
 def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """What a folder says of itself: settings, widths, fingerprints.
+    """Returns the metadata of a folder: settings, dimensions and fingerprints.
 
     Raises:
-        SpecError: for `field`: it is none that training wrote, or files are not what was written.
+        SpecError: For `field`: the folder is not that of an EDJE, or its files were changed.
     """
     legal = "a folder that training EDJE wrote"
     folder = Path(folder)
@@ -133,7 +136,7 @@ def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """The adapter of a folder, for what is done offline; see `Edje.load`."""
+    """Loads only the adapter of a folder; see `Edje.load`."""
     about = about_of(folder, field)
     with _readable(folder, field):
         spec = config.parse(Adapter.Spec, about["adapter"])
@@ -144,7 +147,7 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
 
 
 def computed_in(precision: Precision | None) -> dict[str, Any]:
-    """What of a joint encoder's spec makes it compute in a precision; None: nothing.
+    """Returns the fields of a joint encoder's spec that set a precision; none for None.
 
     >>> computed_in("int8"), computed_in(None)
     ({'dtype': 'float32', 'quantise': 'int8'}, {})
@@ -156,7 +159,7 @@ def computed_in(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """The joint encoder of a folder, for what is done online; see `Edje.load`."""
+    """Loads only the joint encoder of a folder; see `Edje.load`."""
     about = about_of(folder, field)
     with _readable(folder, field):
         spec = config.parse(JointEncoder.Spec, about["joint"] | {"model": str(folder)} | changes)
@@ -172,7 +175,7 @@ def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> Joint
 
 @contextlib.contextmanager
 def _readable(folder: str | Path, field: str) -> Iterator[None]:
-    """What goes wrong inside is an error of the folder."""
+    """Turns errors of reading into a `SpecError` of the folder."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -184,10 +187,15 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Raises `SpecError` if cached tokens were written by another adapter than a folder's.
+    """Checks that cached tokens were written by the adapter of a folder.
 
     Args:
-        written_by: the adapter's fingerprint, as it is kept with the tokens.
+        folder: Folder of an EDJE.
+        written_by: Fingerprint of the adapter that is stored with the tokens.
+        field: Option that names the folder, for error messages.
+
+    Raises:
+        SpecError: For `field`: another adapter wrote them.
     """
     check_adapter(about_of(folder, field), folder, written_by, field)
 
@@ -195,7 +203,7 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
 def check_adapter(
     about: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """`check_tokens` of a folder that was looked at before: `about` is what it says of itself."""
+    """Checks as `check_tokens` does, given the metadata of the folder."""
     own = about["fingerprints"]["adapter"]
     if own != written_by:
         legal = (

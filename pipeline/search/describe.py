@@ -43,7 +43,10 @@ def describe_in_slices(
     """Returns the hits of each query, and yields after each fraction of a second of work.
 
     Args:
+        rankings: Rankings of the queries.
         queries: Queries transformed for the representation.
+        index: Index of the ranked items.
+        representation: Name of the representation.
         item_vectors: Reads the vectors that `matches` and `passages` compare; None for hits
             without them.
     """

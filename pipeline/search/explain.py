@@ -1,4 +1,4 @@
-"""From the document vector that matched best to the words it stands for."""
+"""Explains scores: from the best-matching vectors to words, passages and snippets."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ TOKEN_CHARACTERS = 48
 SPEECH_CHARACTERS = 15
 #: Query tokens that decide on passages, those that contribute most: images have hundreds.
 MAX_QUERY_TOKENS = 32
-#: Tokens of an item in a passage that match a query token.
+#: Maximum number of tokens of a passage that match a query token.
 MAX_ANCHORS = 64
 #: A word is highlighted if it contributes this share of what the best word of its passage does.
 MIN_HIGHLIGHT = 2 / 3
 
-#: The characters of what is no word: of a patch of a picture.
+#: Span of image patches, which have no characters.
 NO_SPAN = (-1, -1)
-DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
+#: Stored assignment of an input token that no vector stands for.
+DROPPED = 65535
 
 
 def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
-    """The input tokens that a compressor's output token stands for.
+    """Returns the input tokens that a compressed vector stands for.
 
     Args:
-        support: the stored support of the item.
-        form: "assignment": for each input token its output, or 65535 for none; "indices": for each
-            output the one input token it is.
+        token: Index of the compressed vector.
+        support: Stored assignment of the item.
+        form: "assignment" if it holds the vector of each input token, `DROPPED` for none; "indices"
+            if it holds the one input token of each vector.
 
     >>> input_tokens(1, [0, 1, 65535, 1], "assignment"), input_tokens(1, [4, 7], "indices")
     ([1, 3], [7])
@@ -52,10 +54,12 @@ def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
 
 
 def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
-    """For each input token the compressor's output token that stands for it, or -1: (T,) int64.
+    """Returns the compressed vector that stands for each input token, or -1: (T,) int64.
 
     Args:
-        support, form: as in `input_tokens`.
+        support: Stored assignment of the item.
+        form: See `input_tokens`.
+        num_inputs: T, number of input tokens.
 
     >>> outputs_of([0, 1, 65535, 1], "assignment", 4).tolist()
     [0, 1, -1, 1]
@@ -71,7 +75,7 @@ def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray
 
 
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Sorts character ranges and joins those that touch; negative and empty ones are left out.
+    """Sorts character ranges and joins those that touch; drops negative and empty ones.
 
     >>> merge([(5, 9), (0, 2), (2, 4), (-1, -1)])
     ((0, 4), (5, 9))
@@ -151,15 +155,17 @@ def find_passages(
     f_m is the best e_mt inside the passages found before. The first passage has the highest gain
     minus cost; another one follows only if its gain is `MIN_SHARE` of the sum of all c_m.
 
-    A passage is a window of consecutive tokens in reading order, of one frame, or of what is heard,
-    or a region of adjacent image patches.
+    A passage is a window of consecutive tokens in reading order, of one frame or of speech, or a
+    region of adjacent image patches.
 
     Args:
+        query_tokens: Texts of the M query tokens.
         sim_MN: Similarities of the M query tokens with the N vectors of the item.
         output_T: The vector that stands for each of T input tokens; -1 for none.
         spans_T2: Characters of each input token in `text`; -1 for image patches.
-        extents_T6: x0 y0 x1 y1 t0 t1 of each input token; NaN where it has none.
-        confidence_T: Confidence of the recogniser in each input token; NaN where it has none.
+        extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token; NaN without.
+        text: Text of the item, by which passages are widened to whole words.
+        confidence_T: Confidence of the recogniser in each input token, in [0, 1]; NaN without.
     """
     num_tokens = len(output_T)
     if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
@@ -280,8 +286,9 @@ class _Patches:
         self._extents_P6 = np.nan_to_num(extents_T6[self._patches], nan=-1.0)
 
     def best(self, floor_M: np.ndarray) -> tuple[float, np.ndarray] | None:
-        """Returns the gain and the tokens of the best patch and of the patches around it that reach
-        half its gain.
+        """Returns the gain and the tokens of the best region.
+
+        A region is the best patch with the connected patches around it that reach half its gain.
         """
         gain_P = np.maximum(self._e_MP - floor_M[:, None], 0).sum(axis=0)
         if not gain_P.any():
@@ -343,9 +350,9 @@ def highlights(passage: Passage) -> list[tuple[int, int]]:
 
 
 def printable(text: str) -> str:
-    """The text with a blank for each control character: none reaches a terminal, offsets stay.
+    r"""Replaces each control character by a blank, so that none reaches a terminal.
 
-    >>> printable("a\\tb\\x1b[2J")
+    >>> printable("a\tb\x1b[2J")
     'a b [2J'
     """
     return "".join(c if c.isprintable() else " " for c in text)
@@ -358,9 +365,15 @@ def snippet(
     width: int = 240,
     marks: tuple[str, str] = ("[", "]"),
 ) -> str:
-    """The stretch of a text with the most marked characters, whole words, marked words marked.
+    """Returns the part of a text with the most marked characters, with its marked words marked.
 
-    The ends are cut between words, so a shown text may be a little shorter than `width`.
+    It begins and ends between words, so it may be a little shorter than `width`.
+
+    Args:
+        text: Text of an item.
+        ranges: Character ranges to mark.
+        width: Maximum number of characters.
+        marks: Text before and after each marked word.
 
     >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
     'the [wing] in a [slipstream]'
@@ -381,19 +394,19 @@ def snippet(
 def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """The stretch of a text with the most marked characters, and every marked word of the text."""
+    """Returns the bounds of the part with the most marked characters, and all marked words."""
     words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
     ranges = merge(ranges)
     marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
     start, end = _densest_window(len(text), marked, width)
-    # Never half a word at either end.
+    # Words at the ends stay whole.
     start = next((w[1] for w in words if w[0] < start < w[1]), start)
     end = next((w[0] for w in words if w[0] < end < w[1]), end)
     return start, end, marked
 
 
 def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """A window of `width` characters around the run of marked words that fills it best."""
+    """Returns a window of `width` characters around the run of marked words that fills it best."""
     if length <= width or not marked:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0

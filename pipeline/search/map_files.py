@@ -33,6 +33,11 @@ def write_hit_maps(
     """Writes the similarity maps of hits; yields a line per hit: the file, or why it has none.
 
     Args:
+        folder: Path or URI of the output folder.
+        searcher: Searcher of the index.
+        query: Query of the hits.
+        hits: Hits, best first.
+        representation: Name of the representation.
         documents: See `Previews`.
 
     Raises:

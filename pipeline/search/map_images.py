@@ -40,6 +40,8 @@ def highlight(previews: Previews, map: SimilarityMap, query_token: int | None = 
     For a video it is the frame of the best passage or word; if that is speech, the waveform.
 
     Args:
+        previews: Files of the index.
+        map: Map of an item.
         query_token: Index of the query token that is mapped; None for the whole query.
 
     Raises:
@@ -78,9 +80,13 @@ def highlight_words(
     """Returns an image with words highlighted by their values and frames around some boxes.
 
     Args:
+        image: Encoded image.
+        words: W words of the item.
         values: (W,) value per word; NaN if no vector stands for it.
         best: Word or passage that selects the frame of a video: only words that are visible at the
             same time are highlighted.
+        boxes: Boxes to frame.
+        frame_colour: Colour of the frames.
     """
     page = Image.open(io.BytesIO(image)).convert("RGB")
     if (times := MIN_PIXELS // max(page.size)) > 1:  # else the frames would cover the content
@@ -112,6 +118,8 @@ def draw_waveform(
         samples: (S,) float.
         sample_rate: In Hz.
         start: Time of the first sample, in seconds of the parent.
+        map: Map of the item.
+        query_token: Index of the query token that is mapped; None for the whole query.
     """
     width, height, foot = 1200, 240, 24
     seconds = max(len(samples) / sample_rate, 1e-3)

@@ -67,6 +67,8 @@ def hit_sheet(
     an image that is missing or unreadable.
 
     Args:
+        searcher: Searcher of the index.
+        query: Query of the hits.
         rows: Title and hits of each row.
 
     Returns:

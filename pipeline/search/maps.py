@@ -167,8 +167,11 @@ def similarity_map(
     """Compares a query with the words of an item.
 
     Args:
+        searcher: Searcher of the index.
         query: A text, an image, both, or token vectors; or what `Searcher.queries` returned for
             this one query.
+        item_id: Id of the item.
+        representation: Name of the representation; default `full`, else the first.
 
     Raises:
         SpecError: The item does not exist, or lacks what a map needs: the positions of its tokens,

@@ -151,6 +151,7 @@ class SearchOptions:
         """Raises `SpecError` if the queries or the representation lack vectors of the score.
 
         Args:
+            queries: Queries transformed for the representation.
             pooled_column: Column of the representation's single vectors; None without one.
         """
         if self.score != "single" and not all(map(len, queries.tokens)):

@@ -231,14 +231,15 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path, key: str) -> PackedFile:
-        """Maps a file, after a look at everything but the vectors.
+        """Maps a file after checking everything except the vectors.
 
         Args:
-            key: what `publish` was given.
+            path: The file.
+            key: Key that `publish` was given.
 
         Raises:
-            DamagedError: it is not whole, or not of this format and key.
-            OSError: it is not there, or cannot be read.
+            DamagedError: The file is corrupted, or of another format or key.
+            OSError: The file is missing or unreadable.
         """
         if path.stat().st_size < PAGE + _SEAL.size:
             raise DamagedError("is cut short")

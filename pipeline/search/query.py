@@ -1,6 +1,4 @@
-"""Queries as vectors: encoded by an index's encoders, and transformed as a representation compares
-them.
-"""
+"""Query vectors: encoded by an index's encoders and transformed for a representation."""
 
 from __future__ import annotations
 

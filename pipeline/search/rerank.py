@@ -119,8 +119,11 @@ class Reranker:
         """Returns the k best items of each query after reranking.
 
         Args:
+            source: Index and query encoders of the items.
+            queries: All texts or all images.
             rankings: Rankings of the first stage, at least `rerank_depth` long if there are as many
                 items.
+            k: Maximum number of items per query.
         """
         candidates = [ranking.item_ids[: self.rerank_depth] for ranking in rankings]
         return [
@@ -139,6 +142,7 @@ class Reranker:
         """Returns the reading of each candidate by item id; one that cannot be read has none.
 
         Args:
+            source: Index and query encoders of the items.
             queries: All texts or all images.
             candidates: Item ids per query.
         """
@@ -237,6 +241,8 @@ def check_stored(
 
     Args:
         about: Metadata of the EDJE's folder, as `about_of` returns it.
+        folder: Folder of the EDJE.
+        index: Index of the items.
         field: Option that names the folder, for error messages.
 
     Raises:
@@ -263,8 +269,12 @@ def reordered(
     """Returns the k best items after the items that were read are sorted by their new scores.
 
     Args:
+        query: Text or image.
+        ranking: Ranking of the first stage.
         read: Readings of the candidates, by item id.
         rerank_depth: Number of candidates; those without a reading are flagged.
+        add_first_stage: Whether the score of the first stage is added.
+        k: Maximum number of items.
     """
     scores, about = list(ranking.scores), []
     problem = NO_TOKENS if isinstance(query, str) else NO_TEXT

@@ -279,6 +279,7 @@ def top_rows(
         scores: (S,) float; -inf is never among the best.
         rows: (S,) items that were scored; None for all, in order.
         order: (B,) rank of each item among equal scores.
+        k: Maximum number of positions.
         groups: (B,) group of each item; None for no groups.
 
     >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])

@@ -39,6 +39,7 @@ def open_index(
     """Opens an index for search; vectors and query encoders are loaded when first needed.
 
     Args:
+        uri: Path or URI of the index.
         version: Lance version; default the newest.
         shard: (i, n) to search only the i-th of n parts of the items; see `Index.fragments`.
         cache: Whether vectors are packed into local files (`pipeline.search.cache` says where) and
@@ -150,7 +151,9 @@ class Searcher:
         """Returns the hits of rankings.
 
         Args:
+            rankings: Rankings of the queries.
             queries: What `queries` returned for the representation.
+            representation: Name of the representation.
             explain: Whether hits carry `matches` and `passages`.
         """
         vectors = self.scorer.item_vectors if explain else None

@@ -137,11 +137,13 @@ class ShardedScorer(Scorer):
         self._firsts = np.cumsum([0, *sizes[:-1]])  # position of the first item of each shard
 
     def load(self, representation: str, score: Score = "late") -> None:
+        """Opens the vectors that a score needs in every actor."""
         self.ask(lambda actor: actor.load.remote(representation, score))
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
+        """Ranks as `Scorer.rank` does, in all actors at once."""
         # Checked here too: Ray prints the errors of actors that nobody waits for.
         options.check_vectors(queries, self._info(options.column).pooled_column)
         shared = ray.put(queries)
@@ -166,6 +168,7 @@ class ShardedScorer(Scorer):
         return [part - first for part, first in zip(parts, self._firsts, strict=True)]
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
+        """Returns the vectors (N, D) float32 of items, read by the actors that hold them."""
         shard_of_row = np.searchsorted(self._firsts, rows, side="right") - 1
         places = {i: np.flatnonzero(shard_of_row == i) for i in set(shard_of_row.tolist())}
         actors = self._open_actors()

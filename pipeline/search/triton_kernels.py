@@ -213,14 +213,39 @@ def _kernel(
     Args:
         queries: (2 if PAIR else 1, panels x M, BLOCK_D x NUM_BLOCKS), 0 beyond D.
         query_scales: (panels x M) float32.
-        query_of_fours: (panels x M / 4) int32, the place in its panel of the query they are of.
-        panel_queries: (panels, 16) int32, the row of `out` of each query of a panel, or -1.
+        query_of_fours: (panels x M / 4) int32, index in its panel of the query of four tokens.
+        panel_queries: (panels, 16) int32, row of `out` of each query of a panel, or -1.
+        values: (T, ROW), the numbers, residuals or bits of the document tokens.
+        scales: (T, 1) float32, read for int8.
+        codes: (T, 1) int32, centroid of each token, read for residuals.
+        centroids: (C, D) float16, read for residuals.
+        weights: (2^BITS,) float32, value of each residual bucket.
         documents: (B,) int64, read if CHOSEN.
-        out: scores (Q, B) with rows `out_stride` apart, or similarities (B, M) with BEST.
-        index: with BEST (B, M) int32.
-        half: numbers from the high to the low part of a query token.
-        SHORT: no document has more tokens than a slot.
-        ADD: to the scores that are there.
+        starts: (S,) int64, first token of each document.
+        lengths: (S,) int64, number of tokens of each document.
+        out: Scores (Q, B) with rows `out_stride` apart, or similarities (B, M) with BEST.
+        index: (B, M) int32 best tokens, written with BEST.
+        num_docs: B, number of documents to score.
+        num_panels: Number of panels.
+        group: Number of documents per program.
+        half: Distance from the high to the low part of a query token, in numbers.
+        out_stride: Distance between the rows of `out`, in numbers.
+        DIM: D, dimension of the vectors.
+        ROW: Width of a row of `values`.
+        KIND: Number of the codec, see `_kind`.
+        BITS: Bits per dimension of bits and residuals.
+        NORMALISED: Whether decoded residuals are scaled to unit length.
+        PAIR: Whether a query token is a pair of bfloat16, high + low.
+        CHOSEN: Whether `documents` selects some of the documents.
+        SHORT: Whether no document has more tokens than a slot.
+        BEST: Whether best tokens are written instead of scores.
+        ADD: Whether scores are added to those in `out`.
+        QUERIES: Maximum number of queries per panel, a power of two.
+        BLOCK_M: M, number of query tokens per panel.
+        SLOT: Number of document tokens per slot.
+        SLOTS: Number of slots per tile.
+        BLOCK_D: Number of dimensions per block.
+        NUM_BLOCKS: Number of blocks of dimensions.
     """
     BLOCK_N: tl.constexpr = SLOT * SLOTS
     # The panels of the same documents run side by side: the documents come from the cache.

@@ -156,11 +156,11 @@ def _check_indexes(settings: ServeSpec) -> None:
         for name in served.load:
             searcher.representation(name)
         if served.edje is not None:
-            from pipeline.rerank.edje import about_of
+            from pipeline.rerank.edje import read_metadata
             from pipeline.search.rerank import check_stored
 
             field = f"indexes.{index}.edje"
-            check_stored(about_of(served.edje, field), served.edje, searcher.index, field)
+            check_stored(read_metadata(served.edje, field), served.edje, searcher.index, field)
     check_folder(settings.evaluations)
     if settings.keys:
         Keys(settings.keys)

@@ -15,7 +15,7 @@ from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
-from pipeline.rerank.edje import ABOUT, about_of, load_joint
+from pipeline.rerank.edje import METADATA, load_joint, read_metadata
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 
 #: What is learned of a row, and how the same is called of its first stage.
@@ -29,7 +29,7 @@ def study(bench: Bench, args: Any) -> None:
     Rows are timed in turn, by their first seed's joint encoder, on random tokens.
     """
     spec = config.load(StudySpec, args.study, what="study")
-    runs = [run for run in runs_of(spec) if (_model(run) / ABOUT).is_file()]  # to their ends
+    runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # to their ends
     if not runs:
         legal = "the spec of a study of EDJEs that jobs.train has run"
         raise SpecError("study", args.study, legal, "has no trained EDJE")
@@ -114,7 +114,7 @@ def _model(run: Run) -> Path:
 
 def _num_tokens(folder: Path, args: Any) -> int:
     """Of an item of one frame; the local variant's are said by the user."""
-    adapter = about_of(folder, "study")["adapter"]
+    adapter = read_metadata(folder, "study")["adapter"]
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]
     if args.tokens is None:

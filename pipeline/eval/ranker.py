@@ -111,7 +111,7 @@ class Ranker:
         """Returns everything that the output of a second stage depends on."""
         index, reranker = self._searcher.index, self.reranker(spec)
         stored = index.content_key([RERANK_TOKENS])
-        fingerprints = reranker.about["fingerprints"]
+        fingerprints = reranker.metadata["fingerprints"]
         decides = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
         return [*decides, spec.precision] if spec.precision else decides
 

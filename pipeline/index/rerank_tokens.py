@@ -48,10 +48,10 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
 
 
 def edje_of(folder: str) -> dict[str, Any]:
-    """What the folder of an EDJE says of itself; see `pipeline.rerank.edje.about_of`."""
-    from pipeline.rerank.edje import about_of  # it needs transformers, and most jobs do not
+    """What the folder of an EDJE says of itself; see `pipeline.rerank.edje.read_metadata`."""
+    from pipeline.rerank.edje import read_metadata  # it needs transformers, and most jobs do not
 
-    return about_of(folder, "rerank")
+    return read_metadata(folder, "rerank")
 
 
 def refuse_other_adapter(folder: str, stored: RerankInfo) -> None:

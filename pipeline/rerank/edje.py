@@ -25,7 +25,7 @@ from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.joint import JointEncoder
 from pipeline.schema import Precision
 
-ABOUT = "edje.json"
+METADATA = "edje.json"
 ADAPTER = "adapter.safetensors"
 HEADS = "heads.safetensors"
 FORMAT = 1
@@ -63,7 +63,7 @@ class Edje(torch.nn.Module):
         )
         self.joint.language.save_pretrained(folder)
         self.joint.tokenizer.save_pretrained(folder)
-        about: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
             "adapter": config.dump(self.adapter.spec),
@@ -72,8 +72,8 @@ class Edje(torch.nn.Module):
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
         }
-        about["fingerprints"] = {part: fingerprint(folder, part, about) for part in PARTS}
-        (folder / ABOUT).write_text(json.dumps(about, indent=1), "utf-8")
+        metadata["fingerprints"] = {part: fingerprint(folder, part, metadata) for part in PARTS}
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1), "utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, field: str = "edje", **changes: Any) -> Edje:
@@ -88,25 +88,25 @@ class Edje(torch.nn.Module):
         Raises:
             SpecError: For `field`: the folder is not that of an EDJE, or is corrupted.
         """
-        about = about_of(folder, field)
+        metadata = read_metadata(folder, field)
         adapter = load_adapter(folder, field)
-        return cls(adapter, load_joint(folder, field, **changes), about["vision"])
+        return cls(adapter, load_joint(folder, field, **changes), metadata["vision"])
 
 
 #: The files that decide what each part computes.
 PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]}
 
 
-def fingerprint(folder: Path, part: str, about: Mapping[str, Any]) -> str:
+def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
     """Returns the hash of a part's weights and settings; of the adapter's vision encoder too."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
-    settings = {name: value for name, value in about[part].items() if name not in ignored}
-    before = about["vision"]["fingerprint"] if part == "adapter" else None
+    settings = {name: value for name, value in metadata[part].items() if name not in ignored}
+    before = metadata["vision"]["fingerprint"] if part == "adapter" else None
     files = hashed(folder, PARTS[part])
     return config.digest({"files": files, "settings": settings, "vision": before})
 
 
-def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
+def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     """Returns the metadata of a folder: settings, dimensions and fingerprints.
 
     Raises:
@@ -115,32 +115,34 @@ def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     legal = "a folder that training EDJE wrote"
     folder = Path(folder)
     try:
-        about = json.loads((folder / ABOUT).read_text("utf-8"))
-        if about["format"] != FORMAT:
-            problem = f"is of format {about['format']!r}"
+        metadata = json.loads((folder / METADATA).read_text("utf-8"))
+        if metadata["format"] != FORMAT:
+            problem = f"is of format {metadata['format']!r}"
             raise SpecError(field, str(folder), f"a folder of format {FORMAT}", problem)
-        now = {part: fingerprint(folder, part, about) for part in PARTS}
-        changed = [part for part in PARTS if about["fingerprints"][part] != now[part]]
-        _ = about["dim"], about["text_dim"], about["vision"]["dim"]
+        now = {part: fingerprint(folder, part, metadata) for part in PARTS}
+        changed = [part for part in PARTS if metadata["fingerprints"][part] != now[part]]
+        _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, SpecError):
             raise
-        problem = f"has no {ABOUT}" if isinstance(error, OSError) else f"has a damaged {ABOUT}"
+        problem = (
+            f"has no {METADATA}" if isinstance(error, OSError) else f"has a damaged {METADATA}"
+        )
         raise SpecError(field, str(folder), legal, problem) from None
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]
         what = f"has no {missing[0]}" if missing else f"has files of its {part} that were changed"
         raise SpecError(field, str(folder), f"{legal}, as it was written", what)
-    return about
+    return metadata
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
     """Loads only the adapter of a folder; see `Edje.load`."""
-    about = about_of(folder, field)
+    metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(Adapter.Spec, about["adapter"])
-        adapter = Adapter(spec, about["vision"]["dim"], about["dim"])
+        spec = config.parse(Adapter.Spec, metadata["adapter"])
+        adapter = Adapter(spec, metadata["vision"]["dim"], metadata["dim"])
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
     return adapter.eval().requires_grad_(False)
@@ -160,15 +162,15 @@ def computed_in(precision: Precision | None) -> dict[str, Any]:
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
     """Loads only the joint encoder of a folder; see `Edje.load`."""
-    about = about_of(folder, field)
+    metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(JointEncoder.Spec, about["joint"] | {"model": str(folder)} | changes)
-        joint = JointEncoder(spec, about["text_dim"], may_lack=())
+        spec = config.parse(JointEncoder.Spec, metadata["joint"] | {"model": str(folder)} | changes)
+        joint = JointEncoder(spec, metadata["text_dim"], may_lack=())
         heads = safetensors.torch.load_file(Path(folder) / HEADS)
         joint.load_state_dict(heads, strict=False)
         if set(heads) != {f"{h}.{w}" for h in ("match", "recover") for w in ("weight", "bias")}:
             raise ValueError(f"{HEADS} has other weights")
-        if joint.dim != about["dim"]:
+        if joint.dim != metadata["dim"]:
             raise ValueError(f"the model's embeddings have {joint.dim} numbers")
     return joint.eval().requires_grad_(False)
 
@@ -197,19 +199,21 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
     Raises:
         SpecError: For `field`: another adapter wrote them.
     """
-    check_adapter(about_of(folder, field), folder, written_by, field)
+    check_adapter(read_metadata(folder, field), folder, written_by, field)
 
 
 def check_adapter(
-    about: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
+    metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
     """Checks as `check_tokens` does, given the metadata of the folder."""
-    own = about["fingerprints"]["adapter"]
-    if own != written_by:
+    adapter = metadata["fingerprints"]["adapter"]
+    if adapter != written_by:
         legal = (
             f"the folder of the adapter {written_by}, or a new index with the tokens of this one"
         )
-        raise SpecError(field, str(folder), legal, f"has the adapter {own}, not that of the tokens")
+        raise SpecError(
+            field, str(folder), legal, f"has the adapter {adapter}, not that of the tokens"
+        )
 
 
 def _write(weights: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -1,14 +1,13 @@
-"""Token vectors packed in local files that searches map: made once a fragment, kept over versions.
+"""Caches token vectors in local files that searches map into memory, one per Lance fragment.
 
-Below `MAXRAY_CACHE` (a folder; default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) lies a folder
-an index and column, and in it a file (`packed_file`) a Lance fragment. A file is named after what
-its vectors are made from: data files, which never change, the column's field and its codec. So
-appending rows adds files, deleting rows changes none (what is left is known from the version that
-is open), and a column that was made anew has files of its own. Files take about the space that the
-column takes in the index, and can be removed at any time.
+`MAXRAY_CACHE` (default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) holds a folder per index and
+column, with a file (`packed_file`) per fragment. Its name is a hash of everything that its vectors
+depend on: the data files, which never change, the column's field and its codec. So appending rows
+adds files, deleting rows changes none (the open version knows the remaining rows), and a column
+that was written again has new files. The files take about as much space as the column does in the
+index, and can be removed at any time.
 
-What cannot be cached, because there is no space or the folder cannot be written, is read into
-memory, and a warning says so.
+If the folder has no space or cannot be written, vectors are read into memory, with a warning.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from pipeline.search.packed_file import (
 
 log = logging.getLogger("maxray.cache")
 
-#: Rows read at once while a file is made; a row may have a thousand vectors.
+#: Number of rows read at once while a file is written; a row may have a thousand vectors.
 BATCH_ROWS = 256
-#: Seconds for which a file is kept that the newest version does not need: an older one may.
-KEPT_SECONDS = 24 * 3600
-#: Seconds after which the use of a file is noted again.
-NOTED_SECONDS = 3600
+#: Seconds for which an unused file is kept that the newest version does not need.
+KEEP_SECONDS = 24 * 3600
+#: Seconds after which the access time of a file is updated again.
+TOUCH_SECONDS = 3600
 SUFFIX = ".packed"
 
 
@@ -262,7 +261,7 @@ def _there(
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, DamagedError) as error:
-            log.warning("%s %s; it is made anew", column.path(key), error)
+            log.warning("%s %s; it is written again", column.path(key), error)
     return found
 
 
@@ -326,7 +325,7 @@ def _touch(
         with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
             file.path.unlink()
         when_damaged()
-        legal = "a whole file (it is removed, and made anew by the next search)"
+        legal = "a whole file (it is removed, and written again by the next search)"
         raise SpecError("cache", str(file.path), legal, str(error)) from None
 
 
@@ -334,7 +333,7 @@ def _note_use(path: Path) -> None:
     """Sets the access time, which many file systems do not update, for `_remove_stale`."""
     with contextlib.suppress(OSError):
         status, now = path.stat(), time.time()
-        if now - status.st_atime > NOTED_SECONDS:
+        if now - status.st_atime > TOUCH_SECONDS:
             os.utime(path, ns=(int(now * 1e9), status.st_mtime_ns))
 
 
@@ -351,5 +350,5 @@ def _remove_stale(column: Column) -> None:
         if path.name.removesuffix(SUFFIX) in needed:
             continue
         with contextlib.suppress(OSError):
-            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEPT_SECONDS:
+            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEEP_SECONDS:
                 path.unlink()

@@ -209,7 +209,7 @@ def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class _StoredItem:
-    """What an index stores about one item.
+    """Stored columns of one item.
 
     Attributes:
         row: Table of one row.
@@ -292,7 +292,7 @@ def _words(
     starts = np.flatnonzero(np.r_[True, np.where(has_place_T[1:], moves_T, ~touches_T)])
     words = []
     for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
-        # A patch of a picture has a place and no characters, a word without places only those.
+        # An image patch has a location and no characters; other words may have only characters.
         if not has_place_T[start] and (has_place_T.any() or spans_T2[start, 0] < 0):
             continue
         sim_MS = sim_MT[:, start:stop]

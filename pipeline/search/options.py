@@ -43,7 +43,7 @@ class SearchKeywords(_CommonKeywords, Selection, total=False):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a search selects, scores, reranks and describes items.
+    """Options for selecting, scoring, reranking and describing items.
 
     Attributes:
         representation: Name of the column to search; None: `full` if it exists, else the first.

@@ -26,11 +26,11 @@ from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import (
-    about_of,
     check_adapter,
     computed_in,
     load_adapter,
     load_joint,
+    read_metadata,
 )
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision, Reranked
 from pipeline.search.options import check_count
@@ -83,7 +83,7 @@ class Reranker:
         check_count("rerank_depth", rerank_depth)
         self.folder = absolute(folder)
         self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
-        self.about = about_of(self.folder, "rerank")
+        self.metadata = read_metadata(self.folder, "rerank")
         self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
         self._vision: Encoder | None = None
 
@@ -106,7 +106,7 @@ class Reranker:
             legal = "null for such queries; a text or an image can be reranked"
             raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
         if any(isinstance(query, str) for query in readable):
-            check_stored(self.about, self.folder, index)
+            check_stored(self.metadata, self.folder, index)
         return readable
 
     def rerank(
@@ -127,7 +127,7 @@ class Reranker:
         """
         candidates = [ranking.item_ids[: self.rerank_depth] for ranking in rankings]
         return [
-            reordered(query, ranking, readings, self.rerank_depth, self.add_first_stage, k)
+            reorder(query, ranking, readings, self.rerank_depth, self.add_first_stage, k)
             for query, ranking, readings in zip(
                 queries, rankings, self.read(source, queries, candidates), strict=True
             )
@@ -161,7 +161,7 @@ class Reranker:
     ) -> list[dict[str, Reading]]:
         """Returns the readings of each text with its candidates that have tokens."""
         stored = _stored(source.index, candidates, [RERANK_TOKENS])
-        dim = self.about["dim"]
+        dim = self.metadata["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
         tokens_BVD, mask_BV = pad(flat.reshape(-1, dim), lengths)
         ids = stored["item_id"].to_pylist()
@@ -199,28 +199,30 @@ class Reranker:
         Raises:
             SpecError: An image cannot be decoded, or the EDJE's encoder cannot be loaded here.
         """
-        encoder, kept = self._encoder(source), []
+        encoder = self._encoder(source)
+        tokens_of_image: list[torch.Tensor] = []
         for image in images:
             file = io.BytesIO()
             open_query_image(image).save(file, "PNG")
             items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
             for _, batch in encoder.encode(encoder.preparer(encoder.spec)(items)):
                 tokens, mask = self._adapter.cached(batch)
-                kept.append(tokens[mask].cpu())
-        return pad(torch.cat(kept), np.array([len(tokens) for tokens in kept]))
+                tokens_of_image.append(tokens[mask].cpu())
+        lengths = np.array([len(tokens) for tokens in tokens_of_image])
+        return pad(torch.cat(tokens_of_image), lengths)
 
     def _encoder(self, source: QueryEncoderSource) -> Encoder:
         """Returns the EDJE's vision encoder; shares that of the index if it is the same."""
         if self._vision is None:
-            wanted = self.about["vision"]["fingerprint"]
+            wanted = self.metadata["vision"]["fingerprint"]
             infos = source.index.representations().values()
             same = next((info for info in infos if info.encoder.fingerprint == wanted), None)
             self._vision = source.encoder(same.name) if same else self._own_encoder()
         return self._vision
 
     def _own_encoder(self) -> Encoder:
-        encoder = ENCODERS.build(ENCODERS.resolve(self.about["vision"]["spec"]))
-        if encoder.fingerprint != self.about["vision"]["fingerprint"]:
+        encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"]))
+        if encoder.fingerprint != self.metadata["vision"]["fingerprint"]:
             legal = "the weights of the encoder that it was trained on"
             raise SpecError("rerank", self.folder, legal, "finds others in their place")
         return encoder
@@ -235,12 +237,12 @@ Reading = tuple[float, int]
 
 
 def check_stored(
-    about: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
+    metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
     """Checks that an index has the tokens of an EDJE's adapter.
 
     Args:
-        about: Metadata of the EDJE's folder, as `about_of` returns it.
+        metadata: Metadata of the EDJE's folder, as `read_metadata` returns it.
         folder: Folder of the EDJE.
         index: Index of the items.
         field: Option that names the folder, for error messages.
@@ -248,17 +250,17 @@ def check_stored(
     Raises:
         SpecError: The index has no tokens, or those of another adapter.
     """
-    there = index.rerank_columns
-    if RERANK_TOKENS not in there:
+    columns = index.rerank_columns
+    if RERANK_TOKENS not in columns:
         legal = (
             "an index with rerank_tokens; add them by"
             f" `python -m jobs.backfill SPEC.yaml rerank={folder}`"
         )
         raise SpecError(field, folder, legal, "cannot be used: there are none")
-    check_adapter(about, folder, there[RERANK_TOKENS].adapter, field)
+    check_adapter(metadata, folder, columns[RERANK_TOKENS].adapter, field)
 
 
-def reordered(
+def reorder(
     query: str | bytes,
     ranking: Ranking,
     read: Mapping[str, Reading],
@@ -276,31 +278,32 @@ def reordered(
         add_first_stage: Whether the score of the first stage is added.
         k: Maximum number of items.
     """
-    scores, about = list(ranking.scores), []
+    scores = list(ranking.scores)
+    records: list[Reranked] = []
     problem = NO_TOKENS if isinstance(query, str) else NO_TEXT
     for place, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
         joint, num_cut = read.get(item_id, (None, 0))
         is_flagged = place < rerank_depth and joint is None
-        about.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
+        records.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
         if joint is not None:
             scores[place] = joint + first if add_first_stage else joint
     order = list(range(len(scores)))
-    slots = [place for place in order if about[place].joint is not None]
+    slots = [place for place in order if records[place].joint is not None]
     best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
     for slot, place in zip(slots, best, strict=True):
         order[slot] = place
     order = order[:k]
-    kept = replace(ranking, scores=scores).take(order)
-    return replace(kept, reranked=tuple(about[place] for place in order))
+    best_items = replace(ranking, scores=scores).take(order)
+    return replace(best_items, reranked=tuple(records[place] for place in order))
 
 
 def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
     """Returns the rows of all candidates, each once."""
     item_ids = sorted({item_id for item_ids in candidates for item_id in item_ids})
-    there = [name for name in columns if name in index.schema.names]
+    stored = [name for name in columns if name in index.schema.names]
     if item_ids:
-        return index.items(item_ids, there)
-    fields = [index.schema.field(name) for name in ("item_id", *there)]
+        return index.items(item_ids, stored)
+    fields = [index.schema.field(name) for name in ("item_id", *stored)]
     return pa.schema(fields).empty_table()
 
 

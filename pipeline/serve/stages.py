@@ -368,12 +368,12 @@ class JointRanker:
             SpecError: An image cannot be read; for `edje`: the index has no tokens of this EDJE.
             TimeoutError: The deadline has passed.
         """
-        from pipeline.search.rerank import reordered
+        from pipeline.search.rerank import reorder
 
         candidates = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
         read = await self._read(edition, queries, candidates, caller)
         settings = options.rerank_depth, options.add_first_stage, options.k
-        return [reordered(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
+        return [reorder(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
 
     @returns_errors
     async def read(

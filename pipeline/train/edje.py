@@ -20,7 +20,7 @@ from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.candidates import candidate_pairs, rerank_scores
-from pipeline.rerank.edje import Edje, about_of
+from pipeline.rerank.edje import Edje, read_metadata
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
@@ -204,12 +204,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         if spec.states is not None:
             check_writable(spec.states, "states")
         if spec.start is not None:
-            about_of(spec.start, "start")
+            read_metadata(spec.start, "start")
         else:
             with config.within("joint"):
                 JointEncoder.check(spec.joint or JointEncoder.Spec())
         if spec.distillation is not None:
-            about_of(spec.distillation.teacher, "distillation.teacher")
+            read_metadata(spec.distillation.teacher, "distillation.teacher")
 
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
         """Raises `SpecError` if an adapter is one of another encoder's states."""

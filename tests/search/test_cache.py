@@ -248,7 +248,7 @@ def test_a_cut_file_is_made_anew(large, size, caplog):
     whole = path.read_bytes()
     os.truncate(path, size if size >= 0 else len(whole) + size)
     assert found(open_index(uri)) == expected
-    assert "is cut short; it is made anew" in caplog.text
+    assert "is cut short; it is written again" in caplog.text
     assert path.read_bytes() == whole
 
 
@@ -258,7 +258,7 @@ def test_a_flipped_byte_outside_the_vectors_is_found_at_opening(large, place, ca
     whole = path.read_bytes()
     change(path, place % len(whole), bytes([whole[place] ^ 1]))
     assert found(open_index(uri)) == found(open_index(uri, cache=False))
-    assert "it is made anew" in caplog.text
+    assert "it is written again" in caplog.text
     assert path.read_bytes() == whole
 
 
@@ -267,7 +267,7 @@ def test_a_file_of_another_format_is_made_anew(large, caplog):
     whole = path.read_bytes()
     change(path, 8, struct.pack("<I", FORMAT + 1))
     found(open_index(uri))
-    assert f"is not of the format {FORMAT}; it is made anew" in caplog.text
+    assert f"is not of the format {FORMAT}; it is written again" in caplog.text
     assert path.read_bytes() == whole
 
 
@@ -282,7 +282,7 @@ def test_a_damaged_block_is_found_when_it_is_read(large):
     with pytest.raises(SpecError) as caught:
         packed.item(9)
     assert caught.value.field == "cache"
-    assert "is damaged in block 1" in str(caught.value) and "made anew" in str(caught.value)
+    assert "is damaged in block 1" in str(caught.value) and "written again by" in str(caught.value)
     assert not path.exists()
     packed.item(0)
     assert found(searcher) == expected  # it opens the column again

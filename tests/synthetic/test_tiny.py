@@ -17,7 +17,7 @@ from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.candidates import candidate_pairs, rerank_scores
-from pipeline.rerank.edje import about_of, load_adapter, load_joint
+from pipeline.rerank.edje import load_adapter, load_joint, read_metadata
 from pipeline.search.searcher import open_index
 from pipeline.synthetic import tiny
 from pipeline.synthetic.shapes_data import Shapes, held_out, png
@@ -105,7 +105,7 @@ def test_the_shipped_dual_encoder_is_a_first_stage_that_leaves_work(siglip):
 def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     """Behind SaMer's eight vectors a scene, from tokens as an index keeps them."""
     folder = SHIPPED / "shapes_edje"
-    assert about_of(folder)["vision"]["fingerprint"] == colpali.fingerprint
+    assert read_metadata(folder)["vision"]["fingerprint"] == colpali.fingerprint
     scenes, captions, _ = held_out(300)
     documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
     samer = {"name": "samer", "num_vectors": 8}

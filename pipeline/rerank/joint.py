@@ -210,13 +210,13 @@ class JointEncoder(torch.nn.Module):
         num_cut = torch.zeros(len(texts), dtype=torch.int64)
         # The part of a text that is read comes first, then the truncated parts.
         for number, text in enumerate(read["overflow_to_sample_mapping"]):
-            own = 1 - np.array(read["special_tokens_mask"][number], dtype=np.int64)
+            is_text = np.array(read["special_tokens_mask"][number], dtype=np.int64) == 0
             if text == len(ids):
                 ids.append(np.array(read["input_ids"][number], dtype=np.int64))
-                is_word.append(own.astype(bool))
+                is_word.append(is_text)
             else:
-                num_cut[text] += int(own.sum())
-        lengths = np.array([len(own) for own in ids])
+                num_cut[text] += int(is_text.sum())
+        lengths = np.array([len(text_ids) for text_ids in ids])
         padded, mask = pad(np.concatenate(ids), lengths)
         return Texts(padded, mask, pad(np.concatenate(is_word), lengths)[0], num_cut)
 
@@ -252,15 +252,15 @@ class JointEncoder(torch.nn.Module):
             return words_PLD.new_zeros(*words_PLD[:, :first].shape[:2], size)
         inputs, mask_PS = self._inputs(words_PLD, text_mask_PL, tokens_PVD, mask_PV)
         num_vision, base = mask_PV.shape[1], self._base
-        own = slice(num_vision, None if first is None else num_vision + first)
+        text_rows = slice(num_vision, None if first is None else num_vision + first)
         if self.spec.attention != "sdpa":
             read = base(**inputs, attention_mask=mask_PS.long())
-            return read.last_hidden_state[:, own]
+            return read.last_hidden_state[:, text_rows]
         states_PSH = self._embedded(inputs)
         *layers, last = base.encoder.layer
         for layer in layers:
             states_PSH = _through(layer, states_PSH, mask_PS, slice(None))
-        return _through(last, states_PSH, mask_PS, own)
+        return _through(last, states_PSH, mask_PS, text_rows)
 
     def _embedded(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Computes the input of the first layer (P, S, H)."""
@@ -399,10 +399,10 @@ class JointEncoder(torch.nn.Module):
         if self.device.type == "cpu":
             budget = min(budget, CPU_BATCH_TOKENS)
         for rows in batches_by_size(sizes_P, budget):
-            own = torch.from_numpy(rows)
-            most = int(length_P[own].max())
-            shown = int(vision_P[own].max())
-            own_pairs_P2 = pairs_P2[own.to(self.device)]
+            row_R = torch.from_numpy(rows)
+            most = int(length_P[row_R].max())
+            shown = int(vision_P[row_R].max())
+            batch_pairs_P2 = pairs_P2[row_R.to(self.device)]
             part = Texts(
                 texts.ids[:, :most], texts.mask[:, :most], texts.is_word[:, :most], texts.num_cut
             )
@@ -410,11 +410,11 @@ class JointEncoder(torch.nn.Module):
                 part,
                 tokens_BVD[:, :shown],
                 mask_BV[:, :shown],
-                own_pairs_P2,
+                batch_pairs_P2,
                 words_QLD[:, :most],
             )
             is_padded = int(sizes_P[rows].min()) < most + shown
-            scores_P[own.to(self.device)] = (
+            scores_P[row_R.to(self.device)] = (
                 self.logits(*read) if layers is None else self._fast(layers, is_padded, *read)
             )
         return scores_P
@@ -449,7 +449,7 @@ class JointEncoder(torch.nn.Module):
         weights = list(base.encoder.parameters())
         if self.language.training or self.spec.attention != "sdpa":
             return None
-        now = [(own.data_ptr(), 0 if own.is_inference() else own._version) for own in weights]
+        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
         if self._laid_out[0] != now:
             linear = {type(one) for one in base.encoder.modules() if hasattr(one, "in_features")}
             is_plain = linear == {torch.nn.Linear}  # no LoRA

@@ -108,7 +108,7 @@ def _parts(ranking: Ranking, place: int, num_tokens: int) -> Parts:
 
 @dataclass(frozen=True)
 class _InputTokens:
-    """The T input tokens of an item: their locations, and which vector stands for each.
+    """The T input tokens of an item: their locations and their assignment to vectors.
 
     Attributes:
         spans, extents, confidence: Lists of T; None if they are not stored.
@@ -166,7 +166,7 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens that a vector stands for, as far as that is stored."""
+        """Returns the input tokens that are assigned to a vector, as far as that is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.support is None else input_tokens(vector, self.support, self.form)

@@ -32,12 +32,12 @@ MIN_HIGHLIGHT = 2 / 3
 
 #: Span of image patches, which have no characters.
 NO_SPAN = (-1, -1)
-#: Stored assignment of an input token that no vector stands for.
+#: Stored assignment of an input token that has no vector.
 DROPPED = 65535
 
 
 def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
-    """Returns the input tokens that a compressed vector stands for.
+    """Returns the input tokens that are assigned to a compressed vector.
 
     Args:
         token: Index of the compressed vector.
@@ -54,7 +54,7 @@ def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
 
 
 def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
-    """Returns the compressed vector that stands for each input token, or -1: (T,) int64.
+    """Returns the compressed vector that each input token is assigned to, or -1: (T,) int64.
 
     Args:
         support: Stored assignment of the item.
@@ -151,7 +151,7 @@ def find_passages(
         gain(W) = sum over m of max(0, max_{t in W} e_mt - f_m)
         cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
 
-    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token of the item is no match.
+    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token does not match.
     f_m is the best e_mt inside the passages found before. The first passage has the highest gain
     minus cost; another one follows only if its gain is `MIN_SHARE` of the sum of all c_m.
 
@@ -161,7 +161,7 @@ def find_passages(
     Args:
         query_tokens: Texts of the M query tokens.
         sim_MN: Similarities of the M query tokens with the N vectors of the item.
-        output_T: The vector that stands for each of T input tokens; -1 for none.
+        output_T: The vector that each of T input tokens is assigned to; -1 for none.
         spans_T2: Characters of each input token in `text`; -1 for image patches.
         extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token; NaN without.
         text: Text of the item, by which passages are widened to whole words.

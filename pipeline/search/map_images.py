@@ -82,7 +82,7 @@ def highlight_words(
     Args:
         image: Encoded image.
         words: W words of the item.
-        values: (W,) value per word; NaN if no vector stands for it.
+        values: (W,) value per word; NaN if it has no vector.
         best: Word or passage that selects the frame of a video: only words that are visible at the
             same time are highlighted.
         boxes: Boxes to frame.

@@ -63,8 +63,8 @@ def hit_sheet(
 ) -> tuple[bytes, int]:
     """Draws the images of hits, best first: a row per list of hits.
 
-    Above each image are its rank, the rank before reranking, and its score. The id stands in for
-    an image that is missing or unreadable.
+    Above each image are its rank, the rank before reranking, and its score. The id replaces an
+    image that is missing or unreadable.
 
     Args:
         searcher: Searcher of the index.

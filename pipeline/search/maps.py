@@ -1,8 +1,8 @@
 """Similarity maps: how the words of an item match a query, and what each adds to its score.
 
-A map compares each query token with each *input* token of an item through the vector that stands
-for it: the token's own vector or, in a compressed representation, the vector that it is assigned
-to. A map of a compressed item therefore shows what its few vectors still distinguish.
+A map compares each query token with each *input* token of an item through the token's vector or, in
+a compressed representation, the vector that the token is assigned to. So the map of a compressed
+item shows what its few vectors still distinguish.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Word:
         span: Its characters in the item's text; `NO_SPAN` for an image patch.
         box: x0 y0 x1 y1 in [0, 1] of the page, image or frame; None if it is not visible.
         times: Start and end in seconds of the parent; None if it has no time.
-        similarities: (M,) best similarity of the word's tokens with each query token; NaN if no
-            vector stands for them.
+        similarities: (M,) best similarity of the word's tokens with each query token; NaN if they
+            have no vector.
         credit: Share of the late-interaction score that the word's vectors add, summed over the
             query tokens. Each of several words that share a vector has all of its credit.
         contribution: The same for the score beyond its mean, see `explain.contributions`: small
@@ -251,7 +251,7 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
 
 
 def _outputs(item: _StoredItem, info: RepresentationInfo) -> np.ndarray:
-    """Returns the vector that stands for each input token, or -1: (T,)."""
+    """Returns the vector that each input token is assigned to, or -1: (T,)."""
     if info.is_uncompressed:
         return np.arange(item.num_tokens)
     assignment = item.value(info.support_column)

@@ -14,7 +14,7 @@ from pipeline.search.representations import representation_info
 Score = Literal["late", "single", "hybrid"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
-#: Weights of the single and the late score in the hybrid score.
+#: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL: Weights = (1.0, 1.0)
 LEGAL_WEIGHTS = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
@@ -49,8 +49,8 @@ class SearchOptions:
         representation: Name of the column to search; None: `full` if it exists, else the first.
         k: Maximum number of hits.
         score: "late", "single" or "hybrid"; see `pipeline.search.score`.
-        weights: Weights of the single and the late score in the hybrid score. An item that lacks
-            either has no hybrid score, whatever their weights.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score. An item that
+            lacks either has no hybrid score, whatever the weights.
         group_by: "parent" returns the k best parents, each with its best item.
         filter: Lance SQL expression over the item columns, such as "modality = 'text'".
         ids: Ids of the items that can be hits; unknown ids are ignored. An item must pass the
@@ -106,7 +106,7 @@ class SearchOptions:
         parents: Collection[str] | None = None,
         **others: Unpack[_CommonKeywords],
     ) -> SearchOptions:
-        """Returns the options that the keyword arguments of the Python interface stand for."""
+        """Creates options from the keyword arguments of the Python interface."""
         return cls(
             representation,
             filter=filter,
@@ -120,7 +120,7 @@ class SearchOptions:
         """Returns the options with the name of a representation of the index.
 
         Raises:
-            SpecError: There is no such representation, or it is only for reranking.
+            SpecError: The representation does not exist, or is only for reranking.
         """
         return replace(self, representation=representation_info(index, self.representation).name)
 

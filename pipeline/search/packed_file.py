@@ -70,7 +70,7 @@ class PackedWriter:
         layout: Type and width of each part of a vector.
 
     Raises:
-        OSError: There is no space, or the folder cannot be written. The methods raise it too.
+        OSError: The folder has no space or cannot be written. The methods raise it too.
     """
 
     def __init__(self, folder: Path, layout: Layout):
@@ -330,7 +330,7 @@ def _checksum(*sections: bytes | memoryview) -> int:
 
 @contextlib.contextmanager
 def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Closes a file even if there is no space for its buffered data."""
+    """Closes a file even if the disk has no space for its buffered data."""
     try:
         yield file
     finally:

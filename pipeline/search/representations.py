@@ -11,7 +11,7 @@ def representation_info(index: Index, name: str | None = None) -> Representation
     """Returns a representation to search; default `full`, else the first.
 
     Raises:
-        SpecError: There is no such representation, or it is only for reranking.
+        SpecError: The representation does not exist, or is only for reranking.
     """
     infos = index.representations()
     if name is None:

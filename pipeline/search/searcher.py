@@ -48,7 +48,7 @@ def open_index(
 
     Raises:
         SpecError: The index is missing, corrupted or newer than this version of the software, or
-            there is no such shard or device.
+            the shard or device does not exist.
     """
     return Searcher(Index(uri, version), shard=shard, cache=cache, device=device)
 
@@ -171,7 +171,7 @@ class Searcher:
         """Returns the metadata of a representation; default `full`, else the first.
 
         Raises:
-            SpecError: There is no such representation, or it is only for reranking.
+            SpecError: The representation does not exist, or is only for reranking.
         """
         return representation_info(self.index, name)
 

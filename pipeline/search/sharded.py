@@ -123,7 +123,7 @@ class _Shard:
 
 
 class ShardedScorer(Scorer):
-    """Scores items in actors, each of which holds the vectors of a shard.
+    """Scores items in actors; each actor holds the vectors of a shard.
 
     Args:
         items: All items of the index.
@@ -147,10 +147,10 @@ class ShardedScorer(Scorer):
         # Checked here too: Ray prints the errors of actors that nobody waits for.
         options.check_vectors(queries, self._info(options.column).pooled_column)
         shared = ray.put(queries)
-        scoring = options.without_selection()  # `rows` stands for it
+        scoring = options.without_selection()  # `rows` replaces it
         calls = [
-            actor.rank.remote(shared, scoring, own)
-            for actor, own in zip(self._open_actors(), self._split(rows), strict=True)
+            actor.rank.remote(shared, scoring, shard_rows)
+            for actor, shard_rows in zip(self._open_actors(), self._split(rows), strict=True)
         ]
         counted = [
             [replace(ranking, rows=ranking.rows + first) for ranking in rankings]
@@ -222,7 +222,7 @@ def machine_shares(num_actors: int, device: str) -> Shares:
     `RAY_ADDRESS` names each takes the default, one CPU and GPU, and may have to wait for them.
 
     Raises:
-        SpecError: There is no GPU for the device.
+        SpecError: The device needs a GPU, and the machine has none.
     """
     if os.environ.get("RAY_ADDRESS"):
         return {}

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config import SpecError, parse
 from pipeline.rerank.candidates import candidate_pairs, rerank_scores
-from pipeline.rerank.edje import ABOUT, ADAPTER, HEADS, Edje, check_tokens, load_adapter
+from pipeline.rerank.edje import ADAPTER, HEADS, METADATA, Edje, check_tokens, load_adapter
 from pipeline.rerank.joint import JointEncoder
 from tests.rerank.models import FAMILIES, edje, joint_encoder, language_model
 
@@ -349,7 +349,7 @@ def test_what_was_saved_is_loaded(tmp_path, kind):
 
 def test_fingerprints_tell_adapters_and_joint_encoders_apart(tmp_path, folder):
     path, made = folder
-    first = json.loads((path / ABOUT).read_text("utf-8"))["fingerprints"]
+    first = json.loads((path / METADATA).read_text("utf-8"))["fingerprints"]
     changes = {}
     for name in ("same", "adapter", "joint", "vision", "settings"):
         if name == "adapter":
@@ -363,7 +363,7 @@ def test_fingerprints_tell_adapters_and_joint_encoders_apart(tmp_path, folder):
         elif name == "settings":
             made.adapter.spec = made.adapter.spec.model_copy(update={"max_tokens": 9})
         made.save(tmp_path / name)
-        changes[name] = json.loads((tmp_path / name / ABOUT).read_text("utf-8"))["fingerprints"]
+        changes[name] = json.loads((tmp_path / name / METADATA).read_text("utf-8"))["fingerprints"]
     assert changes["same"] == first
     assert changes["adapter"]["adapter"] != first["adapter"]
     assert changes["adapter"]["joint"] == first["joint"] != changes["joint"]["joint"]
@@ -383,19 +383,19 @@ def test_a_folder_that_is_none_or_damaged_is_one_error(folder, tmp_path):
                 load(path, "start")
             assert error.value.field == "start"
 
-    with pytest.raises(SpecError, match=f"edje: .*nowhere.* has no {ABOUT}"):
+    with pytest.raises(SpecError, match=f"edje: .*nowhere.* has no {METADATA}"):
         Edje.load(tmp_path / "nowhere")
-    about = (path / ABOUT).read_text("utf-8")
+    about = (path / METADATA).read_text("utf-8")
     for damaged, said in (
-        (about[:40], f"has a damaged {ABOUT}"),
-        ("{}", f"has a damaged {ABOUT}"),
-        ("[]", f"has a damaged {ABOUT}"),
+        (about[:40], f"has a damaged {METADATA}"),
+        ("{}", f"has a damaged {METADATA}"),
+        ("[]", f"has a damaged {METADATA}"),
         (about.replace('"format": 1', '"format": 9'), "is of format 9; .* format 1"),
         (about.replace('"num_tokens": 3', '"num_tokens": 2'), "its adapter that were changed"),
     ):
-        (path / ABOUT).write_text(damaged, "utf-8")
+        (path / METADATA).write_text(damaged, "utf-8")
         refused(said)
-    (path / ABOUT).write_text(about, "utf-8")
+    (path / METADATA).write_text(about, "utf-8")
     for name, part in ((ADAPTER, "adapter"), (HEADS, "joint"), ("model.safetensors", "joint")):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(whole[:-9])

@@ -80,17 +80,17 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     args = parser.parse(arguments)
     for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if given and (args.run or args.queries or args.json):
-            parser.error(f"{option} is for one query, without --run and --json")
+            parser.error(f"{option} requires a single query and no --run or --json")
     for option in ("pool", "add_first_stage", "precision"):
         if getattr(args, option) and not args.rerank:
-            parser.error(f"--{option.replace('_', '-')} is for --rerank edje=FOLDER")
+            parser.error(f"--{option.replace('_', '-')} requires --rerank edje=FOLDER")
     if args.save_sheet and not (args.query and not args.image):
-        parser.error("--save-sheet is for a query in words")
+        parser.error("--save-sheet requires a text query")
     if args.json and args.run:
-        parser.error("--json is of printed hits, without --run")
+        parser.error("--json cannot be combined with --run")
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
         several = "QUERY, --image or both, --queries and --query-vectors"
-        parser.error(f"one of {several} is needed, and only one")
+        parser.error(f"exactly one of {several} is required")
     check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
@@ -134,7 +134,7 @@ def _reranker(args: Namespace) -> Reranker | None:
         return None
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
-        raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
+        raise SpecError("rerank", args.rerank, "edje=FOLDER, where FOLDER holds a trained EDJE")
     from pipeline.schema import POOL
     from pipeline.search.rerank import Reranker
 

@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     if args.device == "cpu" and on_gpu:
-        raise SpecError("device", "cpu", "cuda, or CUDA_VISIBLE_DEVICES= for the CPU's figures")
+        raise SpecError("device", "cpu", "cuda, unless CUDA_VISIBLE_DEVICES is empty")
     by_device = ["passes", "latency"] if on_gpu else ["paths"]
     if args.plot and not args.study:
-        raise SpecError("plot", str(args.plot), "null, or beside --study", "has nothing to draw")
+        raise SpecError("plot", str(args.plot), "used with --study")
     only = ["latency"] if args.latency else args.only or by_device
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")

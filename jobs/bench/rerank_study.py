@@ -14,7 +14,7 @@ from jobs.bench.harness import Bench, table
 from jobs.bench.rerank_run import median_p95, milliseconds, random_pool, scores_on_cpu
 from pipeline import config
 from pipeline.atomic import write_atomic
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.rerank.edje import ABOUT, about_of, load_joint
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
@@ -32,8 +32,8 @@ def study(bench: Bench, args: Any) -> None:
     spec = config.load(StudySpec, args.study, what="study")
     runs = [run for run in runs_of(spec) if (_model(run) / ABOUT).is_file()]  # to their ends
     if not runs:
-        legal = "the spec of a study of EDJEs that jobs.train has run"
-        raise SpecError("study", args.study, legal, "has no trained EDJE")
+        rule = "the spec of a study of EDJEs that jobs.train has run"
+        raise SpecError("study", args.study, rule, "has no trained EDJE")
     rows = {row.name: row for row in rows_of(runs)}
     folders = {run.row: _model(run) for run in reversed(runs)}
     joints = {name: load_joint(folders[name], "study") for name in rows}
@@ -119,5 +119,5 @@ def _num_tokens(folder: Path, args: Any) -> int:
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]
     if args.tokens is None:
-        raise SpecError("tokens", None, "how many an item has in the local variant", "is missing")
+        raise MissingField("tokens", None, "the number of tokens per item in the local variant")
     return args.tokens[0]

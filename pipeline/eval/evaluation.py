@@ -332,7 +332,7 @@ def _count(index: Index, where: str | None) -> int:
     with filtering(index, where) as condition:
         number = index.dataset.count_rows(filter=condition)
     if where is not None and not number:
-        raise SpecError("where", where, "a filter that lets items through", "lets none through")
+        raise SpecError("where", where, "a filter that matches items", "matches none")
     return number
 
 
@@ -354,8 +354,8 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
         if grade > 0
     }
     if not relevant:
-        legal = "judgments with a grade above 0 for at least one query"
-        raise SpecError("benchmark", spec.benchmark.name, legal, "has no relevant document")
+        rule = "a benchmark with a grade above 0 for at least one query"
+        raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
     hopeless = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
     if hopeless:
         yield f"{hopeless} queries have no relevant document and score 0 in every row"

@@ -36,8 +36,8 @@ def queries_by_kind(
     is_key = kinds.startswith(METADATA)
     column = "metadata" if is_key else kinds
     if not is_key and kinds not in columns:
-        legal = f"{', '.join(columns)}, or {METADATA}KEY"
-        raise SpecError("kinds", kinds, legal, "is no column of text")
+        rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("kinds", kinds, rule, "is not a text column")
     key, keys = kinds.removeprefix(METADATA), set()
     kinds_of: dict[str, set[str]] = {}
     for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), where=where):
@@ -49,8 +49,8 @@ def queries_by_kind(
                 value = fields.get(key)
             kinds_of.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
-        legal = ", ".join(f"{METADATA}{name}" for name in sorted(keys)) or "a column: no metadata"
-        raise SpecError("kinds", kinds, legal, "is in no item's metadata")
+        names = [f"{METADATA}{name}" for name in sorted(keys)]
+        raise SpecError.unknown_name("kinds", kinds, names, "is not in the metadata of any item")
     groups: dict[str, list[str]] = {}
     for query_id in judged.queries:
         relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]

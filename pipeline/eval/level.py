@@ -41,16 +41,15 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judgments that name items or parents of the index (with `where`, of those that it"
-            " lets through)",
-            f"finds none of the {len(named):,} judged ids in the index",
+            "a level whose ids are in the index (and match `where`)",
+            f"has none of the {len(named):,} judged ids",
         )
     if asked != "auto":
         if not found[asked]:
             (other,) = {"parent", "item"} - {asked}
             number = f"{len(found[other]):,} of the {len(named):,} judged ids"
-            problem = f"finds no judged id in the index; {number} are {other}s"
-            raise SpecError("judged", asked, f"judged={other}", problem)
+            problem = f"matches no judged id ({number} are {other}s)"
+            raise SpecError("judged", asked, f"{other}", problem)
         return asked
     only_items, only_parents = items - found["parent"], found["parent"] - items
     if only_items and not only_parents:
@@ -61,8 +60,8 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judged=parent or judged=item",
-            f"is ambiguous: of {len(named):,} judged ids {len(parents):,} are parents and"
-            f" {len(items):,} are items",
+            "parent or item",
+            f"is ambiguous (of {len(named):,} judged ids, {len(parents):,} are parents and"
+            f" {len(items):,} are items)",
         )
     return "parent"

@@ -103,7 +103,7 @@ class Ranker:
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
             except SpecError as error:  # of one of several
                 field = f"rerank.{self._spec.rerank.index(spec)}.model"
-                raise SpecError(field, error.value, error.legal, error.problem) from None
+                raise error.at(field) from None
             self._joints[which] = reranker
         return self._joints[which]
 
@@ -245,8 +245,8 @@ def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
     vectors = read_query_vectors(spec.query_vectors)
     for query_id in judged.queries:
         if query_id not in vectors:
-            legal = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, legal, "is judged and has no vectors")
+            rule = "vectors for every judged query"
+            raise SpecError("query_vectors", query_id, rule, "has none")
     return [vectors[query_id] for query_id in judged.queries]
 
 

@@ -395,16 +395,16 @@ def read_results(output: str, field: str) -> Evaluation:
     Raises:
         SpecError: for `field`: there is none, or it is damaged.
     """
-    legal = "the output folder of jobs.evaluate"
+    rule = "the output folder of jobs.evaluate"
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = json.load(file)
         results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
-        raise SpecError(field, output, legal, f"holds no {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise SpecError(field, output, legal, f"holds a damaged {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 
 def _result(row: dict[str, Any]) -> Result:

@@ -109,26 +109,26 @@ def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     Raises:
         SpecError: for `field`: it is none that training wrote, or files are not what was written.
     """
-    legal = "a folder that training EDJE wrote"
+    rule = "a folder written by EDJE training"
     folder = Path(folder)
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         if about["format"] != FORMAT:
-            problem = f"is of format {about['format']!r}"
-            raise SpecError(field, str(folder), f"a folder of format {FORMAT}", problem)
+            problem = f"has the format {about['format']!r}"
+            raise SpecError(field, str(folder), f"an EDJE of format {FORMAT}", problem)
         now = {part: fingerprint(folder, part, about) for part in PARTS}
         changed = [part for part in PARTS if about["fingerprints"][part] != now[part]]
         _ = about["dim"], about["text_dim"], about["vision"]["dim"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, SpecError):
             raise
-        problem = f"has no {ABOUT}" if isinstance(error, OSError) else f"has a damaged {ABOUT}"
-        raise SpecError(field, str(folder), legal, problem) from None
+        problem = f"has no {ABOUT}" if isinstance(error, OSError) else f"has a corrupted {ABOUT}"
+        raise SpecError(field, str(folder), rule, problem) from None
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]
-        what = f"has no {missing[0]}" if missing else f"has files of its {part} that were changed"
-        raise SpecError(field, str(folder), f"{legal}, as it was written", what)
+        what = f"has no {missing[0]}" if missing else f"has modified files of its {part}"
+        raise SpecError(field, str(folder), f"{rule} and unmodified", what)
     return about
 
 
@@ -178,9 +178,9 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (safetensors.SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
-        legal = "a folder that training EDJE wrote"
+        rule = "a folder written by EDJE training"
         problem = f"cannot be read ({config.first_line(error)})"
-        raise SpecError(field, str(folder), legal, problem) from None
+        raise SpecError(field, str(folder), rule, problem) from None
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
@@ -198,10 +198,8 @@ def check_adapter(
     """`check_tokens` of a folder that was looked at before: `about` is what it says of itself."""
     own = about["fingerprints"]["adapter"]
     if own != written_by:
-        legal = (
-            f"the folder of the adapter {written_by}, or a new index with the tokens of this one"
-        )
-        raise SpecError(field, str(folder), legal, f"has the adapter {own}, not that of the tokens")
+        rule, problem = f"an EDJE with the index's adapter {written_by}", f"has the adapter {own}"
+        raise SpecError(field, str(folder), rule, problem)
 
 
 def _write(weights: Mapping[str, torch.Tensor], path: Path) -> None:

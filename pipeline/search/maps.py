@@ -257,29 +257,30 @@ class Previews:
         columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
         (item,) = self.index.items([item_id], columns).to_pylist() or [None]
         if item is None:
-            raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
+            raise SpecError("item_id", item_id, "the id of an item in the index")
         item["metadata"] = json.loads(item["metadata"] or "{}")
         source = self._source(item["source"])
         try:
             if self._only_indexed and source.content_of(item) != content_in(item["revision"]):
-                legal = "the file as it was indexed"
-                raise SpecError("documents", item["parent_id"], legal, "has changed since")
+                rule = "the file that was indexed"
+                raise SpecError("documents", item["parent_id"], rule, "has changed since")
             return read(source, item)
         except (Unreadable, OSError) as error:
             if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:
-                legal = "a page, a photo, a video or a sound"
-                raise SpecError("item_id", item_id, legal, error.detail) from None
+                rule = "a page, an image, a video or an audio file"
+                raise SpecError("item_id", item_id, rule, note=f" ({error.detail})") from None
             problem = f"has no readable {item['parent_id']} ({first_line(error)})"
-            legal = f"where they lie now: --documents {item['source']}=FOLDER"
-            raise SpecError("documents", source.spec.path, legal, problem) from None
+            note = f"; pass their folder as --documents {item['source']}=FOLDER"
+            rule = "the folder of the indexed files"
+            raise SpecError("documents", source.spec.path, rule, problem, note) from None
 
     def _source(self, collection: str) -> Source:
         if collection not in self._sources:
             spec = next((s for s in self._specs() if collection in _collections(s)), None)
             moved = self._documents.get(collection, self._documents.get(""))
             if spec is None:
-                legal = f"the folder of the collection {collection}"
-                raise SpecError("documents", moved, legal, "is not known")
+                rule = f"a mapping with the folder of the collection {collection}"
+                raise SpecError("documents", moved, rule, "lacks it")
             if moved:
                 with within("documents"):
                     existing_root(absolute(moved))
@@ -616,10 +617,10 @@ def _row(searcher: Searcher, item_id: str, info: RepresentationInfo) -> Any:
     needed = [*positions.values(), info.support_column, name, info.text_column]
     table = searcher.index.items([item_id], [c for c in needed if c in schema.names])
     if not table.num_rows:
-        raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
+        raise SpecError("item_id", item_id, "the id of an item in the index")
     if _num_tokens(table, positions) is None:
-        legal = "an item of an index that keeps positions, made by an encoder of words or patches"
-        raise SpecError("item_id", item_id, legal, "has no words and no patches")
+        rule = "an item with stored token positions (keep_positions)"
+        raise SpecError("item_id", item_id, rule, "has none")
     if not table[name].is_valid()[0].as_py():
         raise SpecError("item_id", item_id, f"an item with vectors in {name}", "has none")
     return table.combine_chunks()
@@ -639,8 +640,8 @@ def _outputs(row: Any, info: RepresentationInfo) -> np.ndarray:
     if info.is_uncompressed:
         return np.arange(num_tokens)
     if info.support_column not in row.column_names:
-        legal = "a representation with its support (keep_support)"
-        raise SpecError("representation", info.name, legal, "has no support")
+        rule = "a representation with stored token assignments (keep_support)"
+        raise SpecError("representation", info.name, rule, "has none")
     return outputs_of(row[info.support_column][0].as_py(), info.support_form, num_tokens)
 
 

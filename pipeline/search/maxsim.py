@@ -190,7 +190,7 @@ def _kernels(packed: PackedVectors) -> ModuleType | None:
 def _backend(wanted: str | None, packed: PackedVectors) -> str:
     there = backends(packed)
     if wanted is not None and wanted not in there:
-        raise ValueError(f"backend {wanted!r} cannot score this; legal: {', '.join(there)}")
+        raise ValueError(f"backend must be one of {', '.join(there)}, got {wanted!r}")
     return wanted or there[-1]
 
 
@@ -199,7 +199,7 @@ def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Ten
     for query in queries:
         if query.ndim != 2 or query.shape[1] != packed.dim:
             shape = tuple(query.shape)
-            raise ValueError(f"a query has the shape {shape}; legal: (tokens, {packed.dim})")
+            raise ValueError(f"queries must have the shape (tokens, {packed.dim}), got {shape}")
     return torch.cat(list(queries)).to(packed.device, torch.float32)
 
 

@@ -84,8 +84,8 @@ class Filters:
                 else:
                     process.kill()
         if "died" in reply:
-            legal = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
-            raise SpecError("where", where, legal, "cannot be evaluated")
+            rule = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
+            raise SpecError("where", where, rule, "cannot be evaluated")
         if "error" in reply:
             raise SpecError(*reply["error"])
         return pa.ipc.open_stream(reply["ids"]).read_all()["item_id"]
@@ -136,7 +136,7 @@ def _reply(uri: str, edition: list[Any], shard: list[int] | None, where: str) ->
         fragments = index.fragments((shard[0], shard[1]) if shard else None)
         table = pa.table({"item_id": matching_ids(index, where, fragments)})
     except SpecError as error:
-        return {"error": (error.field, error.value, error.legal, error.problem)}
+        return {"error": (error.field, error.value, error.rule, error.problem, error.note)}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -410,7 +410,7 @@ class JointRanker:
                     raise
                 # The EDJE, its encoder or its tokens: the caller can do nothing about it.
                 log.error("edje: %s", error)
-                raise SpecError("edje", error.value, error.legal, error.problem) from None
+                raise error.at("edje") from None
         return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in chunks]
 
     def _read_some(

@@ -45,7 +45,7 @@ class Answer(BaseModel):
 # -- errors ----------------------------------------------------------------------------------------
 
 Code = Literal[
-    "invalid_argument",  # 422: a field is not legal; `field` names it
+    "invalid_argument",  # 422: a field is invalid; `field` names it
     "bad_request",  # 400: no JSON, or not of this form
     "unauthenticated",  # 401: no key, or none that is known
     "forbidden",  # 403: the key is not for this

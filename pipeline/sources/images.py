@@ -117,8 +117,8 @@ class Images(MediaSource["Images.Spec"]):
         is_manifest = root.lower().endswith((manifests.TABLE, *self.lists))
         if fs.isdir(root) or not is_manifest:
             if self.spec.images:
-                legal = "no `images` where `path` is not a manifest"
-                raise SpecError("images", self.spec.images, legal)
+                rule = "null unless `path` is a manifest"
+                raise SpecError("images", self.spec.images, rule)
             return
         if fs.size(root) == 0:
             raise SpecError("path", self.spec.path, "a manifest of at least one row", "is empty")
@@ -128,7 +128,7 @@ class Images(MediaSource["Images.Spec"]):
                 if not fs.isdir(folder):
                     raise SpecError("path", self.spec.images, "a folder", "is a file")
             except SpecError as error:
-                raise SpecError("images", error.value, error.legal, error.problem) from None
+                raise error.at("images") from None
 
     def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
         """The shards of an archive or of a manifest."""

@@ -152,14 +152,14 @@ class MediaSource(Source[MediaSpecT]):
     def check(self) -> None:
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
-        legal = (*self.suffixes, *self.containers)
-        if not fs.isdir(root) and not root.lower().endswith((*legal, *self.lists)):
-            kinds = ", ".join((*legal, *self.lists))
+        rule = (*self.suffixes, *self.containers)
+        if not fs.isdir(root) and not root.lower().endswith((*rule, *self.lists)):
+            kinds = ", ".join((*rule, *self.lists))
             raise SpecError("path", self.spec.path, f"a folder, or a file that ends in {kinds}")
         if next(self._files(), ("", None)) == ("", None):
-            kinds = ", ".join(legal)
+            kinds = ", ".join(rule)
             raise SpecError(
-                "path", self.spec.path, f"a folder with files that end in {kinds}", "holds none"
+                "path", self.spec.path, f"a folder with files that end in {kinds}", "contains none"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:

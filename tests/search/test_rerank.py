@@ -195,19 +195,23 @@ def test_what_is_refused(tmp_path, uri, dual, model, photos):
     """In one sentence, and before anything is encoded."""
     searcher, reranker = open_index(uri), Reranker(model)
     plain = index_captioned(tmp_path / "plain", dual, photos)
-    with pytest.raises(SpecError, match=r"there are none; legal: .*jobs\.backfill SPEC.yaml rer"):
+    with pytest.raises(
+        SpecError,
+        match=r"an index without rerank_tokens, got"
+        r" .*jobs\.backfill SPEC.yaml rer",
+    ):
         open_index(plain).search(TEXT, rerank=reranker, **HOW)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
-    with pytest.raises(SpecError, match="rerank: .* has the adapter .*, not that of the tokens"):
+    with pytest.raises(SpecError, match="rerank must be .*the index's adapter .* has the adapter"):
         searcher.search(TEXT, rerank=other, **HOW)
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
-        with pytest.raises(SpecError, match="rerank: .* needs the query as it was written"):
+        with pytest.raises(SpecError, match="rerank must be .*reads the query itself"):
             searcher.search(query, "hpool_4", rerank=reranker)
-    with pytest.raises(SpecError, match="pool: 0 is not legal; legal: an integer >= 1"):
+    with pytest.raises(SpecError, match="pool must be an integer >= 1, got 0"):
         Reranker(model, 0)
-    with pytest.raises(SpecError, match="rerank: .* has no edje.json"):
+    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
         Reranker(str(tmp_path))
-    with pytest.raises(SpecError, match="k: 0 is not legal"):
+    with pytest.raises(SpecError, match="k must be an integer >= 1, got 0"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # A picture needs no tokens of the items.
     assert open_index(plain).search(photos["1.png"], rerank=reranker, **HOW)[0].reranked
@@ -256,7 +260,7 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
     assert "tokens longer than what the reranker reads" in capsys.readouterr().out
     for wrong in ("maxsim", "edje", f"x={model}"):
-        with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
+        with pytest.raises(SpecError, match="rerank must be edje=FOLDER"):
             search.main([uri, TEXT, "--rerank", wrong])
 
 
@@ -304,12 +308,16 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     written.unlink()
     search.main([*given, "--where", "item_id = 'x'"])
     assert "sheet: none; there are no hits" in capsys.readouterr().out and not written.exists()
-    with pytest.raises(SpecError, match=r"save-sheet: .*y.txt.*legal: a file that ends with .png"):
+    with pytest.raises(
+        SpecError,
+        match=r"save-sheet must be a file that ends with .png, got"
+        r" .*y.txt",
+    ):
         search.main([*given[:-1], str(tmp_path / "y.txt")])
     for alone in (["--pool", "3"], ["--add-first-stage"], ["--precision", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             search.main([uri, TEXT, *alone])
-        said = f"{alone[0]} is for --rerank edje=FOLDER"
+        said = f"{alone[0]} requires --rerank edje=FOLDER"
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
         with pytest.raises(SystemExit) as stopped:
@@ -371,8 +379,11 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     assert "edje_3" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
     for wrong, sentence in (
-        ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
-        ([{"model": str(tmp_path)}], "^rerank.0.model: .* has no edje.json"),
+        (
+            [rerank[0], rerank[0]],
+            "rerank must be unique .*, got 'edje_3', which occurs twice",
+        ),
+        ([{"model": str(tmp_path)}], "^rerank.0.model must be .*, which has no edje.json"),
     ):
         with pytest.raises(SpecError, match=sentence):
             run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

@@ -142,12 +142,12 @@ class Store:
         limits = self._settings.limits
         if asked.k > limits.max_k:
             raise ApiError(
-                "invalid_argument", f"k: {asked.k} is too many; legal: {limits.max_k}", "k"
+                "invalid_argument", f"k must be at most {limits.max_k}, got {asked.k}", "k"
             )
         for name, text in (asked.queries or {}).items():
             if len(text) > limits.max_query_chars or not text.strip():
                 rule = f"texts with a word, of {limits.max_query_chars:,} characters at most"
-                message = f"queries: {name!r} is not legal; legal: {rule}"
+                message = f"queries must be {rule}, got another for {name!r}"
                 raise ApiError("invalid_argument", message, "queries")
 
     def _key_of(self, name: str) -> str | None:

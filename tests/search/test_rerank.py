@@ -231,7 +231,7 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
-    """Printed, as JSON and as a run; a picture; and what is not legal."""
+    """Printed, as JSON and as a run; a picture; and invalid requests."""
     given = [uri, "--score", "single", "--rerank", f"edje={model}", "--pool", "4"]
     reranker = Reranker(model, 4)
     found = open_index(uri).search(TEXT, rerank=reranker, score="single")

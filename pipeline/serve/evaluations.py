@@ -146,7 +146,7 @@ class Store:
             )
         for name, text in (asked.queries or {}).items():
             if len(text) > limits.max_query_chars or not text.strip():
-                rule = f"texts with a word, of {limits.max_query_chars:,} characters at most"
+                rule = f"texts with a word and at most {limits.max_query_chars:,} characters"
                 message = f"queries must be {rule}, got another for {name!r}"
                 raise ApiError("invalid_argument", message, "queries")
 

@@ -80,7 +80,7 @@ def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
     """Raises `ApiError` if a request has too many queries, or too much text."""
     num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
     for number, most, what in (
-        (len(queries), limits.max_batch_queries, ""),
+        (len(queries), limits.max_batch_queries, " entries"),
         (num_chars, limits.max_batch_chars, " characters"),
     ):
         if number > most:
@@ -141,8 +141,8 @@ def read_written(query: wire.Query, limits: Limits) -> Unencoded:
     text = wire.text_of(query)
     if text is not None:
         if len(text) > limits.max_query_chars:
-            rule = f"{limits.max_query_chars:,} at most"
-            raise SpecError("query", f"{len(text):,} characters", rule, "are too many")
+            rule = f"at most {limits.max_query_chars:,} characters"
+            raise SpecError("query", f"{len(text):,} characters", rule)
         check_texts([text])
     if isinstance(query, str):
         return query

@@ -25,6 +25,7 @@ from pipeline.config import SpecError
 
 if TYPE_CHECKING:
     from pipeline.synthetic.binding import Pair
+    from pipeline.synthetic.binding_data import Form
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,7 +75,7 @@ def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
     given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
     for option, value in given.items():
         if value:
-            raise SpecError(option, value, f"left out: {args.table} says it")
+            raise SpecError(option, value, f"omitted, because {args.table} defines it")
     spec = config.load(binding_table.TableSpec, args.table, args.overrides)
     binding_table.check(spec)
     rows = binding_table.measure(spec, pairs, jobs.say)
@@ -89,7 +90,7 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
     from pipeline.report.text import aligned
     from pipeline.synthetic import binding_accuracy
 
-    form = args.form or "text"
+    form: Form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
     given = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
     own = given if "name" in given else given.get("encoder", given)  # smart has an `encoder` too

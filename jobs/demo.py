@@ -41,9 +41,9 @@ QUESTIONS = [
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the phases one after the other, each timed."""
     jobs.parser(__doc__).parse(arguments)
-    spent = []
+    spent: list[tuple[str, float]] = []
 
-    def phase(name: str, run, *arguments: str) -> None:
+    def phase(name: str, run: Callable[[Sequence[str]], None], *arguments: str) -> None:
         print(f"\n== {name}: python -m {run.__module__} {' '.join(arguments)}", flush=True)
         start = time.perf_counter()
         run(arguments)
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     phase("index", index.main, "jobs/specs/demo.yaml", "--resources", RESOURCES)
     for number, (question, representation) in enumerate(QUESTIONS, start=1):
-        how = ("--representation", representation, "--k", "2", "--group-by", "parent")
-        maps = ("--save-maps", f"{OUT}/maps/{number}") if number > 1 else ()
-        phase("search", search.main, INDEX, question, *how, *maps)
+        options = ["--representation", representation, "--k", "2", "--group-by", "parent"]
+        options += ["--save-maps", f"{OUT}/maps/{number}"] if number > 1 else []
+        phase("search", search.main, INDEX, question, *options)
     for name in COLLECTIONS:
         phase(f"evaluate {name}", evaluate.main, f"jobs/specs/{name}_evaluate.yaml")
     scenes(phase, SHAPES, NUM_SCENES)
@@ -65,36 +65,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
-    """Draws scenes, indexes and evaluates them, and searches them by words and by a picture.
+    """Draws scenes, indexes and evaluates them, and searches them by text and by image.
 
     Args:
-        phase: runs a job: its name, its main, its arguments.
+        phase: Runs a job, given a name, the job's `main` and its arguments.
+        folder: Folder for the scenes, the indexes and the reports.
+        count: Number of scenes.
     """
     last = f"{folder}/images/scene-{count - 1:05d}.png"
     phase("draw shapes", shapes.main, folder, "--count", str(count))
     with jobs.cluster():  # one for both
         for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):
-            at = (f"index={folder}/{name}", f"source.path={folder}/images")
-            how = ("--resources", RESOURCES)
-            phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *how)
+            at = [f"index={folder}/{name}", f"source.path={folder}/images"]
+            options = ["--resources", RESOURCES]
+            phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *options)
     for name, query in (("words", [SCENE]), ("picture", ["--image", last])):
-        how = ("--representation", "samer_16", "--k", "3", "--save-maps", f"{folder}/maps/{name}")
-        phase(f"search by {name}", search.main, f"{folder}/trained", *query, *how)
+        options = ["--representation", "samer_16", "--k", "3"]
+        options += ["--save-maps", f"{folder}/maps/{name}"]
+        phase(f"search by {name}", search.main, f"{folder}/trained", *query, *options)
     phrases = f"{folder}/phrases.jsonl"
-    names = ("--index", f"{folder}/index", "full", "samer_16")
-    names += ("--index", f"{folder}/trained", "samer_16")
+    names = ["--index", f"{folder}/index", "full", "samer_16"]
+    names += ["--index", f"{folder}/trained", "samer_16"]
     phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
     found = []
     for name, shown in (("index", "full, samer_16, hpool_16, sap_16, samer_8"), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
-        at = (f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}")
-        at += (f"representations=[{shown}]", f"output={found[-1]}")
-        at += () if name == "index" else ("rerank=[]",)  # it has no tokens
+        at = [f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}"]
+        at += [f"representations=[{shown}]", f"output={found[-1]}"]
+        at += [] if name == "index" else ["rerank=[]"]  # it has no tokens
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
     phase("compare", compare.main, *found)
-    how = ("--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}")
-    sheet = ("--save-sheet", f"{folder}/edje.png")
-    phase("search and rerank", search.main, f"{folder}/index", FIRST, *how, *sheet)
+    options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
+    options += ["--save-sheet", f"{folder}/edje.png"]
+    phase("search and rerank", search.main, f"{folder}/index", FIRST, *options)
 
 
 if __name__ == "__main__":

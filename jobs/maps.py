@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     phrases = [p for p in read_phrases(args.phrases) if not args.items or p.item_id in args.items]
     phrases = phrases[: args.count]
     if not phrases:
-        raise SpecError("items", args.items, f"items of the phrases in {args.phrases}")
+        raise SpecError("items", args.items, f"the ids of items with phrases in {args.phrases}")
     columns = []
     for uri, *names in args.indexes:
         searcher = open_index(uri)

@@ -59,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = config.load(TrainSpec, args.queries, what="queries").data
     else:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
-    if not issubclass(TRAINING_DATA.load(spec.name), RowData):
-        raise SpecError("queries", spec.name, "data of files", "has no documents with ids")
+    data_class = TRAINING_DATA.load(spec.name)
+    if not issubclass(data_class, RowData):
+        raise SpecError("queries", spec.name, "training data with document ids", "has none")
     spec = spec.model_copy(update={"hard_negatives": None})  # they may be what is to be written
-    data = TRAINING_DATA.build(spec, batch_size=1, seed=0)
+    data = data_class(spec, batch_size=1, seed=0)
     mined = mine(
         open_index(args.index, args.version, device=args.device),
         data.rows,

@@ -80,17 +80,17 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     args = parser.parse(arguments)
     for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if given and (args.run or args.queries or args.json):
-            parser.error(f"{option} is for one query, without --run and --json")
+            parser.error(f"{option} requires a single query and no --run or --json")
     for option in ("rerank_depth", "add_first_stage", "precision"):
         if getattr(args, option) and not args.rerank:
-            parser.error(f"--{option.replace('_', '-')} is for --rerank edje=FOLDER")
+            parser.error(f"--{option.replace('_', '-')} requires --rerank edje=FOLDER")
     if args.save_sheet and not (args.query and not args.image):
-        parser.error("--save-sheet is for a query in words")
+        parser.error("--save-sheet requires a text query")
     if args.json and args.run:
-        parser.error("--json is of printed hits, without --run")
+        parser.error("--json cannot be combined with --run")
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
         several = "QUERY, --image or both, --queries and --query-vectors"
-        parser.error(f"one of {several} is needed, and only one")
+        parser.error(f"exactly one of {several} is required")
     check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
@@ -134,7 +134,7 @@ def _reranker(args: Namespace) -> Reranker | None:
         return None
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
-        raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
+        raise SpecError("rerank", args.rerank, "edje=FOLDER, where FOLDER holds a trained EDJE")
     from pipeline.schema import DEFAULT_RERANK_DEPTH
     from pipeline.search.rerank import Reranker
 
@@ -195,10 +195,12 @@ def _search(
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
             print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
-            if num_cut := max((hit.reranked.num_cut for hit in hits if hit.reranked), default=0):
+            if num_tokens := max(
+                (hit.reranked.num_truncated_tokens for hit in hits if hit.reranked), default=0
+            ):
                 what = "the query" if isinstance(query, str) else "a hit's text"
                 problem = "longer than what the reranker reads: these are cut"
-                print(f"{what} is {num_cut:,} tokens {problem}")
+                print(f"{what} is {num_tokens:,} tokens {problem}")
             if args.save_maps:
                 moved = (named.rpartition("=") for named in args.documents)
                 documents = {name: folder for name, _, folder in moved}

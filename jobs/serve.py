@@ -1,12 +1,12 @@
-"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
+r"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
 
     python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
-    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.k=100
-    python -m jobs.serve --spec settings.yaml seconds.search=5
+    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
+    python -m jobs.serve --spec settings.yaml timeouts.search_s=5
     python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # reranks by EDJE too
     python -m jobs.serve key --name ann >> keys.yaml      # an access key
-    curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
+    curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
 An index is named by its folder. Without access keys (--keys) it listens on this machine alone. On a
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import (
+    MissingField,
     SpecError,
     Stopped,
     check_exists,
@@ -80,7 +81,7 @@ def _parser() -> jobs.Parser:
 def _port(text: str) -> int:
     number = jobs.positive(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: 1 to 65535")
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text!r}")
     return number
 
 
@@ -92,8 +93,9 @@ def _settings(args: Any) -> ServeSpec:
     for uri in uris:
         name = name_of(uri)
         if name in named:
-            legal = "indexes in folders of different names, or --spec with a name for each"
-            raise SpecError("indexes", uri, legal, f"is a second one called {name}")
+            note = "; rename its folder, or name each index in a file for --spec"
+            problem = f"is another index named {name}"
+            raise SpecError("indexes", uri, "an index with a unique name", problem, note)
         named[name] = {"uri": uri}
         check_index(uri)
     if args.spec:
@@ -108,12 +110,11 @@ def _settings(args: Any) -> ServeSpec:
         given["keys"] = args.keys
     if args.spec:
         if named:
-            problem = "cannot be combined with --spec"
-            raise SpecError("indexes", uris[0], "either indexes or --spec", problem)
+            raise SpecError("indexes", uris[0], "omitted when --spec is given")
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
     if not named:
-        raise SpecError("indexes", None, "the URI of an index, or --spec", "is missing")
+        raise MissingField("indexes", None, "the URI of an index, unless --spec is given")
     return parse(ServeSpec, override(given, overrides))
 
 
@@ -133,16 +134,16 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
     from pipeline.serve.settings import is_loopback
 
     if not (settings.keys or is_loopback(host)):
-        legal = "127.0.0.1, or any with --keys and a file of access keys"
-        raise SpecError("host", host, legal, "lets anybody in")
+        rule = "a loopback address unless --keys is given"
+        raise SpecError("host", host, rule, "allows access without a key")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        legal = "an address of this machine, and a port that is free"
-        raise SpecError("port", f"{host}:{port}", legal, f"cannot be used ({error})") from None
+        rule = "an address of this machine and a free port"
+        raise SpecError("port", f"{host}:{port}", rule, f"cannot be used ({error})") from None
 
 
 def _check_indexes(settings: ServeSpec) -> None:
@@ -153,7 +154,7 @@ def _check_indexes(settings: ServeSpec) -> None:
 
     for index, served in settings.indexes.items():
         searcher = open_index(served.uri)
-        for name in served.load:
+        for name in served.preload:
             searcher.representation(name)
         if served.edje is not None:
             from pipeline.rerank.edje import read_metadata
@@ -190,7 +191,7 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
         threading.Event().wait()
     finally:
         jobs.say("finishing the requests under way")
-        asyncio.run(_end(settings.seconds.drain))
+        asyncio.run(_end(settings.timeouts.drain_s))
 
 
 async def _end(seconds: float) -> None:

@@ -49,8 +49,9 @@ def text(there: dict[str, Any]) -> str:
     if there["taps"]:
         lines.append(f"attention kept: {', '.join(there['taps'])}")
     if tokens := there["rerank_tokens"]:
-        sizes = f"{tokens['tokens']:.1f} an item, {tokens['bytes']:,.0f} B/item"
-        lines.append(f"rerank_tokens: {sizes}, {tokens['filled']:.1%}, adapter {tokens['adapter']}")
+        per_item = f"{tokens['tokens']:.1f} per item, {tokens['bytes']:,.0f} B/item"
+        of_all = f"{tokens['filled']:.1%}, adapter {tokens['adapter']}"
+        lines.append(f"rerank_tokens: {per_item}, {of_all}")
     lines.append("")
     lines.append(f"rejects      {sum(there['rejects'].values()):,}")
     for reason, count in there["rejects"].items():

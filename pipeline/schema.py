@@ -293,14 +293,15 @@ class Reranked:
     Attributes:
         first_rank, first_score: those of the first stage.
         joint: the joint encoder's logit that query and hit match; None: it did not read the hit.
-        num_cut: tokens of the text (the query's, or for a picture the hit's) that were too many.
+        num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
+            if the query is an image.
         problem: why a hit within the rerank depth was not read; such a hit keeps its first rank.
     """
 
     first_rank: int
     first_score: float
     joint: float | None = None
-    num_cut: int = 0
+    num_truncated_tokens: int = 0
     problem: str = ""
 
 

@@ -26,10 +26,10 @@ def imports(path: Path) -> Iterator[str]:
     if path == PIPELINE / "registry.py":  # it names the types of what it imports only when used
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "pipeline":
-            yield from (f"pipeline.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module != "pipeline":
+                yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -41,6 +41,15 @@ def packages() -> dict[str, set[str]]:
         named = {module.split(".")[1] for module in imports(path) if module.startswith("pipeline.")}
         graph.setdefault(part(path), set()).update(named - {part(path)})
     return {name: others & graph.keys() for name, others in graph.items()}
+
+
+def modules() -> dict[str, set[str]]:
+    """Returns for each module of `pipeline` and `jobs` the modules that it imports."""
+    paths = [path for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    known = set(names.values())
+    return {name: (set(imports(path)) & known) - {name} for path, name in names.items()}
 
 
 def without_detours(graph: dict[str, set[str]]) -> dict[str, set[str]]:

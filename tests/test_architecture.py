@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.architecture import diagram, documented, imports, part
+from tests.architecture import diagram, documented, imports, modules, part
 from tests.conftest import ROOT
 
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
@@ -48,6 +49,10 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
         if module.startswith("pipeline."):
             other = module.split(".")[1]
             assert other == name or RANK[other] < RANK[name], f"{name} imports {other}"
+
+
+def test_modules_import_each_other_in_one_direction():
+    graphlib.TopologicalSorter(modules()).prepare()  # raises CycleError
 
 
 def test_the_diagram_in_the_docs_is_current():

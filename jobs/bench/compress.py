@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise SpecError("device", "cuda", "cpu", "is not there")
+            raise SpecError("device", "cuda", "cpu", "is not available")
     for method in args.methods:
         COMPRESSORS.load(method.partition(",")[0])  # a wrong name is said before any work
     bench = Bench("compress", arguments, args.out)
@@ -80,12 +80,13 @@ def methods(bench: Bench, args: Any) -> None:
             continue
         for batch in run["batches"]:
             own = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
-            bare, ratio = "-", "-"
+            compared: tuple[Repeats | str, Repeats | str] = "-", "-"
             if "bare" in batch:
                 bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
-                batch["ratio"] = ratio = own.over(bare)
+                batch["ratio"] = own.over(bare)
+                compared = bare, batch["ratio"]
             memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
-            rows.append([name, batch["size"], own, bare, ratio, memory, ""])
+            rows.append([name, batch["size"], own, *compared, memory, ""])
     memory = "GPU MiB" if args.device == "cuda" else "process MiB"
     header = ["method", "batch", "ms/document", "bare, ms/document", "ratio", memory, ""]
     title = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs.bench.reading import decoded_items, listed_items
 from pipeline.config import parse
 from pipeline.index.columns import Representation, encoder_fields, taps_of
 from pipeline.index.fitting import fit, needs_fit
@@ -17,7 +19,6 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.stages import Compress, Encode, Representer
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
-from pipeline.schema import Item
 from pipeline.sources import items_table
 
 NUM_VECTORS, RATIO, UNIT_ITEMS, NUM_FITTED = 32, 0.16, 64, 32
@@ -48,7 +49,7 @@ def encode_and_compress(
         if needs_fit(representation):
             taps = COMPRESSORS.build(representation.compressor).needs_taps
             batches = [with_taps(batch, taps, encoder_info) for batch in sample]
-            learned[representation.id] = fit(representation, lambda batches=batches: batches, 0)
+            learned[representation.id] = fit(representation, functools.partial(iter, batches), 0)
     own = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
     stage = Representer(encode, Compress(encoder_info, representations, learned, own).load())
 
@@ -94,9 +95,9 @@ def read(path: Path, num_items: int) -> list[pa.Table]:
     """The first items of a text collection that have a text, in units of the index job's size."""
     source = SOURCES.build(SOURCES.resolve({"name": "text", "path": str(path)}), ("text",))
     items = itertools.chain.from_iterable(
-        source.decode(shard, list(enumerate(source.scan(shard)))) for shard in source.shards()
+        decoded_items(source, shard, listed_items(source, shard)) for shard in source.shards()
     )
-    usable = (item for item in items if isinstance(item, Item) and (item.text or "").strip())
+    usable = (item for item in items if (item.text or "").strip())
     wanted = list(itertools.islice(usable, num_items))
     return [
         items_table(wanted[start : start + UNIT_ITEMS], source.payload)

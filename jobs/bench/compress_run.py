@@ -94,12 +94,10 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
     first = timed(lambda: compressor.compress(batch), run.device)  # warm, and alone
     peak = torch.cuda.max_memory_allocated() if run.device == "cuda" else peak_bytes()
     repeats = max(1, min(run.repeats, int(run.seconds / first)))
-    side = BARE.get(run.name) or BARE.get(compressor.spec.name)
-    bare = side(run, compressor, batch) if side else None
-    sides: dict[str, Callable[[], Any]] = {"seconds": lambda: compressor.compress(batch)}
-    if bare:
-        sides["bare"] = bare
-        timed(bare, run.device)
+    sides: dict[str, Callable[[], object]] = {"seconds": lambda: compressor.compress(batch)}
+    if make_bare := BARE.get(run.name) or BARE.get(compressor.spec.name):
+        sides["bare"] = make_bare(run, compressor, batch)
+        timed(sides["bare"], run.device)
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats):
         for side in sides if repeat % 2 == 0 else reversed(sides):
@@ -107,7 +105,7 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
     return {"size": len(batch), "peak_bytes": peak, **taken}
 
 
-def timed(work: Callable[[], Any], device: str) -> float:
+def timed(work: Callable[[], object], device: str) -> float:
     """The seconds it takes; on a GPU until the last of its kernels is done, by CUDA's clock."""
     if device != "cuda":
         start = time.perf_counter()

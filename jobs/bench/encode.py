@@ -17,6 +17,7 @@ all windows with the default batch size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import tempfile
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +36,10 @@ import jobs
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import extras
 from pipeline.config import parse
-from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.registry import ENCODERS
+from pipeline.encoders.colpali import ColPali
+from pipeline.encoders.colqwen2 import ColQwen2
+from pipeline.encoders.minilm import MiniLM
+from pipeline.encoders.retrieval import Retrieval
 from pipeline.taps import MIDDLE, Tap, single_taps
 
 PAGE = (1240, 1754)  # A4 at 150 dpi
@@ -119,8 +123,8 @@ def _colpali(folder: Path, num_layers: int | None) -> None:
     from transformers.models.siglip import SiglipImageProcessorPil
 
     words = _words(folder, "<image>", pad="<pad>", eos="<eos>", bos="<bos>")
-    images = SiglipImageProcessorPil(size={"height": 448, "width": 448})
-    images.image_seq_length = 1024
+    fields = {"size": {"height": 448, "width": 448}, "image_seq_length": 1024}
+    images = SiglipImageProcessorPil.from_dict(fields)
     processor = ColPaliProcessor(images, words)
     text = {
         "model_type": "gemma",
@@ -189,6 +193,7 @@ SHAPES: dict[str, Callable[[Path, int | None], None]] = {
     "colpali": _colpali,
     "colqwen2": _colqwen2,
 }
+ENCODERS: dict[str, type[Retrieval[Any]]] = {"colpali": ColPali, "colqwen2": ColQwen2}
 
 
 def _pages(folder: Path) -> pa.Table:
@@ -215,7 +220,7 @@ def _timed(seconds: list[float]) -> Iterator[None]:
     seconds.append(time.perf_counter() - start)
 
 
-def _peak(do: Callable[[], Any]) -> float | None:
+def _peak(do: Callable[[], object]) -> float | None:
     """GiB of the GPU that a call takes beyond what is there before it."""
     if not torch.cuda.is_available():
         return None
@@ -235,15 +240,13 @@ def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: A
     wanted = single_taps([Tap("column_sums", layers=MIDDLE)], num_layers)
     eager = _built({**given, "attention": "eager"})
 
-    def eagerly() -> None:
-        forward = eager.model.forward
-        eager.model.forward = lambda **inputs: forward(**inputs, output_attentions=True)
-        try:
-            list(eager.encode(items))
-        finally:
-            eager.model.forward = forward
+    forward = functools.partial(eager.model.forward, output_attentions=True)
 
-    sides: dict[str, Callable[[], Any]] = {
+    def eagerly() -> None:
+        with mock.patch.object(eager.model, "forward", forward):
+            list(eager.encode(items))
+
+    sides: dict[str, Callable[[], object]] = {
         "fused": lambda: list(encoder.encode(items)),
         f"with the taps of {len(wanted)} layers": lambda: list(encoder.encode(items, wanted)),
         "eager, all probabilities kept": eagerly,
@@ -335,7 +338,7 @@ def text(bench: Bench, args: Any) -> None:
     extras.require("sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
-    encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
+    encoder = MiniLM(MiniLM.Spec())
     with ABSTRACTS.open(encoding="utf-8") as file:
         lines = itertools.islice(file, args.abstracts)
         texts = [json.loads(line)["text"] for line in lines]
@@ -345,7 +348,7 @@ def text(bench: Bench, args: Any) -> None:
     other = SentenceTransformer(str(encoder.model.name_or_path), device=args.device)
     tokens = encoder.tokenizer(windows, truncation=True, max_length=other.max_seq_length)
     num_tokens = sum(map(len, tokens["input_ids"]))
-    sides: dict[str, Callable[[], Any]] = {
+    sides: dict[str, Callable[[], object]] = {
         "maxray": lambda: [list(encoder.encode(table)) for table in tables],
         "sentence-transformers": lambda: other.encode(
             windows, output_value="token_embeddings", show_progress_bar=False
@@ -373,7 +376,7 @@ def text(bench: Bench, args: Any) -> None:
     bench.add("text", what, {"rates": rates, "cpu_rates": cpu_rates}, table(head, rows))
 
 
-def _windows(encoder: Any, text: str) -> list[str]:
+def _windows(encoder: MiniLM, text: str) -> list[str]:
     """The text of each window of the encoder, for an encoder that makes no windows."""
     encoded = encoder.tokenizer(
         text,
@@ -386,29 +389,27 @@ def _windows(encoder: Any, text: str) -> list[str]:
     return [text[offsets[1][0] : offsets[-2][1]] for offsets in encoded["offset_mapping"]]
 
 
-def _built(given: dict[str, Any]) -> SequenceEncoder:
-    return ENCODERS.build(ENCODERS.resolve(given))
+def _built(fields: dict[str, Any]) -> Retrieval[Any]:
+    encoder_class = ENCODERS[fields["name"]]
+    return encoder_class(parse(encoder_class.Spec, fields))
 
 
-def _read(encoder: SequenceEncoder, pages: pa.Table) -> pa.Table:
+def _read(encoder: Retrieval[Any], pages: pa.Table) -> pa.Table:
     return encoder.preparer(encoder.spec)(pages)
 
 
-def _bare_inputs(encoder: SequenceEncoder, ready: pa.Table) -> list[dict[str, torch.Tensor]]:
-    """What the model is given for the very batches that the encoder makes, on its device."""
-    given: list[dict[str, torch.Tensor]] = []
+def _bare_inputs(encoder: Retrieval[Any], ready: pa.Table) -> list[dict[str, torch.Tensor]]:
+    """Returns the inputs of the model for each batch that the encoder makes, on its device."""
+    recorded: list[dict[str, torch.Tensor]] = []
     forward = encoder.forward
 
-    def noted(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> Any:
-        given.append(dict(inputs))
+    def record(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> tuple[torch.Tensor, None]:
+        recorded.append(dict(inputs))
         return forward(inputs, mask)
 
-    encoder.forward = noted
-    try:
+    with mock.patch.object(encoder, "forward", record):
         list(encoder.encode(ready))
-    finally:
-        encoder.forward = forward
-    return given
+    return recorded
 
 
 FIGURES = {"taps": taps, "pipeline": pipeline, "actors": actors}

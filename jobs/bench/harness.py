@@ -1,4 +1,4 @@
-"""What all benches share: where and how a figure was taken, repeats, tables, and the record."""
+"""Shared parts of the benchmarks: machine, versions, repeated measurements, tables, record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
 
 @dataclass(frozen=True)
 class Repeats:
-    """One quantity, measured several times.
+    """Repeated measurements of one quantity.
 
     >>> print(Repeats((3.0, 1.0, 2.0)))
     2.00 (1.00-3.00)
@@ -35,11 +35,11 @@ class Repeats:
 
     @property
     def median(self) -> float:
-        """The middle value."""
+        """Median of the measurements."""
         return statistics.median(self.values)
 
     def over(self, other: Repeats) -> Repeats:
-        """This in units of `other`, repeat by repeat: what changed between them counts in both.
+        """Returns the ratios to `other`, repeat by repeat, so that drift cancels out.
 
         >>> print(Repeats((1.0, 3.0)).over(Repeats((2.0, 4.0))))
         0.62 (0.50-0.75)
@@ -51,18 +51,18 @@ class Repeats:
             return _number(self.median)
         return f"{_number(self.median)} ({_number(min(self.values))}-{_number(max(self.values))})"
 
-    def record(self) -> dict[str, Any]:
-        """For the JSON file."""
+    def record(self) -> dict[str, float | list[float]]:
+        """Returns the median and all values, for the JSON file."""
         return {"median": self.median, "values": list(self.values)}
 
 
 class Bench:
-    """One run of a bench: says where it runs, prints figures as they come, and records them.
+    """One run of a benchmark: prints the machine and the results, and records them.
 
     Args:
-        name: the bench.
-        arguments: those of its command line.
-        out: a file for the record as JSON, if any.
+        name: Name of the benchmark.
+        arguments: Arguments of its command line.
+        out: File for the record as JSON, if any.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], out: Path | None):
@@ -84,8 +84,8 @@ class Bench:
             )
             print(f"{key:9} {say}", flush=True)
 
-    def add(self, name: str, title: str, figures: dict[str, Any], text: str) -> None:
-        """Prints a figure's table and adds its numbers to the record, which is written at once."""
+    def add(self, name: str, title: str, figures: Mapping[str, Any], text: str) -> None:
+        """Prints a table, adds its numbers to the record, and writes the record."""
         print(f"\n{title}\n\n{text}", flush=True)
         self.record["figures"][name] = {"title": title, **figures}
         if self.out:
@@ -96,10 +96,15 @@ class Bench:
 def parse_on_device(
     parser: argparse.ArgumentParser, arguments: Sequence[str], repeats: int
 ) -> argparse.Namespace:
-    """The arguments of a bench that takes a GPU where there is one, --device and --out among them.
+    """Parses the arguments of a benchmark that uses a GPU where there is one.
+
+    Args:
+        parser: Parser to which `--repeats`, `--device` and `--out` are added.
+        arguments: Arguments of the benchmark.
+        repeats: Default number of repeats.
 
     Raises:
-        SpecError: a GPU is asked for, and there is none.
+        SpecError: A GPU is requested and there is none.
     """
     import torch
 
@@ -109,12 +114,12 @@ def parse_on_device(
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not on_gpu:
-        raise SpecError("device", "cuda", "cpu", "is not there")
+        raise SpecError("device", "cuda", "cpu", "is not available")
     return args
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, how busy it is (figures taken beside other work are worth little), OpenMP."""
+    """Returns the hardware, its load (other work distorts measurements) and OpenMP settings."""
     import torch
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -130,7 +135,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages whose speed shows in the figures."""
+    """Returns the versions of Python and of the packages that affect the measurements."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -138,10 +143,10 @@ def versions() -> dict[str, str]:
 
 
 def run_apart(module: str, *arguments: str) -> dict[str, Any]:
-    """Runs a module in a process of its own; returns the JSON object it printed last.
+    """Runs a module in a separate process and returns the JSON object that it printed last.
 
     Raises:
-        RuntimeError: it failed; what it said is in the message.
+        RuntimeError: The process failed; the message contains its output.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -150,19 +155,36 @@ def run_apart(module: str, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def peak_bytes() -> int:
-    """The most memory this process has had resident.
+def peak_bytes(pid: int | None = None) -> int:
+    """Returns the peak resident memory of a process in bytes; by default of this one.
 
-    Not `getrusage`: its figure survives `exec`, so it may be that of the process that started this
-    one.
+    `getrusage` is not used because its value survives `exec`, so it may be that of the process
+    that started this one.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak: dict[str, Any] = dict(line.split(":", 1) for line in lines)
-    return int(peak["VmHWM"].split()[0]) * 1024
+    text = Path(f"/proc/{pid or 'self'}/status").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yields the process ids of all descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:  # the process has ended
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    pending = list(children.get(pid, ()))
+    while pending:
+        child = pending.pop()
+        yield child
+        pending += children.get(child, [])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table.
+    """Returns a Markdown table.
 
     >>> print(table(["side", "items/s"], [["bare loop", 3.14159]]))
     | side | items/s |

@@ -18,9 +18,9 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,13 +32,14 @@ from pipeline.search.maxsim import backends, maxsim
 from pipeline.search.packed import PackedVectors, Segment
 from pipeline.tokens import normalise
 
+T = TypeVar("T")
 #: Documents that a kinder form of the common scorer pads at a time, as colpali-engine does.
 PADDED_BATCH = 128
 #: How far a peak may move in a run.
 STEADY = 0.2
 LAYOUTS = {"64": (64, 64), "16-256": (16, 256), "1030": (1030, 1030)}
-#: Codecs, and a precision of torch's matrix product that is their limit.
-CODEC_SPECS = {
+#: Spec of each codec, and the precision of torch's matrix product that limits it.
+CODEC_SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"name": "float32"}, "float32"),
     "float16": ({"name": "float16"}, "bfloat16"),
     "int8": ({"name": "int8"}, "int8"),
@@ -84,7 +85,7 @@ def peaks() -> dict[str, float]:
     square = torch.randn(size, size)
     half = square.bfloat16()
     small = torch.randint(-127, 128, (size, size), dtype=torch.int8)
-    products: dict[str, Callable[[], Any]] = {
+    products: dict[str, Callable[[], object]] = {
         "float32": lambda: square @ square,
         "bfloat16": lambda: half @ half,
         "int8": lambda: torch._int_mm(small, small),
@@ -94,7 +95,7 @@ def peaks() -> dict[str, float]:
     return found
 
 
-def best_time(call: Callable[[], Any], seconds: float = 1.5) -> float:
+def best_time(call: Callable[[], object], seconds: float = 1.5) -> float:
     """The least time of the calls that fit into some seconds: what else runs takes turns."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
@@ -102,21 +103,21 @@ def best_time(call: Callable[[], Any], seconds: float = 1.5) -> float:
     return best
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     """The time of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def with_steady_peaks(take: Callable[[], Any]) -> tuple[Any, dict[str, float], str]:
-    """What `take` gives between two looks at the peaks, their mean, and what to say of them."""
+def with_steady_peaks(take: Callable[[], T]) -> tuple[T, dict[str, float], str]:
+    """Returns the result of `take`, the mean of the peaks around it, and a sentence about them."""
     for _ in range(2):
         before = peaks()
         taken = take()
         after = peaks()
         moved = {name: abs(after[name] / before[name] - 1) for name in before}
-        worst = max(moved, key=moved.get)
+        worst = max(moved, key=lambda name: moved[name])
         if moved[worst] <= STEADY:
             break
         print(f"the peak of {worst} moved by {moved[worst]:.0%}", flush=True)
@@ -131,7 +132,7 @@ def with_steady_peaks(take: Callable[[], Any]) -> tuple[Any, dict[str, float], s
     return taken, mean, say
 
 
-def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Repeats]:
+def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Repeats]:
     """Seconds of each side, round by round, each first in its turn; a first round does not count.
 
     A call that is short is taken several times a round, of which the mean counts.
@@ -143,7 +144,7 @@ def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Rep
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             side = sides[name]
 
-            def some(side: Callable[[], Any] = side, number: int = calls[name]) -> None:
+            def some(side: Callable[[], object] = side, number: int = calls[name]) -> None:
                 for _ in range(number):
                     side()
 
@@ -167,9 +168,18 @@ def lengths_of(layout: str, num_tokens: int) -> torch.Tensor:
     return torch.randint(least, most + 1, (size,), generator=generator)
 
 
-def packed_as(spec: dict[str, Any], vectors_TD: torch.Tensor, lengths: torch.Tensor):
-    """Vectors as a codec stores them."""
-    kind, spec = CODECS.load(spec["name"]), CODECS.resolve(spec)
+def packed_as(
+    fields: Mapping[str, Any], vectors_TD: torch.Tensor, lengths: torch.Tensor
+) -> PackedVectors:
+    """Returns vectors as a codec stores them.
+
+    Args:
+        fields: Spec of the codec.
+        vectors_TD: Vectors (T, D) of all documents, one document after the other.
+        lengths: Number of vectors of each document (B,).
+    """
+    spec = CODECS.resolve(fields)
+    kind = CODECS.load(spec.name)
     sample = vectors_TD[: 1 << 15].numpy()
     codec = kind(spec, kind.fit(spec, sample) if kind.needs_fit else None)
     return PackedVectors([Segment(codec, vectors_TD.shape[1], codec.quantise(vectors_TD), lengths)])
@@ -178,23 +188,28 @@ def packed_as(spec: dict[str, Any], vectors_TD: torch.Tensor, lengths: torch.Ten
 def pad_and_einsum(
     queries_QMD: torch.Tensor, documents: Sequence[torch.Tensor], batch: int | None = None
 ) -> torch.Tensor:
-    """The common scorer: pad documents to the longest, one einsum, maximum, sum; (Q, B).
+    """Returns the scores (Q, B) of the common scorer: pad, one einsum, maximum, sum.
 
-    All documents at once, or `batch` of them at a time.
+    Like most implementations it has no mask: where all similarities are negative, padding wins.
 
-    Without a mask, as it is common: where all similarities are negative, padding wins.
+    Args:
+        queries_QMD: Token vectors of the queries, all with M tokens.
+        documents: Token vectors (N, D) of each document.
+        batch: Number of documents scored at a time; default: all.
     """
     scores = []
     batch = batch or len(documents)
     for first in range(0, len(documents), batch):
-        some = torch.nn.utils.rnn.pad_sequence(documents[first : first + batch], batch_first=True)
+        some = torch.nn.utils.rnn.pad_sequence(
+            list(documents[first : first + batch]), batch_first=True
+        )
         scores.append(torch.einsum("qmd,bnd->qbmn", queries_QMD, some).amax(dim=3).sum(dim=2))
     return torch.cat(scores, dim=1)
 
 
 def by_maxsim_cpu(
     queries: Sequence[torch.Tensor], documents: Sequence[torch.Tensor], even: bool
-) -> Callable[[], Any] | None:
+) -> Callable[[], object] | None:
     """The package maxsim-cpu, a query at a time as it scores; None where it is not installed."""
     try:
         import maxsim_cpu
@@ -217,7 +232,7 @@ def scoring(bench: Bench, args: Any) -> None:
             unit_vectors(args.query_tokens, args.dim, seed=2 + i) for i in range(num_queries)
         ]
         sides, notes = scoring_sides(queries, vectors, lengths)
-        taken, peak, say = with_steady_peaks(lambda sides=sides: in_turns(sides, args.repeats))
+        taken, peak, say = with_steady_peaks(functools.partial(in_turns, sides, args.repeats))
         work = 2 * num_queries * args.query_tokens * len(vectors) * args.dim
         rows = []
         for name, seconds in taken.items():
@@ -252,11 +267,11 @@ IN_BATCHES = f"pad and einsum, float32, {PADDED_BATCH} documents at a time"
 
 def scoring_sides(
     queries: Sequence[torch.Tensor], vectors: torch.Tensor, lengths: torch.Tensor
-) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[int, str]]]:
+) -> tuple[dict[str, Callable[[], object]], dict[str, tuple[int, str]]]:
     """The sides by name, and of each the bytes it reads and the precision it multiplies in."""
     documents = vectors.split(lengths.tolist())
     stacked = torch.stack(list(queries))
-    sides: dict[str, Callable[[], Any]] = {
+    sides: dict[str, Callable[[], object]] = {
         IN_BATCHES: lambda: pad_and_einsum(stacked, documents, PADDED_BATCH)
     }
     if len(queries) == 1:  # of more the similarities alone would take many GB
@@ -298,7 +313,7 @@ def corpus(bench: Bench, args: Any) -> None:
         asked = [packed.codec.transform_queries(query) for query in queries]
         maxsim(asked, packed).topk(k, dim=1)
 
-    sides: dict[str, Callable[[], Any]] = {IN_BATCHES: common}
+    sides: dict[str, Callable[[], object]] = {IN_BATCHES: common}
     for name, (spec, _) in CODEC_SPECS.items():
         sides[name] = functools.partial(ours, packed_as(spec, vectors, lengths))
     taken, peak, say = with_steady_peaks(lambda: in_turns(sides, args.repeats))

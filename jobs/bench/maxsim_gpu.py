@@ -10,6 +10,7 @@ Lance.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SpecError("device", "cuda", "a machine with a CUDA device", "is not there")
+        raise SpecError("device", "cuda", "a CUDA device", "is not available")
     bench = Bench("maxsim_gpu", arguments, args.out)
     figures = measure(
         num_docs=args.documents,
@@ -83,7 +84,7 @@ def measure(
         packed = documents(dtype, size, num_tokens, dim)
         for num_queries in query_counts:
             asked = queries(packed, num_queries, query_tokens)
-            run = seconds(lambda asked=asked, packed=packed: maxsim(asked, packed), repeats)
+            run = seconds(functools.partial(maxsim, asked, packed), repeats)
             scoring.append(
                 {
                     "type": name,
@@ -179,7 +180,7 @@ def copied(size: int, repeats: int) -> float:
     return 2 * size / seconds(lambda: target.copy_(source), repeats).median
 
 
-def seconds(call: Callable[[], Any], repeats: int) -> Repeats:
+def seconds(call: Callable[[], object], repeats: int) -> Repeats:
     """Of some calls by the card's clock, each after the one before is done, and two to warm up."""
     taken = []
     for turn in range(repeats + 2):

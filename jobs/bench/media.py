@@ -25,8 +25,9 @@ import soundfile
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, run_apart, table
+from jobs.bench.reading import decoded_items, listed_items
 from pipeline.registry import OCR, SPEECH
-from pipeline.schema import AUDIO
+from pipeline.schema import AUDIO, Item
 from pipeline.sources.pages import Pages
 from pipeline.transcribe.accuracy import word_errors
 
@@ -178,7 +179,7 @@ def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
     items, truth = [], []
     for page in pages:
         items.append({"item_id": page.item_id, "scan": page.payload["image"], "frames": None})
-        truth.append(page.text)
+        truth.append(page.text or "")
     like_ours = {
         "Global.use_cls": False,
         "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
@@ -192,15 +193,12 @@ def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
     return "rapidocr", items, bare, truth
 
 
-def _decoded(source: Pages) -> Iterator[Any]:
-    """The first page of each document."""
+def _decoded(source: Pages) -> Iterator[Item]:
+    """Yields the first page of each document."""
     for shard in source.shards():
-        firsts = [
-            (position, item)
-            for position, item in enumerate(source.scan(shard))
-            if item.item_id.endswith("#page=1")
-        ]
-        yield from source.decode(shard, firsts)
+        listed = listed_items(source, shard)
+        firsts = [entry for entry in listed if entry[1].item_id.endswith("#page=1")]
+        yield from decoded_items(source, shard, firsts)
 
 
 def _speech() -> tuple[str, list[dict[str, Any]], Any, list[str]]:

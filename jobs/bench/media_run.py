@@ -32,13 +32,14 @@ import soundfile
 import soxr
 
 import jobs
+from jobs.bench.harness import descendants, peak_bytes
 from jobs.bench.loops import run_loops
-from pipeline.config import Spec
-from pipeline.registry import SOURCES
+from jobs.bench.reading import decoded_items, listed_items
 from pipeline.sources import items_table
+from pipeline.sources.audio import Audio
+from pipeline.sources.video import Video
 from pipeline.stage import Unit
 
-WANTS = {"video": ("frames",), "audio": ("audio",)}
 FPS, WINDOW_SECONDS, SAMPLE_RATE = 1.0, 30.0, 16_000
 
 
@@ -49,12 +50,12 @@ def main() -> None:
     print(json.dumps(run(kind, path, int(processes))))
 
 
-def spec_of(kind: str, path: str) -> Spec:
-    """The source: every window of 30 s, a frame a second or mono sound at 16 kHz."""
-    fields: dict[str, Any] = {"name": kind, "path": path, "window_seconds": WINDOW_SECONDS}
-    if kind == "video":
-        fields |= {"fps": FPS, "num_frames": 64}
-    return SOURCES.resolve(fields)
+def source_of(kind: str, path: str) -> Video | Audio:
+    """Returns the source: windows of 30 s, one frame per second or mono audio at 16 kHz."""
+    if kind == "audio":
+        return Audio(Audio.Spec(path=path, window_seconds=WINDOW_SECONDS), ("audio",))
+    spec = Video.Spec(path=path, window_seconds=WINDOW_SECONDS, fps=FPS, num_frames=64)
+    return Video(spec, ("frames",))
 
 
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
@@ -64,9 +65,11 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     from pipeline.index.stream import read_units
     from pipeline.stage import Resources
 
-    spec = spec_of(kind, path)
+    source = source_of(kind, path)
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
-        listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), WANTS[kind])
+        listed = listing.ListingJob(
+            f"{folder}/index", f"{folder}/job", source.spec, "", (), source.wants
+        )
         shards = range(listing.plan(listed, None))
         for shard in shards:
             listing.list_shard(listed, shard)
@@ -95,6 +98,7 @@ class Count:
         self.kind = kind
 
     def __call__(self, block: pa.Table) -> pa.Table:
+        """Returns one row with the amount of a unit and the time at which it came."""
         items = Unit.unpack(block, 0).items
         return pa.table({"when": [time.time()], "amount": [_amount(self.kind, items)]})
 
@@ -136,24 +140,14 @@ def _bare_sound(path: str) -> Iterator[float]:
 
 
 def held(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """The most memory of a worker and of its decoding process, over one file."""
-    spec = spec_of(kind, path)
-    source = SOURCES.build(spec, WANTS[kind])
+    """Returns the peak memory of a worker and of its decoding process, over one file."""
+    source = source_of(kind, path)
     (shard,) = source.shards()
-    listed = list(enumerate(source.scan(shard)))
     amount = 0.0
-    for item in source.decode(shard, listed):
+    for item in decoded_items(source, shard, listed_items(source, shard)):
         amount += _amount(kind, items_table([item], source.payload))
-    child = source.process._process.pid
-    return {"amount": amount, "worker": _most_held(os.getpid()), "decoder": _most_held(child)}
-
-
-def _most_held(pid: int) -> int:
-    """The most bytes that a process has had in memory."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    return 0
+    decoder = sum(map(peak_bytes, descendants(os.getpid())))
+    return {"amount": amount, "worker": peak_bytes(), "decoder": decoder}
 
 
 if __name__ == "__main__":

@@ -9,24 +9,22 @@ Reads the shipped PDFs, copied several times over, and one PDF made of all their
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lance
 import pypdfium2 as pdfium
 import yaml
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, run_apart, table
-from pipeline.index.reader import ITEMS
+from jobs.bench.commits import commits
+from jobs.bench.harness import Bench, Repeats, descendants, run_apart, table
 
 PDFS = Path(jobs.__file__).parent / "data/pages/pdf"
 
@@ -61,10 +59,10 @@ def speed(bench: Bench, folder: Path, args: Any) -> None:
             taken[side].append(run["amount"] / run["seconds"])
     rates = {side: Repeats(tuple(values)) for side, values in taken.items()}
     ratio = rates["ray"].over(rates["bare"])
-    rows = [
-        ["bare pypdfium2 loops", rates["bare"]],
-        ["source stage", rates["ray"]],
-        ["**ratio**", f"**{ratio}**"],
+    rows: list[tuple[str, Repeats | str]] = [
+        ("bare pypdfium2 loops", rates["bare"]),
+        ("source stage", rates["ray"]),
+        ("**ratio**", f"**{ratio}**"),
     ]
     title = (
         f"words and 144 dpi images of {77 * args.copies:,} pages, {args.processes} processes a side"
@@ -94,17 +92,14 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
     if job.wait():
         raise RuntimeError("the index job failed: run it by itself to see why")
     sampler.join()
-    commits = [
-        (version["timestamp"].timestamp(), int(version["metadata"]["total_rows"]))
-        for version in lance.dataset(str(folder / "index" / ITEMS)).versions()
-    ]
-    last = commits[-1][1]
-    figures = {}
+    history = commits(folder / "index")
+    last = history[-1][1]
+    figures: dict[int, float] = {}
     for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-        when, rows = next(commit for commit in commits if commit[1] >= share * last)
-        # The most within two seconds: what is alive at one moment is chance.
+        when, num_pages = next(commit for commit in history if commit[1] >= share * last)
+        # The peak within two seconds, because a single sample depends on chance.
         near = [held for at, held in samples if abs(at - when) <= 2]
-        figures[rows] = max(near) / 2**20
+        figures[num_pages] = max(near) / 2**20
     rows = [[f"{pages:,}", f"{held:,.0f}"] for pages, held in figures.items()]
     rows.append(["most at any time", f"{max(held for _, held in samples) / 2**20:,.0f}"])
     title = f"memory of the whole job over a PDF of {args.pages:,} pages"
@@ -124,31 +119,14 @@ def long_document(path: Path, num_pages: int) -> None:
     document.save(path)
 
 
-def _sample(job: subprocess.Popen, samples: list[tuple[float, int]]) -> None:
+def _sample(job: subprocess.Popen[bytes], samples: list[tuple[float, int]]) -> None:
     while job.poll() is None:
-        samples.append((time.time(), sum(map(_held, _family(job.pid)))))
+        samples.append((time.time(), sum(map(_held, (job.pid, *descendants(job.pid))))))
         time.sleep(0.5)
 
 
-def _family(pid: int) -> Iterator[int]:
-    """A process and all that descend from it."""
-    parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            parents.setdefault(int(fields[1]), []).append(int(entry))
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        yield one
-        waiting += parents.get(one, [])
-
-
 def _held(pid: int) -> int:
-    """Bytes that a process holds: its own, and its share of what it shares with others."""
+    """Returns the proportional set size of a process in bytes; 0 if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

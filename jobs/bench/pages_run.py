@@ -48,17 +48,13 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
             listing.list_shard(listed, shard)
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
-        first, pages = None, 0
-        for row in rows_of(read_units(listed, shards, UNIT_PAGES, pool)):
-            if row is None:
-                continue
-            num_pages = from_ipc(row["items"]).num_rows
-            last = time.perf_counter()
-            if first is None:
-                first = last
-            else:
-                pages += num_pages
-    return {"amount": pages, "seconds": last - first}
+        arrivals = [
+            (from_ipc(row["items"]).num_rows, time.perf_counter())
+            for row in rows_of(read_units(listed, shards, UNIT_PAGES, pool))
+            if row is not None
+        ]
+    pages = sum(num_pages for num_pages, _ in arrivals[1:])
+    return {"amount": pages, "seconds": arrivals[-1][1] - arrivals[0][1]}
 
 
 def bare_loops(spec: Pages.Spec, processes: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import lance
 import yaml
 
 import jobs
+from jobs.bench.commits import commits
 from jobs.bench.harness import Bench, Repeats, run_apart, table
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS, part
@@ -70,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for option in ("items", "sleeping_items"):
         if getattr(sizes, option) <= sizes.commit_items:
-            legal = f"more than commit_items ({sizes.commit_items}): steady state takes two commits"
-            raise SpecError(option, getattr(sizes, option), legal)
+            rule = f"more than commit_items ({sizes.commit_items}), two commits at least"
+            raise SpecError(option, getattr(sizes, option), rule)
     bench = Bench("pipeline", arguments, args.out)
     with tempfile.TemporaryDirectory(prefix="maxray-bench-") as folder:
         runs = Runs(Path(folder), args.resources.absolute())
@@ -104,15 +105,6 @@ class Runs:
         started = time.time()
         result = run_apart("jobs.bench.index_run", side, str(spec), str(self.resources))
         return {**result, "started": started}
-
-    def commits(self, index: str) -> list[tuple[float, int]]:
-        """When rows were committed, and how many there were then, as the index itself says."""
-        commits: list[tuple[float, int]] = []
-        for version in lance.dataset(str(self.folder / index / ITEMS)).versions():
-            rows = int(version["metadata"]["total_rows"])
-            if rows > (commits[-1][1] if commits else 0):
-                commits.append((version["timestamp"].timestamp(), rows))
-        return commits
 
     def remove(self, index: str) -> None:
         """Makes room."""
@@ -175,9 +167,9 @@ def _compare(
         for side in ("ray", "bare") if repeat % 2 == 0 else ("bare", "ray"):
             index = f"{name}-{side}-{repeat}"
             summary = runs.run(side, runs.spec(index, **fields, **cut))["summary"]
-            commits = runs.commits(index)
-            rates = {start: rate_after(share, commits) for start, share in STARTS.items()}
-            taken[side].append({**summary, "commits": commits, "rates": rates})
+            history = commits(runs.folder / index)
+            steady = {start: rate_after(share, history) for start, share in STARTS.items()}
+            taken[side].append({**summary, "commits": history, "rates": steady})
             runs.remove(index)
     rates = {
         side: {
@@ -198,10 +190,11 @@ def _compare(
 
 
 def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
-    """Items per second from the first commit after which `share` of the rows is there.
+    """Returns items per second from the first commit that completes a share of the rows.
 
     Args:
-        commits: (seconds, rows there after it), in order.
+        share: Share of all rows, from 0 (the first commit) to less than 1.
+        commits: (time in seconds, number of rows after it) of each commit, in order.
 
     >>> rate_after(0.0, [(10.0, 5), (11.0, 15), (13.0, 25)])
     6.666666666666667

@@ -16,6 +16,8 @@ that were trained, quality, bytes and latency by their tokens (the paper's Figur
 
 from __future__ import annotations
 
+import copy
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,12 +28,10 @@ import torch
 import jobs
 from jobs.bench import maxsim, maxsim_gpu
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
-from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates
+from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 from pipeline.config import SpecError, parse
-from pipeline.rerank.joint import JointEncoder, Texts, _Layers, _quiet
+from pipeline.rerank.joint import JointEncoder, Texts, _Layers
 
-#: Of MiniLM-L12-H384, but for its layers.
-SHAPE = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 WORDS = 30522
 #: Wider than BERT begins with, so that scores differ as those of a trained model do.
 SPREAD = 0.05
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     if args.device == "cpu" and on_gpu:
-        raise SpecError("device", "cpu", "cuda, or CUDA_VISIBLE_DEVICES= for the CPU's figures")
+        raise SpecError("device", "cpu", "cuda, unless CUDA_VISIBLE_DEVICES is empty")
     by_device = ["passes", "latency"] if on_gpu else ["paths"]
     if args.plot and not args.study:
-        raise SpecError("plot", str(args.plot), "null, or beside --study", "has nothing to draw")
+        raise SpecError("plot", str(args.plot), "used with --study")
     only = ["latency"] if args.latency else args.only or by_device
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")
@@ -101,8 +101,13 @@ def write(folder: Path, num_layers: int) -> None:
     named = {f"{name.strip('[]').lower()}_token": name for name in special}
     PreTrainedTokenizerFast(tokenizer_object=made, **named).save_pretrained(folder)
     torch.manual_seed(0)
-    settings = BertConfig(
-        vocab_size=WORDS, num_hidden_layers=num_layers, initializer_range=SPREAD, **SHAPE
+    settings = BertConfig(  # the shape of MiniLM-L12-H384, except for the number of layers
+        vocab_size=WORDS,
+        hidden_size=384,
+        num_hidden_layers=num_layers,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        initializer_range=SPREAD,
     )
     BertForMaskedLM(settings).save_pretrained(folder)
 
@@ -116,15 +121,18 @@ def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
     return joint.requires_grad_(False)
 
 
-def plain(joint: JointEncoder, dtype: torch.dtype, device: str) -> Callable[..., torch.Tensor]:
-    """A loop as one writes it with transformers: the model, a linear layer, all that is given."""
-    from transformers import AutoModel
+def plain(
+    joint: JointEncoder, dtype: torch.dtype, device: str
+) -> Callable[[Texts, torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """Returns a scoring loop as one writes it with transformers: the model and a linear layer.
 
-    with _quiet():  # which says that the masked-language head is left out
-        model = AutoModel.from_pretrained(
-            joint.language.name_or_path, dtype=dtype, add_pooling_layer=False
-        )
-    model.eval().to(device)
+    Args:
+        joint: Joint encoder whose weights the loop copies.
+        dtype: Data type of weights and activations.
+        device: Device of the model.
+    """
+    language = copy.deepcopy(joint.language).eval().to(device, dtype)
+    model, embedding = language.base_model, language.get_input_embeddings()
     head = torch.nn.Linear(joint.match.in_features, 1, dtype=dtype, device=device)
     head.load_state_dict(joint.match.state_dict())
 
@@ -134,7 +142,7 @@ def plain(joint: JointEncoder, dtype: torch.dtype, device: str) -> Callable[...,
     ) -> torch.Tensor:
         found, num_vision = [], tokens.shape[1]
         for text_P, item_P in (part.unbind(1) for part in pairs.split(at_once)):
-            words = model.get_input_embeddings()(texts.ids[text_P])
+            words = embedding(texts.ids[text_P])
             embedded = torch.cat([tokens[item_P].to(dtype), words], dim=1)
             mask = torch.cat([embedded.new_ones(len(words), num_vision), texts.mask[text_P]], 1)
             places = torch.arange(embedded.shape[1], device=device) - num_vision
@@ -191,7 +199,7 @@ def paths(bench: Bench, args: Any) -> None:
     if "bfloat16" in loops:
         sides["plain loop, bfloat16"] = lambda: loops["bfloat16"](read, wide, pairs, len(pairs))
     for name, joint in joints.items():
-        sides[f"scores, {name}"] = lambda joint=joint: joint.scores(read, tokens, mask, pairs)
+        sides[f"scores, {name}"] = functools.partial(joint.scores, read, tokens, mask, pairs)
     with torch.inference_mode():
         found = {name: side().double() for name, side in sides.items()}
         times, _, say = maxsim.with_steady_peaks(lambda: maxsim.in_turns(sides, args.repeats))
@@ -199,25 +207,21 @@ def paths(bench: Bench, args: Any) -> None:
     for name, taken in times.items():
         off = (found[name] - exact).abs()
         same = times.get(name.replace("scores", "plain loop"), taken)
-        figures[name] = run = {
-            "pairs_a_second": Repeats(tuple(len(pairs) / value for value in taken.values)),
-            "over_plain": base.over(taken),
-            "over_same_type": same.over(taken) if same is not taken else None,
-            "max_off": off.max().item(),
-            "mean_off": off.mean().item(),
-            "ranks": ranks_agree(found[name], exact, depth),
+        rate = Repeats(tuple(len(pairs) / value for value in taken.values))
+        over_plain = base.over(taken)
+        over_same_type = same.over(taken) if same is not taken else None
+        max_off, mean_off = off.max().item(), off.mean().item()
+        ranks = ranks_agree(found[name], exact, depth)
+        figures[name] = {
+            "pairs_a_second": rate,
+            "over_plain": over_plain,
+            "over_same_type": over_same_type,
+            "max_off": max_off,
+            "mean_off": mean_off,
+            "ranks": ranks,
         }
-        rows.append(
-            [
-                name,
-                str(run["pairs_a_second"]),
-                str(run["over_plain"]),
-                str(run["over_same_type"] or ""),
-                f"{run['max_off']:.1e}",
-                f"{run['mean_off']:.1e}",
-                f"{run['ranks']:.4f}",
-            ]
-        )
+        errors = f"{max_off:.1e}", f"{mean_off:.1e}"
+        rows.append([name, rate, over_plain, over_same_type or "", *errors, f"{ranks:.4f}"])
     spread = exact.view(-1, depth).std(dim=1).mean().item()
     title = (
         f"{len(pairs)} pairs of {num_tokens} + {args.text_tokens} tokens, rerank depth {depth};"
@@ -234,7 +238,9 @@ def passes(bench: Bench, args: Any) -> None:
     joint = joint_encoder(args, dtype="bfloat16", max_batch_tokens=args.batch_tokens)
     clock = maxsim_gpu if device == "cuda" else maxsim
     peaks = (lambda: maxsim_gpu.peaks(args.repeats)) if device == "cuda" else maxsim.peaks
-    before, rows, figures = peaks(), [], {}
+    before = peaks()
+    rows: list[tuple[str, str, Repeats, int, float]] = []
+    figures: dict[str, Any] = {}
     for num_tokens in args.tokens or [64, 576]:
         size = num_tokens + args.text_tokens
         depth = max(args.rerank_depth)
@@ -243,9 +249,9 @@ def passes(bench: Bench, args: Any) -> None:
         tokens, mask, pairs = (one.to(device) for one in given)
         read = joint.read(texts).to(joint.device)
         loop = plain(joint, torch.bfloat16, device)
-        sides = {
-            "plain loop": lambda r=read, t=tokens, p=pairs, f=loop: f(r, t, p, len(p)),
-            "scores": lambda r=read, t=tokens, m=mask, p=pairs: joint.scores(r, t, m, p),
+        sides: dict[str, Callable[[], torch.Tensor]] = {
+            "plain loop": functools.partial(loop, read, tokens, pairs, len(pairs)),
+            "scores": functools.partial(joint.scores, read, tokens, mask, pairs),
             **{f"a pass, {name}": run for name, run in _runs(joint, read, tokens, mask, pairs)},
         }
         with torch.inference_mode():
@@ -259,7 +265,7 @@ def passes(bench: Bench, args: Any) -> None:
             rate = Repeats(tuple(len(pairs) / value for value in taken.values))
             count = operations(joint, size)
             figures[f"{num_tokens} {name}"] = {"pairs_a_second": rate, "operations": count}
-            rows.append([f"{num_tokens} + {args.text_tokens}", name, rate, count, off[name].item()])
+            rows.append((f"{num_tokens} + {args.text_tokens}", name, rate, count, off[name].item()))
     after = peaks()
     peak = (before["bfloat16"] + after["bfloat16"]) / 2
     shown = [
@@ -295,8 +301,8 @@ def latency(bench: Bench, args: Any) -> None:
 
         sides: dict[str, Callable[[], torch.Tensor]] = {"plain loop, float32": by_loop}
         for name, joint in joints.items():
-            sides[f"scores, {name}"] = lambda joint=joint, t=texts, k=tokens, m=mask, p=pairs: (
-                joint.scores(t, k, m, p).cpu()
+            sides[f"scores, {name}"] = functools.partial(
+                scores_on_cpu, joint, texts, tokens, mask, pairs
             )
         with torch.inference_mode():
             taken = milliseconds(sides, args.calls)

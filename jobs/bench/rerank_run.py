@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -28,7 +27,26 @@ def random_candidates(
     return texts, tokens.half(), mask, torch.stack([rows // depth, rows], dim=1)
 
 
-def milliseconds(sides: dict[str, Callable[[], Any]], calls: int) -> dict[str, list[float]]:
+def scores_on_cpu(
+    joint: JointEncoder,
+    texts: Sequence[str],
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    pairs: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the scores of pairs (P,), copied to the CPU so that a GPU's work is done.
+
+    Args:
+        joint: Joint encoder to score with.
+        texts: Texts of the queries.
+        tokens: Cached tokens of the items, (B, V, dim).
+        mask: Real tokens of the items, (B, V).
+        pairs: Rows of the text and of the item of each pair, (P, 2).
+    """
+    return joint.scores(texts, tokens, mask, pairs).cpu()
+
+
+def milliseconds(sides: Mapping[str, Callable[[], object]], calls: int) -> dict[str, list[float]]:
     """Returns the milliseconds of calls of each side, in turn, after two warm-up calls."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(calls + 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from matplotlib.figure import Figure
 
 from jobs.bench.harness import Bench, table
-from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates
+from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 from pipeline import config
 from pipeline.atomic import write_atomic
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.rerank.edje import METADATA, load_joint, read_metadata
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
@@ -31,8 +32,8 @@ def study(bench: Bench, args: Any) -> None:
     spec = config.load(StudySpec, args.study, what="study")
     runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # to their ends
     if not runs:
-        legal = "the spec of a study of EDJEs that jobs.train has run"
-        raise SpecError("study", args.study, legal, "has no trained EDJE")
+        rule = "the spec of a study of EDJEs that jobs.train has run"
+        raise SpecError("study", args.study, rule, "has no trained EDJE")
     rows = {row.name: row for row in rows_of(runs)}
     folders = {run.row: _model(run) for run in reversed(runs)}
     joints = {name: load_joint(folders[name], "study") for name in rows}
@@ -42,7 +43,7 @@ def study(bench: Bench, args: Any) -> None:
         sides = {}
         for name, joint in joints.items():
             given = random_candidates(joint, tokens[name], args.text_tokens, 1, depth)
-            sides[name] = lambda joint=joint, given=given: joint.scores(*given).cpu()
+            sides[name] = functools.partial(scores_on_cpu, joint, *given)
         with torch.inference_mode():
             for name, times in milliseconds(sides, args.calls).items():
                 taken[name][depth] = times
@@ -118,5 +119,5 @@ def _num_tokens(folder: Path, args: Any) -> int:
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]
     if args.tokens is None:
-        raise SpecError("tokens", None, "how many an item has in the local variant", "is missing")
+        raise MissingField("tokens", None, "the number of tokens per item in the local variant")
     return args.tokens[0]

@@ -17,6 +17,8 @@ without it.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -24,19 +26,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lance
 import numpy as np
 import pyarrow as pa
+import torch
 
 import jobs
 from jobs.bench.harness import Bench, Repeats, table
 from jobs.bench.maxsim_index import random_int8
 from jobs.serve import APPLICATION, be_lean
 from pipeline.config import dump, parse
+from pipeline.encoders.minilm import MiniLM
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import ITEMS, part
@@ -78,31 +82,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         be_lean()
         with jobs.cluster():
-            for edje, figures in ((None, PLAIN), (f"{folder}/edje", WITH_EDJE)):
-                figures = {name: run for name, run in figures.items() if name in chosen}
-                if not figures:
-                    continue
-                uri = f"{folder}/{'plain' if edje is None else 'reranked'}"
-                if edje is not None:
-                    write_edje(edje)
-                write_index(uri, args.items, edje)
-                server = Server(uri, args.port, edje)
-                try:
-                    for figure in figures.values():
+            if plain := [run for name, run in PLAIN.items() if name in chosen]:
+                with serving(f"{folder}/plain", args) as server:
+                    for figure in plain:
                         figure(bench, server, args)
-                finally:
-                    server.stop()
+            if "reranking" in chosen:
+                edje = f"{folder}/edje"
+                write_edje(edje)
+                with serving(f"{folder}/reranked", args, edje) as server:
+                    reranking(bench, server, edje, args)
+
+
+@contextlib.contextmanager
+def serving(uri: str, args: argparse.Namespace, edje: str | None = None) -> Iterator[Server]:
+    """Yields a server of a new index, which is stopped at the end.
+
+    Args:
+        uri: URI of the index to write.
+        args: Arguments of the benchmark.
+        edje: Folder of the EDJE that reranks, if any.
+    """
+    write_index(uri, args.items, edje)
+    server = Server(uri, args.port, edje)
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def write_edje(folder: str) -> None:
-    """The embedded MiniLM as a joint encoder, with random heads."""
+    """Writes an EDJE with the embedded MiniLM as its joint encoder and with random heads."""
     from pipeline.rerank.adapter import Adapter
     from pipeline.rerank.edje import Edje
     from pipeline.rerank.joint import JointEncoder
 
-    encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
+    encoder = MiniLM(MiniLM.Spec())
     vision = {"spec": dump(encoder.spec), "fingerprint": encoder.fingerprint}
-    joint = JointEncoder(JointEncoder.Spec(), encoder.pooled_dim)
+    joint = JointEncoder(JointEncoder.Spec(), encoder.dim)  # the pooled vector is as wide
     adapter = Adapter(Adapter.Spec(num_tokens=NUM_TOKENS, hidden=64), encoder.dim, joint.dim)
     Edje(adapter, joint, vision).save(Path(folder))
 
@@ -149,9 +165,7 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
     lance.write_dataset(whole, part(uri, ITEMS))
 
 
-def _tensor(generator: np.random.Generator, *shape: int):
-    import torch
-
+def _tensor(generator: np.random.Generator, *shape: int) -> torch.Tensor:
     return torch.from_numpy(generator.standard_normal(shape, np.float32))
 
 
@@ -164,18 +178,20 @@ class Server:
         from pipeline.serve.app import build
         from pipeline.serve.settings import ServeSpec
 
-        self.uri, self.edje, self.url = uri, edje, f"http://127.0.0.1:{port}"
+        self.uri, self.url = uri, f"http://127.0.0.1:{port}"
+        self.saturation: float | None = None  # searches per second, once measured
         self.body = {"k": K, "representation": COLUMN}
         settings = {
-            "indexes": {"bench": {"uri": uri, "load": [COLUMN], "edje": edje}},
-            "limits": {"in_flight": 32},
-            "seconds": {"reload": 1},
+            "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
+            "limits": {"max_in_flight_requests": 32},
+            "reload_interval_s": 1,
         }
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")
         self.load(clients=2, seconds=5)  # what is opened at the first request is not timed
 
     def stop(self) -> None:
+        """Shuts Ray Serve down."""
         from ray import serve
 
         serve.shutdown()
@@ -249,7 +265,7 @@ def said(statuses: Counter[int]) -> str:
 def in_process(searcher: Searcher, seconds: float) -> Load:
     """The same searches in this process, one after the other."""
     start = time.perf_counter()
-    answers = []
+    answers: list[tuple[float, int, float]] = []
     while (due := time.perf_counter()) < start + seconds:
         searcher.search(QUERIES[len(answers) % len(QUERIES)], COLUMN, k=K, explain=False)
         answers.append((due - start, 200, 1e3 * (time.perf_counter() - due)))
@@ -319,7 +335,7 @@ def overload(bench: Bench, server: Server, args: Any) -> None:
 
 
 def _saturation(server: Server, args: Any) -> float:
-    if not hasattr(server, "saturation"):
+    if server.saturation is None:
         seconds = max(args.seconds / 6, 3)
         rates = [server.load(seconds, clients=c).rate for c in (8, 16) for _ in range(2)]
         server.saturation = max(rates)
@@ -366,25 +382,31 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
     """New versions of the index under load."""
     rate = 0.3 * _saturation(server, args)
     wait = server.start_load(30, rate=rate)
-    versions = []
-    for _ in range(4):
+    num_versions = 4
+    for number in range(num_versions):
         time.sleep(5)
         dataset = lance.dataset(part(server.uri, ITEMS))
-        dataset.delete(f"item_id = '{len(versions):06}'")
-        versions.append(lance.dataset(part(server.uri, ITEMS)).version)
+        dataset.delete(f"item_id = '{number:06}'")
     load = wait()
-    rows = [[len(versions), len(load.answers), len(load.failed()), said(load.statuses()),
+    rows = [[num_versions, len(load.answers), len(load.failed()), said(load.statuses()),
              load.percentile(50), load.percentile(99)]]  # fmt: skip
     header = ["versions", "requests", "failed", "which", "p50, ms", "p99, ms"]
     title = f"New versions committed under a load of {rate:.1f} requests/s, each sent once"
     bench.add("swap", title, {"rows": rows}, table(header, rows))
 
 
-def reranking(bench: Bench, server: Server, args: Any) -> None:
-    """EDJE's second stage: pairs a second, and what a search takes longer at equal load."""
+def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
+    """Measures EDJE's second stage: pairs per second, and its latency at equal load.
+
+    Args:
+        bench: Record of the results.
+        server: Server that reranks with the EDJE.
+        edje: Folder of the EDJE.
+        args: Arguments of the benchmark.
+    """
     from pipeline.search.rerank import Reranker
 
-    searcher, reranker = open_index(server.uri), Reranker(server.edje, RERANK_DEPTH)
+    searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)
     seconds = max(args.seconds / 6, 3)
     plain = server.body
     reranked = {**plain, "rerank": {"by": "edje", "rerank_depth": RERANK_DEPTH}}
@@ -430,5 +452,4 @@ def reranking(bench: Bench, server: Server, args: Any) -> None:
 
 
 PLAIN = {"overhead": overhead, "overload": overload, "kills": kills, "swap": swap}
-WITH_EDJE = {"reranking": reranking}
-FIGURES = PLAIN | WITH_EDJE
+FIGURES = [*PLAIN, "reranking"]

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import jobs
 from jobs.bench import encode
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import config
+from pipeline.config import ComponentSpec
+from pipeline.train.contrastive import Contrastive
+from pipeline.train.learner import Learner
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
@@ -83,13 +87,14 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
         }
         return Loop(config.parse(TrainSpec, given), say=lambda line: None)
 
-    runs, keeping = {"the model runs": [], "its states are kept": []}, []
+    runs: dict[str, list[float]] = {"the model runs": [], "its states are kept": []}
+    keeping = []
     for number in range(args.repeats):
         beginning = []
         for name, times in runs.items():
-            kept = str(folder / f"states-{number}") if "kept" in name else None
+            cache = str(folder / f"states-{number}") if "kept" in name else None
             started = time.perf_counter()
-            one = loop(f"{number}-{kept is None}", kept)
+            one = loop(f"{number}-{cache is None}", cache)
             beginning.append(time.perf_counter() - started)
             started = time.perf_counter()
             for batches in one._batches():
@@ -127,7 +132,6 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         "precision": "bfloat16",
         "recompute": args.recompute,
     }
-    loop = Loop(config.parse(TrainSpec, given), say=lambda line: None)
     pages = [path.read_bytes() for path in sorted((folder / "pages").glob("*.jpg"))]
     facts = torch.arange(len(pages)).unsqueeze(1)
     batch = Batch(
@@ -137,7 +141,9 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         facts,
         facts,
     )
-    loop.data = _ById
+    spec = config.parse(TrainSpec, given)
+    data = OneBatch(spec.data, batch_size=spec.batch_size, seed=0, batch=batch)
+    loop = Loop(spec, say=lambda line: None, data=data)
     read = loop.learner.read(batch)
     tokens = sum(len(one) for own in (*read.queries, *read.documents) for one in own)
     loop._step([(batch, read)])  # what is compiled or allocated at first
@@ -146,9 +152,9 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         peaks.append(matrix_rate(args.device))
         seconds = _timed(lambda: loop._step([(batch, read)]), args.steps)
         rates.append(args.steps / seconds)
-    language = loop.learner.encoder.attending()
+    language = language_model(loop.learner)
     weights = sum(p.numel() for n, p in language.named_parameters() if "lora_" not in n)
-    weights -= language.get_input_embeddings().weight.numel()
+    weights -= sum(p.numel() for p in language.get_input_embeddings().parameters())
     own = sum(p.numel() for p in loop.learner.parameters() if p.requires_grad)
     # Frozen weights are multiplied with forward and backward, trained ones once more: 2 each.
     flops = tokens * (4 * weights + 6 * own)
@@ -170,10 +176,36 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     bench.add("lora", title, figures, table(["", ""], rows))
 
 
-class _ById:
-    """Data of which each query is about the document of its number."""
+class OneBatch(TrainingData[ComponentSpec]):
+    """Training data of one batch, with the default relevance of documents.
 
-    relevant = staticmethod(TrainingData.relevant)
+    Args:
+        spec: Spec of the data that the batch replaces.
+        batch_size: Documents per step.
+        seed: Seed of the run.
+        batch: Batch of every step.
+    """
+
+    num_batches = 1
+
+    def __init__(self, spec: ComponentSpec, *, batch_size: int, seed: int, batch: Batch):
+        super().__init__(spec, batch_size=batch_size, seed=seed)
+        self.batch = batch
+
+    def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
+        """Yields the batch."""
+        yield self.batch
+
+
+def language_model(learner: Learner[Any]) -> PreTrainedModel:
+    """Returns the language model of a contrastive learner's encoder.
+
+    Raises:
+        TypeError: The learner is not a contrastive one.
+    """
+    if not isinstance(learner, Contrastive):
+        raise TypeError(f"learner must be Contrastive, got {type(learner).__name__}")
+    return learner.encoder.attending()
 
 
 def matrix_rate(device: str) -> float:
@@ -184,7 +216,7 @@ def matrix_rate(device: str) -> float:
     return 10 * 2 * size**3 / _timed(lambda: one @ one, 10)
 
 
-def _timed(do: Callable[[], Any], times: int) -> float:
+def _timed(do: Callable[[], object], times: int) -> float:
     _wait()
     started = time.perf_counter()
     for _ in range(times):

@@ -2,10 +2,10 @@
 
     python jobs/data/make_clips.py
 
-`talk.mp4` shows four slides, cut out of PDF pages, while from second 5 to 16 somebody speaks;
-`tables.mp4` shows two others and has no sound track. `clips.json` says what is shown and said when:
-the text of a slide is that of the page's text layer. With the same versions of PyAV, Pillow and
-PDFium the bytes are the same again.
+`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16; `tables.mp4`
+shows two others and has no audio track. `clips.json` lists the slides and the speech with their
+times; the text of a slide is that of the page's text layer. The files are reproducible bit by bit
+with the same versions of PyAV, Pillow and PDFium.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -64,10 +65,13 @@ TABLES = [
 ]
 
 
-def make(name: str, slides: list[Slide], seconds_each: float, speech: Path | None) -> dict:
-    """Writes a video and tells what is in it."""
+def make(
+    name: str, slides: list[Slide], seconds_each: float, speech: Path | None
+) -> dict[str, Any]:
+    """Writes a video and returns a description of its contents."""
     total = len(slides) * seconds_each
-    about = {"file": name, "seconds": total, "fps": FPS, "slides": [], "speech": None}
+    shown = []
+    spoken = None
     with av.open(str(FOLDER / "clips" / name), "w", options={"fflags": "+bitexact"}) as container:
         options = {"crf": "27", "preset": "slow", "tune": "stillimage", "threads": "1"}
         video = container.add_stream("libx264", rate=FPS, options=options)
@@ -77,13 +81,13 @@ def make(name: str, slides: list[Slide], seconds_each: float, speech: Path | Non
             sound = container.add_stream("aac", rate=SOUND_RATE, layout="mono")
             sound.bit_rate = 64_000
             sound.codec_context.flags |= av.codec.context.Flags.bitexact
-            samples, about["speech"] = soundtrack(speech, total)
+            samples, spoken = soundtrack(speech, total)
         for number, slide in enumerate(slides):
             pixels, text = slide.draw()
             start = number * seconds_each
             page = f"{slide.file}#page={slide.page}"
             span = {"start": start, "end": start + seconds_each}
-            about["slides"].append({**span, "page": page, "text": text})
+            shown.append({**span, "page": page, "text": text})
             for _ in range(round(seconds_each * FPS)):
                 frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
                 container.mux(video.encode(frame))
@@ -91,15 +95,15 @@ def make(name: str, slides: list[Slide], seconds_each: float, speech: Path | Non
         if speech:
             for first in range(0, samples.shape[1], 1024):
                 part = np.ascontiguousarray(samples[:, first : first + 1024])
-                frame = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
-                frame.sample_rate, frame.pts = SOUND_RATE, first
-                container.mux(sound.encode(frame))
+                block = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
+                block.sample_rate, block.pts = SOUND_RATE, first
+                container.mux(sound.encode(block))
             container.mux(sound.encode())
-    return about
+    return {"file": name, "seconds": total, "fps": FPS, "slides": shown, "speech": spoken}
 
 
-def soundtrack(speech: Path, total: float) -> tuple[np.ndarray, dict]:
-    """(1, samples): silence, the speech, and silence; and what is said when."""
+def soundtrack(speech: Path, total: float) -> tuple[np.ndarray, dict[str, Any]]:
+    """Returns samples (1, N) with the speech between silence, and its times and text."""
     recording, rate = soundfile.read(speech, dtype="float32", always_2d=True)
     assert rate == SOUND_RATE
     samples = np.zeros((1, round(total * rate)), np.float32)

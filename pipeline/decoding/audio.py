@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -79,14 +80,16 @@ class Track:
     up the channels of stereo with a factor of 0.7 instead of their mean.
 
     Args:
-        zero: the time stamp, in seconds, that is the file's beginning.
-        is_truncated: whether the file ends before its header says it does.
+        container: The opened file.
+        stream: Its audio stream.
+        zero: Time stamp of the beginning of the file, in seconds.
+        is_truncated: Whether the file ends before its header says it does.
     """
 
     def __init__(
         self,
         container: av.container.InputContainer,
-        stream: Any,
+        stream: av.AudioStream,
         zero: float = 0.0,
         is_truncated: bool = False,
     ):
@@ -119,7 +122,7 @@ class Track:
             # The decoder's first packets are not heard, and lie before the beginning.
             first = stream.start_time or 0
             try:
-                self._container.seek(first - int(1 / stream.time_base), stream=stream)
+                self._container.seek(first - int(1 / time_base(stream)), stream=stream)
                 return
             except av.FFmpegError:  # MP3 has nothing before it
                 target = first
@@ -127,21 +130,21 @@ class Track:
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
         """The sound of a stretch, or the part of it that can be decoded; gaps are filled."""
-        time_base = self._stream.time_base
+        unit = time_base(self._stream)
         first = start - WARM_UP_SECONDS
         try:
-            self._seek(int((first + self._zero) / time_base) if first > 0 else None)
+            self._seek(int((first + self._zero) / unit) if first > 0 else None)
         except av.FFmpegError:
             return
         to_float = av.AudioResampler(format="flt")
         expected: float | None = None
         for frame in self._frames():
-            at = expected or 0.0 if frame.pts is None else float(frame.pts * time_base) - self._zero
+            at = expected or 0.0 if frame.pts is None else float(frame.pts * unit) - self._zero
             if at >= end:
                 return
             frame.pts = None
-            for part in to_float.resample(frame):
-                block = part.to_ndarray().reshape(-1, part.layout.nb_channels)
+            for converted in to_float.resample(frame):
+                block = converted.to_ndarray().reshape(-1, converted.layout.nb_channels)
                 seconds = len(block) / self.sample_rate
                 if at + seconds > start:
                     if expected is not None and at - expected > GAP_SECONDS:
@@ -173,22 +176,26 @@ class Track:
 
 
 def open_sound(path: str, trust: bool = False) -> SoundFile | Track:
-    """Opens a file with sound, by what it holds, whatever it is called.
+    """Opens a file with audio by its content, whatever its name.
 
     Args:
-        trust: do not look whether its end is there, which takes a search in FLAC.
+        path: Path of the file.
+        trust: Whether to skip the check that the end is there, which takes a search in FLAC.
 
     Raises:
-        Unreadable: it holds none.
+        Unreadable: It holds no audio.
     """
-    with open(path, "rb") as file:
-        head = file.read(16)
+    with open(path, "rb") as content:
+        head = content.read(16)
     if not head:
         raise Unreadable("empty file")
+    sound: SoundFile | Track
     try:
-        sound: SoundFile | Track = SoundFile(path)
-        if not trust and not sound.is_whole():  # libsndfile reads little of a file that is cut
-            sound.close()
+        file = SoundFile(path)
+        if trust or file.is_whole():
+            sound = file
+        else:  # libsndfile reads little of a truncated file
+            file.close()
             sound = _open_track(path, head, "its end is missing", is_cut=True)
     except soundfile.LibsndfileError as error:
         sound = _open_track(path, head, str(error))
@@ -203,7 +210,7 @@ def _open_track(path: str, head: bytes, detail: str, is_cut: bool = False) -> Tr
         container = av.open(path)
     except av.FFmpegError:
         raise Unreadable("damaged audio" if is_audio(head) else "not audio", detail) from None
-    if (stream := container.streams.best("audio")) is None:
+    if (stream := audio_stream(container)) is None:
         reason = "no audio track" if container.streams.video else "not audio"
         container.close()
         raise Unreadable(reason)
@@ -213,6 +220,23 @@ def _open_track(path: str, head: bytes, detail: str, is_cut: bool = False) -> Tr
     except (av.FFmpegError, ValueError) as error:
         container.close()
         raise Unreadable("damaged audio", str(error)) from None
+
+
+def audio_stream(container: av.container.InputContainer) -> av.AudioStream | None:
+    """Returns the audio stream that FFmpeg prefers, if there is one."""
+    stream = container.streams.best("audio")
+    return stream if isinstance(stream, av.AudioStream) else None
+
+
+def time_base(stream: av.stream.Stream) -> Fraction:
+    """Returns the unit of a stream's time stamps, in seconds.
+
+    Raises:
+        ValueError: The stream has none.
+    """
+    if stream.time_base is None:
+        raise ValueError("the stream has no time base")
+    return stream.time_base
 
 
 def is_audio(head: bytes) -> bool:
@@ -237,23 +261,24 @@ def _about(sound: SoundFile | Track) -> dict[str, Any]:
 
 
 def read_windows(
-    path: str, windows: list[list[float | None]], settings: dict[str, Any]
+    path: str, windows: Sequence[tuple[float, float | None]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads windows [start, end] in seconds, one result each; an end of None is the file's.
+    """Reads windows of a file, one result each.
 
     Args:
-        settings: `sample_rate`: what the samples are converted to; `border_shift`: see
-            `to_pauses`.
+        path: Path of the file.
+        windows: (start, end) of each window in seconds; an end of None is the end of the file.
+        settings: `sample_rate` of the result in Hz; `border_shift`, see `to_pauses`.
 
     Yields:
-        `samples` (n,) float32, the channels' mean; `audio_start`, the time of the first;
-        `about`: what `describe` says.
+        `samples` (n,) float32, the mean of the channels; `audio_start`, the time of the first in
+        seconds; `about`, the result of `describe`.
     """
     sound, is_trusted = open_sound(path, trust=True), True
     about = _about(sound)
-    for start, end in windows:
-        end = sound.duration if end is None else end
-        start, end = to_pauses(sound, start, end, settings)
+    for window_start, window_end in windows:
+        end = sound.duration if window_end is None else window_end
+        start, end = to_pauses(sound, window_start, end, settings)
         audio_start, samples = read_samples(sound, start, end, settings["sample_rate"])
         missing = min(end, sound.duration) - start - len(samples) / settings["sample_rate"]
         if is_trusted and missing > GAP_SECONDS:
@@ -271,13 +296,20 @@ def read_windows(
 def to_pauses(
     sound: SoundFile | Track, start: float, end: float, settings: dict[str, Any]
 ) -> tuple[float, float]:
-    """Start and end of a window, moved to pauses so that no word and few sentences are divided.
+    """Moves the borders of a window to pauses, so that no word and few sentences are divided.
 
-    A border depends on the sound around it only, so that windows that share one agree on it.
-    The beginning and the end of the file stay.
+    A border depends only on the audio around it, so adjacent windows agree on it. The beginning
+    and the end of the file stay.
 
     Args:
-        settings: `sample_rate`; `border_shift`, seconds by which a border moves at most.
+        sound: The audio.
+        start: Start of the window, in seconds.
+        end: End of the window, in seconds.
+        settings: `sample_rate` in Hz; `border_shift`, the maximum distance in seconds by which a
+            border moves.
+
+    Returns:
+        The new start and end, in seconds.
     """
     if not (reach := settings.get("border_shift", 0.0)):
         return start, end
@@ -307,28 +339,35 @@ def _pause(sound: SoundFile | Track, at: float, reach: float, rate: int) -> floa
 def read_samples(
     sound: SoundFile | Track, start: float, end: float, sample_rate: int
 ) -> tuple[float, np.ndarray]:
-    """The sound of a window: its first sample's time, and (n,) float32 at `sample_rate`.
+    """Returns the audio of a window; only the result and one block are in memory.
 
-    What is in memory is the result and a block of what it is made from.
+    Args:
+        sound: The audio.
+        start: Start of the window, in seconds.
+        end: End of the window, in seconds.
+        sample_rate: Sample rate of the result, in Hz.
+
+    Returns:
+        Time of the first sample in seconds, and the samples (n,) float32.
     """
     blocks = sound.blocks(max(0.0, start - MARGIN_SECONDS), end + MARGIN_SECONDS)
     first = next(blocks, None)
     if first is None:
         return start, np.zeros(0, np.float32)
-    at = first[0]  # of the first sample that is kept
+    at = first[0]
     skip = max(0, round((start - at) * sample_rate))
     stop = max(0, round((end - at) * sample_rate))
-    kept: list[np.ndarray] = []
+    chunks: list[np.ndarray] = []
     position = 0
     mono = (_mono(block) for _, block in itertools.chain([first], blocks))
     for piece in _resampled(mono, sound.sample_rate, sample_rate):
-        part = piece[max(0, skip - position) : max(0, stop - position)]
-        if len(part):
-            kept.append(part)
+        inside = piece[max(0, skip - position) : max(0, stop - position)]
+        if len(inside):
+            chunks.append(inside)
         position += len(piece)
         if position >= stop:
             break
-    samples = np.concatenate(kept) if kept else np.zeros(0, np.float32)
+    samples = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
     return at + skip / sample_rate, samples
 
 

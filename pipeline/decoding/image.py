@@ -38,11 +38,12 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 def read_picture(path: str, settings: dict[str, Any]) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads a picture: one result.
+    """Yields the one result of reading an image.
 
     Args:
-        settings: `max_pixels`: a larger picture is made smaller; `max_input_pixels`: one that
-            claims more is not decoded.
+        path: Path of the file.
+        settings: `max_pixels`, the maximum size of the result in pixels, larger images are scaled
+            down; `max_input_pixels`, images that claim more pixels are not decoded.
     """
     with open(path, "rb") as file:
         data = file.read()

@@ -51,7 +51,7 @@ class TextLine(Generic[Item]):
 #: Lines of text one below the other.
 Block = Sequence[TextLine[Item]]
 #: The items of a row: one line of text, or the cells of a row of a table.
-Row = list[Item]
+LayoutRow = list[Item]
 
 
 def is_right_to_left(text: str) -> bool:
@@ -60,7 +60,9 @@ def is_right_to_left(text: str) -> bool:
     return directions["R"] + directions["AL"] > directions["L"]
 
 
-def reading_order(blocks: Sequence[Block[Item]], from_right: bool = False) -> list[list[Row[Item]]]:
+def reading_order(
+    blocks: Sequence[Block[Item]], from_right: bool = False
+) -> list[list[LayoutRow[Item]]]:
     """Returns blocks in reading order, by recursive cuts along white space.
 
     Columns of text are read one after the other, then from the top. Columns of a table are read
@@ -83,11 +85,12 @@ def reading_order(blocks: Sequence[Block[Item]], from_right: bool = False) -> li
     for axis, least in ((0, 0.012), (1, 0.0)):
         groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
         if len(groups) > 1:
-            parts = [[blocks[i] for i in group] for group in groups]
-            if axis == 0 and (table := _table(*parts, from_right)):
+            first, second = ([blocks[i] for i in group] for group in groups)
+            if axis == 0 and (table := _table(first, second, from_right)):
                 return table
-            parts = parts[::-1] if axis == 0 and from_right else parts
-            return [block for part in parts for block in reading_order(part, from_right)]
+            if axis == 0 and from_right:
+                first, second = second, first
+            return [*reading_order(first, from_right), *reading_order(second, from_right)]
     return [[[line.item] for line in block] for block in blocks]
 
 
@@ -103,12 +106,12 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
     widest = int(gaps.argmax())
     if gaps[widest] <= least:
         return [order.tolist()]
-    return [sorted(part.tolist()) for part in np.split(order, [widest + 1])]
+    return [sorted(group.tolist()) for group in np.split(order, [widest + 1])]
 
 
 def _table(
     left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
-) -> list[list[Row[Item]]] | None:
+) -> list[list[LayoutRow[Item]]] | None:
     """The rows of what stands on both sides of a gap, as one block; None if it is no table."""
     sides = [[line for block in side for line in block] for side in (left, right)]
     lines = sides[0] + sides[1]

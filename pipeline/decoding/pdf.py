@@ -64,12 +64,14 @@ def describe(path: str) -> dict[str, Any]:
 def read_pages(
     path: str, numbers: list[int], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads pages, numbered from 1, one result each.
+    """Reads pages, one result each.
 
     Args:
-        settings: `text`: whether to read the words; `image`: whether to draw the page, "no text"
-            for only if it has no words; `dpi`: pixels per inch of the image; `max_pixels`: a larger
-            image is made smaller.
+        path: Path of the file.
+        numbers: Page numbers, from 1.
+        settings: `text`, whether to read the words; `image`, whether to render the page, "no text"
+            only if it has no words; `dpi`, the resolution of the image; `max_pixels`, the maximum
+            size of the image in pixels, larger ones are scaled down.
     """
     for first in range(0, len(numbers), PAGES_AN_OPENING):
         document = open_document(path)

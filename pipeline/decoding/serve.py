@@ -14,17 +14,17 @@ import resource
 import struct
 import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
 from pipeline.decoding import Unreadable
 
 
-def send(stream: BinaryIO, value: Any) -> None:
-    """Writes a value as JSON, and behind it as they are the arrays and bytes of a mapping.
+def send(stream: IO[bytes], value: Any) -> None:
+    """Writes a value as JSON; arrays and bytes of a mapping follow as raw data.
 
-    Not pickled: a file that takes the process over must not run code where this is read.
+    Nothing is pickled: a file that takes over the process must not run code in its parent.
     """
     bulk = {}
     if isinstance(value, Mapping):

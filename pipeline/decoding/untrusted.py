@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from typing import Any, BinaryIO
+from tarfile import InvalidHeaderError  # type: ignore[attr-defined]  # absent from its stubs
+from typing import Any, BinaryIO, Self
 
 from fsspec import AbstractFileSystem
 from fsspec.compression import compr
@@ -42,6 +43,9 @@ def open_file(
     """Opens a regular file for reading, without waiting for the writer of a pipe.
 
     Args:
+        fs: The file system.
+        path: Path in it.
+        compression: Compression of the file, as fsspec names it; None: not compressed.
         options: Options of file systems that are not local, such as `block_size`.
 
     Raises:
@@ -74,34 +78,43 @@ def _check_mode(mode: int) -> None:
 
 class _Member(tarfile.TarInfo):
     @classmethod
-    def fromtarfile(cls, archive: TarArchive) -> _Member:
-        """Reads the header at the archive's offset."""
-        if archive.offset - archive.searched_from > MAX_SEARCHED_BYTES:
-            raise tarfile.ReadError(f"no member within {MAX_SEARCHED_BYTES:,} bytes")
-        return super().fromtarfile(archive)
-
-    def _proc_member(self, archive: TarArchive) -> tarfile.TarInfo:
-        if self.size < 0:
-            raise tarfile.InvalidHeaderError(f"the size of a member must be >= 0, got {self.size}")
-        if self.type in _HEADERS and self.size > MAX_TAR_HEADER_BYTES:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Parses a header, and refuses sizes that the reader would seek to or read at once."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0:
+            raise InvalidHeaderError(f"the size of a member must be >= 0, got {member.size}")
+        if member.type in _HEADERS and member.size > MAX_TAR_HEADER_BYTES:
             limit = f"at most {MAX_TAR_HEADER_BYTES:,} bytes"
-            raise tarfile.InvalidHeaderError(f"a header must be {limit}, got {self.size:,}")
-        return super()._proc_member(archive)
+            raise InvalidHeaderError(f"a header must be {limit}, got {member.size:,}")
+        return member
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        """Reads the header at the archive's offset."""
+        if isinstance(archive, TarArchive):
+            archive.check_search()
+        return super().fromtarfile(archive)
 
 
 class TarArchive(tarfile.TarFile):
     """A tar archive whose headers cannot exhaust memory or send the reader backwards."""
 
     tarinfo = _Member
-    searched_from = 0  # where the search for the next member began
+    members: list[tarfile.TarInfo]  # set by TarFile; absent from its stubs
+    _search_start = 0  # offset at which the search for the next member began
+
+    def check_search(self) -> None:
+        """Raises `tarfile.ReadError` if the next member has been searched for too far."""
+        if self.offset - self._search_start > MAX_SEARCHED_BYTES:
+            raise tarfile.ReadError(f"no member within {MAX_SEARCHED_BYTES:,} bytes")
 
     def next(self) -> tarfile.TarInfo | None:
-        """The next member, None at the end.
+        """Returns the next member, None at the end.
 
         Raises:
             tarfile.ReadError: The archive is malformed.
         """
-        self.searched_from = self.offset
+        self._search_start = self.offset
         member = super().next()
         if member is not None and self.offset <= member.offset:  # a size of PAX may be negative
             raise tarfile.ReadError("the size of a member is negative")

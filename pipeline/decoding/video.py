@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.audio import Track, read_samples, to_pauses
+from pipeline.decoding.audio import Track, audio_stream, read_samples, time_base, to_pauses
 from pipeline.decoding.truncation import is_truncated
 
 #: decord rounds a frame's time to milliseconds, and to the 24 bits of a float.
@@ -75,7 +75,10 @@ class FFmpegFrames:
 
     def __init__(self, path: str, start: float, size: Size | None = None):
         self._container, self._size = av.open(path), size
-        self._stream = self._container.streams.best("video")
+        stream = _video_stream(self._container)
+        if stream is None:
+            raise DamagedVideo("it holds no video track")
+        self._stream = stream
         _one_thread(self._stream)
         stamps: list[tuple[int, int, bool]] = []
         try:
@@ -90,10 +93,10 @@ class FFmpegFrames:
         self._keys = np.array(keys, np.int64)
         if not stamps:
             raise DamagedVideo("it holds no frame")
-        time_base = self._stream.time_base
-        offset = start - float((self._stream.start_time or 0) * time_base)
-        self.times: np.ndarray = np.array(self._stamps) * float(time_base) + offset
-        self.end = float(self.times[-1]) + float(stamps[-1][1] * time_base)
+        unit = time_base(self._stream)
+        offset = start - float((self._stream.start_time or 0) * unit)
+        self.times: np.ndarray = np.array(self._stamps) * float(unit) + offset
+        self.end = float(self.times[-1]) + float(stamps[-1][1] * unit)
         self._decoded: Iterator[av.VideoFrame] = iter(())
         self._at = math.inf  # the number of the frame that was decoded last
 
@@ -143,17 +146,18 @@ class Video:
         self.path = path
         self._container = _open(path)
         self._zero = (self._container.start_time or 0) / av.time_base
-        self._picture = self._container.streams.best("video")
-        if self._picture is not None and av.stream.Disposition.attached_pic in (
-            self._picture.disposition
-        ):
-            self._picture = None  # the cover of a record
-        self._sound = self._container.streams.best("audio")
-        if self._picture is None and self._sound is None:
+        video = _video_stream(self._container)
+        if video is not None and av.stream.Disposition.attached_pic in video.disposition:
+            video = None  # the cover of a record
+        self._video = video
+        self._audio = audio_stream(self._container)
+        if self._video is None and self._audio is None:
             self.close()
             raise Unreadable("not a video", "it holds neither pictures nor sound")
-        *sides, self.rotation = (0, 0, 0) if self._picture is None else self._shape()
-        self.sides: Size = tuple(sides)
+        self.sides: Size = (0, 0)
+        self.rotation = 0
+        if self._video is not None:
+            self.sides, self.rotation = self._shape(self._video)
         fitted = fitting(self.sides, max_pixels) if max_pixels else self.sides
         self.size = None if fitted == self.sides else fitted  # what `frames` are scaled to
 
@@ -163,31 +167,34 @@ class Video:
 
     @cached_property
     def has_video(self) -> bool:
-        """Whether it has pictures, and they can be told apart."""
-        if self._picture is None:
+        """True if the file has frames whose times are known."""
+        if self._video is None:
             return False
         try:
             return len(self.frames.times) > 0
         except Unreadable:
             if self.track is None:
                 raise
-            return False  # its sound may be good
+            return False  # its audio may be intact
 
     @cached_property
     def frames(self) -> DecordFrames | FFmpegFrames:
-        """Its frames, scaled to `size`."""
+        """The frames, scaled to `size`."""
         return self.open_frames(self.size)
 
     def open_frames(self, size: Size | None, slow: bool = False) -> DecordFrames | FFmpegFrames:
-        """Its frames, scaled to a size.
+        """Returns the frames, scaled to a size.
 
         Args:
-            slow: not by decord.
+            size: Width and height of the frames in pixels; None: unscaled.
+            slow: Whether to use FFmpeg even where decord can read the file.
 
         Raises:
-            Unreadable: there are none.
+            Unreadable: There are none.
         """
-        start = float((self._picture.start_time or 0) * self._picture.time_base) - self._zero
+        if self._video is None:
+            raise Unreadable("no video track")
+        start = float((self._video.start_time or 0) * time_base(self._video)) - self._zero
         if not slow:
             try:
                 return DecordFrames(self.path, start, size)
@@ -200,29 +207,26 @@ class Video:
 
     @cached_property
     def track(self) -> Track | None:
-        """Its sound, or None if it has none."""
-        if self._sound is None:
+        """The audio track, or None if there is none."""
+        if self._audio is None:
             return None
         try:
-            track = Track(self._container, self._sound, self._zero)
+            track = Track(self._container, self._audio, self._zero)
         except (av.FFmpegError, ValueError):
             return None
         return track if track.duration > 0 else None
 
-    def _shape(self) -> tuple[int, int, int]:
-        """Width and height as displayed, and by how many degrees to the right it was turned."""
-        _one_thread(self._picture)
-        # Only a frame knows how it is to be turned.
-        frame = next(_decoded(self._container, self._picture), None)
-        self._picture.discard = (
-            av.stream.Discard.all
-        )  # from here on this container is for the sound
+    def _shape(self, video: av.VideoStream) -> tuple[Size, int]:
+        """Returns the size as displayed, and the clockwise rotation of the frames in degrees."""
+        _one_thread(video)
+        # Only a decoded frame has the rotation.
+        frame = next(_decoded(self._container, video), None)
+        video.discard = av.stream.Discard.all  # from here on, this container reads the audio
         if frame is None:
-            codec = self._picture.codec_context
-            return codec.width, codec.height, 0
+            return (video.codec_context.width, video.codec_context.height), 0
         rotation = -frame.rotation % 360
-        sides = (frame.height, frame.width) if rotation % 180 else (frame.width, frame.height)
-        return *sides, rotation
+        size = (frame.height, frame.width) if rotation % 180 else (frame.width, frame.height)
+        return size, rotation
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -241,7 +245,7 @@ class Video:
         if not (duration := round(max(end, audio_duration), 3)):
             raise Unreadable("damaged video", "neither a frame nor a sound can be read")
         about["duration"] = duration
-        stated = max(map(_stated_duration, (self._picture, self._sound)))
+        stated = max(map(_stated_duration, (self._video, self._audio)))
         if is_truncated(self.path) or stated - duration > LEAST_MISSING:
             about["truncated"] = True
             if stated > duration:
@@ -264,11 +268,13 @@ def describe(path: str) -> dict[str, Any]:
 
 
 def read_windows(
-    path: str, windows: list[list[float | None]], settings: dict[str, Any]
+    path: str, windows: Sequence[tuple[float, float | None]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads windows [start, end] in seconds, one result each; an end of None is the file's.
+    """Reads windows of a file, one result each.
 
     Args:
+        path: Path of the file.
+        windows: (start, end) of each window in seconds; an end of None is the end of the file.
         settings: `frames` and `audio`: whether they are wanted; `sampling` and what it needs, see
             `choose`; `max_pixels`: larger frames are made smaller; `sample_rate` of the sound,
             and `border_shift`, see `audio.to_pauses`.
@@ -281,12 +287,12 @@ def read_windows(
     with closing(Video(path, settings["max_pixels"])) as video:
         duration = video.about["duration"]
         reader = WindowReader(video, settings) if settings["frames"] and video.has_video else None
-        has_sound = settings["audio"] and video.track is not None
-        if reader is None and not has_sound:
-            problem = "no audio track" if video.has_video else "no video track"
-            raise Unreadable(problem, "what is wanted is not in the file")
-        for start, end in windows:
-            end = duration if end is None else end
+        track = video.track if settings["audio"] else None
+        if reader is None and track is None:
+            reason = "no audio track" if video.has_video else "no video track"
+            raise Unreadable(reason, "what is wanted is not in the file")
+        for start, stop in windows:
+            end = duration if stop is None else stop
             problem = Unreadable("nothing in this window", f"from {start:g} s to {end:g} s")
             window: dict[str, Any] = {
                 "pixels": np.zeros((0, 0, 0, 3), np.uint8),
@@ -301,10 +307,10 @@ def read_windows(
                     window.update(reader.read(start, end))
                 except DamagedVideo as error:
                     problem = Unreadable("damaged video", str(error))
-            if has_sound:
-                heard = to_pauses(video.track, start, end, settings)
+            if track is not None:
+                borders = to_pauses(track, start, end, settings)
                 window["audio_start"], window["samples"] = read_samples(
-                    video.track, *heard, settings["sample_rate"]
+                    track, *borders, settings["sample_rate"]
                 )
             is_empty = not len(window["indices"]) and not len(window["samples"])
             yield problem if is_empty else window
@@ -455,15 +461,21 @@ def _open(path: str) -> av.container.InputContainer:
     return container
 
 
-def _stated_duration(stream: Any) -> float:
-    """How long a track is by the header of an MP4, MOV, Matroska or WebM; 0 where it does not say.
+def _video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
+    """Returns the video stream that FFmpeg prefers, if there is one."""
+    stream = container.streams.best("video")
+    return stream if isinstance(stream, av.VideoStream) else None
 
-    Other formats leave it to FFmpeg to guess.
+
+def _stated_duration(stream: av.stream.Stream | None) -> float:
+    """Returns the duration in the header of an MP4, MOV, Matroska or WebM; 0 if there is none.
+
+    For other formats FFmpeg estimates it.
     """
     if stream is None or stream.container.format.name not in EXACT:
         return 0.0
     if stream.duration is not None:
-        return float(stream.duration * stream.time_base)
+        return float(stream.duration * time_base(stream))
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
     if clock is None:
         return 0.0
@@ -471,12 +483,14 @@ def _stated_duration(stream: Any) -> float:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def _one_thread(stream: Any) -> None:
+def _one_thread(stream: av.VideoStream) -> None:
     stream.codec_context.thread_count = 1
 
 
-def _decoded(container: av.container.InputContainer, stream: Any) -> Iterator[av.VideoFrame]:
-    """The frames from here on; damaged packets are left out."""
+def _decoded(
+    container: av.container.InputContainer, stream: av.VideoStream
+) -> Iterator[av.VideoFrame]:
+    """Yields the frames from the present position on, without those of corrupted packets."""
     packets = container.demux(stream)
     while True:
         try:

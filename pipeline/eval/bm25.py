@@ -38,12 +38,13 @@ class Bm25:
     """
 
     def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
-        """Reads the texts in a stream; what stays in memory are the ids and the postings.
+        """Reads the texts in a stream; only the ids and the postings stay in memory.
 
         Args:
-            judged: "parent": hits are parents, each with its best item; "item": hits are items.
-            column: "text", or "caption".
-            filter: SQL condition; the other items are left out.
+            index: Index whose items are searched.
+            judged: "parent" to rank parents by their best item, or "item" to rank items.
+            column: Column that is searched, "text" or "caption".
+            filter: SQL condition of the items; None for all of them.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s

@@ -78,14 +78,19 @@ def score_retention(pairs: Sequence[Scores]) -> Retention | None:
 def used_vectors(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: np.ndarray
 ) -> np.ndarray:
-    """(T,) bool: which stored vectors are the best match of any query token in their item.
+    """Marks the stored vectors that are the best match of any query token in their item.
 
-    Over all pairs of a query and an item: what scoring reads to any effect. AGC (section 6.5)
-    counts vectors that are "active during a single evaluation pass" from records of relevant pairs
-    alone: that are the `vectors` of `Matches`, of all that their items have.
+    All pairs of a query and an item count. AGC (section 6.5) instead counts vectors that are
+    "active during a single evaluation pass" from the records of relevant pairs only; these are the
+    `vectors` of `Matches`.
 
     Args:
-        rows: ascending; the items that take part.
+        queries: Token vectors (M, D) of each query.
+        packed: Stored vectors of the items.
+        rows: Rows of the items that take part, ascending (B,).
+
+    Returns:
+        (T,) bool, one value per stored vector.
     """
     used_T = np.zeros(packed.num_vectors, bool)
     tokens_MD = torch.cat(list(queries))
@@ -119,10 +124,12 @@ class Matches(NamedTuple):
 def match_pairs(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sequence[np.ndarray]
 ) -> Matches:
-    """The match records of each query with some items.
+    """Returns the match records of each query with some items.
 
     Args:
-        rows: for each query, ascending items that have vectors.
+        queries: Token vectors (M, D) of each query.
+        packed: Stored vectors of the items.
+        rows: For each query the rows of items that have vectors, ascending (P,).
     """
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
@@ -143,17 +150,18 @@ def match_pairs(
 
 
 def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
-    """How strongly each document position is matched by each query position (AGC, section 6.5).
+    """Computes how strongly query positions match document positions (AGC, section 6.5).
 
         S[p, i] = (sum of the maximum similarities of the records at (p, i)) / (records at i)
 
     The mean over query positions is the profile that the paper's Figure 3 draws.
 
     Args:
-        num_positions: the length of the longest item among the pairs.
+        matches: Match records of the pairs.
+        num_positions: Number of vectors of the longest item among the pairs.
 
     Returns:
-        (positions, query positions) float64; columns are those that any record has.
+        (document positions, query positions) float64; the columns are those with a record.
     """
     num_queries = int(matches.query.max()) + 1 if len(matches.query) else 0
     strength = np.zeros((num_positions, num_queries))
@@ -218,14 +226,16 @@ class Likeness(NamedTuple):
 def inter_token_similarity(
     packed: PackedVectors, rows: np.ndarray, max_items: int = MAX_ITEMS, seed: int = 0
 ) -> Likeness:
-    """The cosines between the vectors of an item, by position, averaged over items (AGC, 6.5).
+    """Averages the cosines between the vectors of an item over items, by position (AGC, 6.5).
 
     A sum over pairs of two runs of positions is the product of the runs' sums, so the memory is
     that of one item, however long it is.
 
     Args:
-        rows: the items that take part, those without vectors too.
-        max_items: of more items a sample is looked at.
+        packed: Stored vectors of the items.
+        rows: Rows of the items that take part; those without vectors are ignored.
+        max_items: Maximum number of items; of more items a random sample is used.
+        seed: Seed of the sample.
     """
     rows = rows[packed.lengths[rows].numpy() > 0]
     if len(rows) > max_items:
@@ -309,7 +319,6 @@ def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
     Retention is linear in a pair's score, so the mean of the scores has the mean retention.
     """
-
     first, *others = diagnoses
 
     def mean(name: str) -> float | None:

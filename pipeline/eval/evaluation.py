@@ -64,6 +64,8 @@ def run(
     """Evaluates rows that are not cached in the output folder, and writes their runs there.
 
     Args:
+        spec: Spec of the evaluation.
+        say: Function that reports a line of progress.
         pictures: Draws the images of a hit in the examples, see `Pictures`.
 
     Raises:
@@ -292,7 +294,7 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
     encoder = info.encoder.fingerprint
-    if row.score == SINGLE:
+    if row.score == SINGLE and info.pooled_column is not None:
         return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
     compressor = info.compressor
     with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
@@ -334,7 +336,7 @@ def _count(index: Index, filter: str | None) -> int:
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
     if filter is not None and not number:
-        raise SpecError("filter", filter, "a filter that lets items through", "lets none through")
+        raise SpecError("filter", filter, "a filter that matches items", "matches none")
     return number
 
 
@@ -356,8 +358,8 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
         if grade > 0
     }
     if not relevant:
-        legal = "judgments with a grade above 0 for at least one query"
-        raise SpecError("benchmark", spec.benchmark.name, legal, "has no relevant document")
+        rule = "a benchmark with a grade above 0 for at least one query"
+        raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
     hopeless = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
     if hopeless:
         yield f"{hopeless} queries have no relevant document and score 0 in every row"

@@ -71,12 +71,16 @@ def describe(
     rankings: Mapping[str, Mapping[str, Mapping[str, float]]],
     pictures: Pictures | None,
 ) -> Examples:
-    """Everything that the chosen examples show.
+    """Returns everything that the chosen examples show.
 
     Args:
-        hits: by compared row, for each chosen query its best hits.
-        rankings: by row, the scores by document for each query, best first.
-        pictures: draws the best hit of each compared row.
+        evaluation: Evaluation that the examples belong to.
+        judged: Queries and their relevance judgments.
+        searcher: Searcher of the evaluated index.
+        chosen: Ids of the chosen queries, with the reason for each choice.
+        hits: Best hits of each chosen query, by the name of a compared row.
+        rankings: Scores by document id, best first, by row name and query id.
+        pictures: Function that draws the best hit of each compared row; None to draw nothing.
     """
     id_column = f"{evaluation.spec['judged']}_id"
     best_grades = {

@@ -103,12 +103,16 @@ def region(boxes: Sequence[Box], side: int = SIDE) -> np.ndarray:
 
 
 def relevance_map(similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = SIDE) -> np.ndarray:
-    """(Y, X) the relevance of each cell: the maximum over the tokens that overlap it, else 0.
+    """Computes the relevance of each grid cell: the maximum over the tokens that overlap it.
 
     Args:
-        similarity_T: of each input token with the phrase, NaN where no vector stands for it; the
-            map has them brought to [0, 1] by their minimum and maximum, to 1 if all are equal.
-        boxes_T4: NaN for a token without a place.
+        similarity_T: Similarity of each input token with the phrase (T,), NaN for a token without a
+            vector. The map scales them to [0, 1] by minimum and maximum, to 1 if all are equal.
+        boxes_T4: Box of each token as x0 y0 x1 y1 in [0, 1], NaN for a token without a location.
+        side: Number of cells per axis.
+
+    Returns:
+        (side, side) float64 in [0, 1], rows from top to bottom; 0 where no token overlaps.
     """
     there = ~np.isnan(similarity_T)
     if not there.any():
@@ -154,16 +158,20 @@ def read_phrases(path: str) -> list[Phrase]:
             boxes = np.array(row["boxes"], float)
             item_id, text = row["item_id"], row["phrase"]
             whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
-            legal = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
+            is_valid = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
         except (ValueError, KeyError, TypeError):
-            legal = False
-        if not legal:
-            form = '{"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
-            raise SpecError("grounding", line[:80], form, f"stands in line {number} of {path}")
+            is_valid = False
+        if not is_valid:
+            note = f" (line {number} of {path})"
+            form = (
+                'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
+            )
+            raise SpecError("grounding", line[:80], form, note=note)
         inside = bool(((boxes >= 0) & (boxes <= 1)).all())
         if not inside or not (boxes[:, :2] < boxes[:, 2:]).all():
+            note = f" (line {number} of {path})"
             limits = "boxes with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
-            raise SpecError("grounding", row["boxes"], limits, f"stands in line {number} of {path}")
+            raise SpecError("grounding", row["boxes"], limits, note=note)
         phrases.append(Phrase(item_id, text, boxes.tolist()))
     if not phrases:
         raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
@@ -177,10 +185,10 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
     there = {row["item_id"]: row for row in index.items(wanted, ["item_id", *columns]).to_pylist()}
     for item_id in wanted:
         if item_id not in there:
-            raise SpecError("grounding", item_id, "items of the index", "is not in the index")
+            raise SpecError("grounding", item_id, "the id of an item in the index")
         if not any(_has_boxes(there[item_id][column]) for column in columns):
-            legal = "items with stored places of their tokens (keep_positions), such as pages"
-            raise SpecError("grounding", item_id, legal, "has no places of tokens")
+            rule = "an item with stored token positions (keep_positions)"
+            raise SpecError("grounding", item_id, rule, "has none")
 
 
 def generate_phrases(
@@ -212,8 +220,8 @@ def generate_phrases(
                 drawn = words.phrases(spec.num_words, per_item, rng)
                 found += [Phrase(row["item_id"], text, boxes) for text, boxes in drawn]
     if not found:
-        legal = "a file of phrases, or an index of pages or photos with places of their words"
-        raise SpecError("grounding", spec.num_phrases, legal, "finds no item with such words")
+        rule = "a file of phrases, unless the index has word positions"
+        raise SpecError("grounding", spec.num_phrases, rule, "finds no item with words")
     return found[: spec.num_phrases]
 
 

@@ -18,23 +18,26 @@ METADATA = "metadata."
 def queries_by_kind(
     index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
-    """The ids of the queries whose relevant documents are of each kind, kinds in order.
+    """Groups query ids by the kinds of their relevant documents, kinds in order.
 
     A query with relevant documents of several kinds is in each of their groups.
 
     Args:
-        kinds: an item column of text such as "modality", or "metadata.KEY".
-        by: what the judgments name, "item" or "parent"; a parent is of the kinds of its items.
+        index: Index of the documents.
+        judged: Queries and their relevance judgments.
+        kinds: Item column of text such as "modality", or "metadata.KEY".
+        by: Level of the judgments, "item" or "parent"; a parent has the kinds of its items.
+        where: Lance filter of the items; None for all of them.
 
     Raises:
-        SpecError: there is no such column, or no item has the key.
+        SpecError: There is no such column, or no item has the key.
     """
     columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
     is_key = kinds.startswith(METADATA)
     column = "metadata" if is_key else kinds
     if not is_key and kinds not in columns:
-        legal = f"{', '.join(columns)}, or {METADATA}KEY"
-        raise SpecError("kinds", kinds, legal, "is no column of text")
+        rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("kinds", kinds, rule, "is not a text column")
     key, keys = kinds.removeprefix(METADATA), set()
     kinds_of: dict[str, set[str]] = {}
     for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
@@ -46,8 +49,8 @@ def queries_by_kind(
                 value = fields.get(key)
             kinds_of.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
-        legal = ", ".join(f"{METADATA}{name}" for name in sorted(keys)) or "a column: no metadata"
-        raise SpecError("kinds", kinds, legal, "is in no item's metadata")
+        names = [f"{METADATA}{name}" for name in sorted(keys)]
+        raise SpecError.unknown_name("kinds", kinds, names, "is not in the metadata of any item")
     groups: dict[str, list[str]] = {}
     for query_id in judged.queries:
         relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]

@@ -24,7 +24,9 @@ def judged_level(
     item's and its parent's, such as those of whole documents, do not tell levels apart.
 
     Args:
-        asked: What the spec says.
+        index: Index of the documents.
+        judged: Queries and their relevance judgments.
+        asked: Level in the spec, or `auto`.
         filter: Filter of the items that take part.
 
     Raises:
@@ -42,16 +44,15 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judgments that name items or parents of the index (with `filter`, of those that it"
-            " lets through)",
-            f"finds none of the {len(named):,} judged ids in the index",
+            "a level whose ids are in the index (and match `filter`)",
+            f"has none of the {len(named):,} judged ids",
         )
     if asked != "auto":
         if not found[asked]:
             (other,) = {"parent", "item"} - {asked}
             number = f"{len(found[other]):,} of the {len(named):,} judged ids"
-            problem = f"finds no judged id in the index; {number} are {other}s"
-            raise SpecError("judged", asked, f"judged={other}", problem)
+            problem = f"matches no judged id ({number} are {other}s)"
+            raise SpecError("judged", asked, f"{other}", problem)
         return asked
     only_items, only_parents = items - found["parent"], found["parent"] - items
     if only_items and not only_parents:
@@ -62,8 +63,8 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judged=parent or judged=item",
-            f"is ambiguous: of {len(named):,} judged ids {len(parents):,} are parents and"
-            f" {len(items):,} are items",
+            "parent or item",
+            f"is ambiguous (of {len(named):,} judged ids, {len(parents):,} are parents and"
+            f" {len(items):,} are items)",
         )
     return "parent"

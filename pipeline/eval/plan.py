@@ -37,7 +37,7 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     for info in infos:
         needy = [score for score in spec.scores if score != "late"]
         if needy and info.pooled_column is None:
-            problem = f"needs single vectors, and {info.name} has none"
+            problem = f"needs the single vectors that {info.name} lacks"
             raise SpecError("scores", needy[0], "late", problem)
     scores = spec.scores or SCORES
     if SINGLE in scores:
@@ -61,7 +61,7 @@ def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -
     info = searcher.representation(name)
     score: Score = second.score or (SINGLE if info.pooled_column else "late")
     if score != "late" and info.pooled_column is None:
-        problem = f"needs single vectors, and {name} has none"
+        problem = f"needs the single vectors that {name} lacks"
         raise SpecError("rerank.score", score, "late", problem)
     return Row(name, score, second)
 

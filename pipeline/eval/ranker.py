@@ -27,7 +27,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import stored, stored_tokens
 from pipeline.schema import ITEM, Hit
-from pipeline.search.options import EQUAL
+from pipeline.search.options import EQUAL, SearchOptions
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Ranker:
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
             except SpecError as error:  # of one of several
                 field = f"rerank.{self._spec.rerank.index(spec)}.model"
-                raise SpecError(field, error.value, error.legal, error.problem) from None
+                raise error.at(field) from None
             self._joints[which] = reranker
         return self._joints[which]
 
@@ -196,7 +196,8 @@ class Ranker:
         places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
         queries = self._queries(result.representation, [places[q] for q in query_ids])
         how = {"k": NUM_HITS, **self._how(result.score)}
-        return self._searcher.search(queries, result.representation, **how)
+        options = SearchOptions.from_keywords(result.representation, explain=True, **how)
+        return self._searcher.search_with(queries, options)
 
     def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
@@ -245,8 +246,8 @@ def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
     vectors = read_query_vectors(spec.query_vectors)
     for query_id in judged.queries:
         if query_id not in vectors:
-            legal = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, legal, "is judged and has no vectors")
+            rule = "vectors for every judged query"
+            raise SpecError("query_vectors", query_id, rule, "has none")
     return [vectors[query_id] for query_id in judged.queries]
 
 

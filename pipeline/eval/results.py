@@ -42,13 +42,14 @@ AXES = ("num_vectors", "ratio", "seed")
 
 
 class Budget(NamedTuple):
-    """What a method may keep of an item: so many vectors, a share of them, or as it likes."""
+    """Number or share of vectors that a method stores per item; neither if it adapts itself."""
 
     num_vectors: int | None
     ratio: float | None
 
     def __str__(self) -> str:
-        """
+        """Returns the budget as the reports show it.
+
         >>> str(Budget(32, None)), str(Budget(None, 0.125)), str(Budget(None, None))
         ('K=32', '12.5 %', 'adaptive')
         """
@@ -394,16 +395,16 @@ def read_results(output: str, field: str) -> Evaluation:
     Raises:
         SpecError: for `field`: there is none, or it is damaged.
     """
-    legal = "the output folder of jobs.evaluate"
+    rule = "the output folder of jobs.evaluate"
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = json.load(file)
         results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
-        raise SpecError(field, output, legal, f"holds no {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise SpecError(field, output, legal, f"holds a damaged {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 
 def _result(row: dict[str, Any]) -> Result:
@@ -462,10 +463,12 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
 def pareto_front(
     results: Sequence[Result], measure: str, size: str = "vector_bytes"
 ) -> list[Result]:
-    """Returns the rows that none beats in quality for at most their bytes, the cheapest first.
+    """Returns the rows that no other row beats in quality at no more bytes, the smallest first.
 
     Args:
-        size: the bytes that count, `vector_bytes` or `all_bytes`.
+        results: Rows to choose from; BM25 has no vectors and is ignored.
+        measure: Metric of quality.
+        size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
     """
     front: list[Result] = []
     vectors = (result for result in results if result.method != BM25)

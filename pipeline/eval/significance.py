@@ -13,18 +13,19 @@ BLOCK = 1 << 22
 def randomisation_p(
     differences_RQ: np.ndarray, num_permutations: int = 10_000, seed: int = 0
 ) -> np.ndarray:
-    """Two-sided p values of a paired randomisation test, for R comparisons over the same Q queries.
+    """Computes two-sided p-values of R paired randomisation tests over the same Q queries.
 
-    If two systems were equal, each query's difference could as well have the other sign. p is the
-    share of random signs under which the mean difference is at least as far from 0 as it is, the
-    observed one counted: (1 + count) / (1 + num_permutations), so it is never 0.
+    If two systems were equal, each query's difference could equally have the other sign. p is the
+    share of random signs under which the mean difference is at least as far from 0 as observed,
+    the observed one included: (1 + count) / (1 + num_permutations), so it is never 0.
 
     Args:
-        differences_RQ: (R, Q) one system's value minus the other's, for each query.
-        num_permutations: how often signs are drawn; all comparisons share them.
+        differences_RQ: Value of one system minus that of the other for each query, (R, Q).
+        num_permutations: Number of random sign vectors, shared by all comparisons.
+        seed: Seed of the random signs.
 
     Returns:
-        (R,) float64.
+        p-values (R,) float64.
 
     >>> p = randomisation_p(np.array([[0.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]]))
     >>> p.round(2).tolist()  # of the 16 ways to choose four signs, 2 are as extreme
@@ -60,12 +61,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def bootstrap_interval(
     values_N: np.ndarray, share: float = 0.95, num_samples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile interval of a mean: what it would be with other values of the same kind.
+    """Computes the bootstrap percentile interval of a mean.
 
     Args:
-        values_N: (N,) of what is drawn together; queries that hang together are one value.
-        share: of the samples' means that lie within.
-        num_samples: how often N values are drawn, each as often as it comes.
+        values_N: Independent values (N,); dependent queries must be averaged to one value.
+        share: Confidence level of the interval, in (0, 1).
+        num_samples: Number of bootstrap samples of N values, drawn with replacement.
+        seed: Seed of the samples.
 
     >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
     (0.5, 0.5)

@@ -13,7 +13,7 @@ from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
-from pipeline.search.options import EQUAL, LEGAL_WEIGHTS, Score, Weights, are_weights
+from pipeline.search.options import EQUAL, WEIGHTS_RULE, Score, Weights, are_weights
 
 
 class RerankSpec(Spec):
@@ -106,28 +106,28 @@ class EvaluateSpec(Spec):
         names = [each.row for each in rerank]
         for name in names:
             if names.count(name) > 1:
-                raise SpecError("", name, "a different `label` for each", "is named twice")
+                raise SpecError("", name, "unique (set a different `label`)", "occurs twice")
         return rerank
 
     @field_validator("measures")
     @classmethod
     def _some_measure(cls, names: list[str]) -> list[str]:
         if not names:
-            raise SpecError("", names, "at least one name of ir-measures")
+            raise SpecError("", names, "a list of at least one ir-measures name")
         return names
 
     @field_validator("weights", mode="before")
     @classmethod
-    def _legal_weights(cls, weights: Any) -> Any:
+    def _check_weights(cls, weights: Any) -> Any:
         if not are_weights(weights):
-            raise SpecError("", weights, LEGAL_WEIGHTS)
+            raise SpecError("", weights, WEIGHTS_RULE)
         return weights
 
     @model_validator(mode="after")
     def _weights_of_something(self) -> EvaluateSpec:
         if self.weights != EQUAL and self.scores and "hybrid" not in self.scores:
-            problem = "mean nothing without the score hybrid"
-            raise SpecError("weights", list(self.weights), "hybrid among the scores", problem)
+            rule = f"{list(EQUAL)} unless hybrid is among the scores"
+            raise SpecError("weights", list(self.weights), rule)
         return self
 
     @model_validator(mode="after")
@@ -135,5 +135,5 @@ class EvaluateSpec(Spec):
         for name in self.measures:  # a name that is no measure says so itself
             depth = parse_measure(name).params.get("cutoff", 0)
             if depth > self.k:
-                raise SpecError("k", self.k, f"at least {depth}, for {name}")
+                raise SpecError("k", self.k, f"at least {depth} for {name}")
         return self

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import types
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, close_match
 from pipeline.index.reader import quote
 from pipeline.schema import metadata_of
 
-LEGAL = "a condition in SQL over the items' columns, such as modality = 'text'"
+FILTER_RULE = "a condition in SQL over the items' columns, such as modality = 'text'"
 
 #: Lance evaluates a chain of operators by recursion, and a long one would end the process.
 MAX_OPERATORS = 400
@@ -150,8 +150,8 @@ class _Parser:
     def _operator(self) -> None:
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
-            legal = f"at most {MAX_OPERATORS} operators; many values as column IN ('a', 'b', ...)"
-            raise _too_long(self._filter, legal)
+            rule = f"a filter of at most {MAX_OPERATORS} operators (for many values use IN)"
+            raise _too_long(self._filter, rule)
 
     # -- conditions --------------------------------------------------------------------------
 
@@ -269,7 +269,9 @@ class _Parser:
         if word is None or not self._is_literal():
             raise self._expected("a value")
         if len(word.text) > MAX_LITERAL_CHARS:
-            raise _too_long(self._filter, f"texts of at most {MAX_LITERAL_CHARS:,} characters")
+            raise _too_long(
+                self._filter, f"a filter with strings of at most {MAX_LITERAL_CHARS:,} characters"
+            )
         mark = word.text[0]
         if mark in "'\"":
             self._emit(quote(word.text[1:-1].replace(mark * 2, mark)))
@@ -285,7 +287,9 @@ class _Parser:
         while True:
             self._num_values += 1
             if self._num_values > MAX_VALUES:
-                raise _too_long(self._filter, f"at most {MAX_VALUES:,} values in lists")
+                raise _too_long(
+                    self._filter, f"a filter with at most {MAX_VALUES:,} values in lists"
+                )
             self._take("-")
             self._literal()
             if not self._take(","):
@@ -311,9 +315,11 @@ class _Parser:
         word = self._word
         name = word.text.lower()
         if name not in FUNCTIONS + LIST_FUNCTIONS:
-            legal = f"the functions {', '.join(FUNCTIONS + LIST_FUNCTIONS)}"
-            problem = f"calls an unknown function, {word.text!r}, character {word.start + 1}"
-            raise SpecError("filter", self._filter, legal, problem)
+            names = FUNCTIONS + LIST_FUNCTIONS
+            rule = f"a filter with the functions {', '.join(names)}"
+            problem = f"calls the unknown function {word.text!r} at character {word.start + 1}"
+            note = close_match(name, names)
+            raise SpecError("filter", self._filter, rule, problem, note)
         self._operator()
         self._emit(name)
         self._need("(")
@@ -354,12 +360,14 @@ class _Parser:
         self._out.append(".".join(f"`{name}`" for name in names))
         if field is not None and (any_column or _is_comparable(field, lists)):
             return
-        place = f"{names[-1]!r}, character {path[len(names) - 1].start + 1}"
-        problem = f"names an unknown column, {place}"
+        place = f"{names[-1]!r} at character {path[len(names) - 1].start + 1}"
+        problem = f"names the unknown column {place}"
         if field is not None:
             problem = f"compares a column that can only be tested for NULL, {place}"
-        legal = ", ".join(filterable(self._schema))
-        self._unknown = self._unknown or SpecError("filter", self._filter, legal, problem)
+        columns = filterable(self._schema)
+        rule = f"a filter on {', '.join(columns)}"
+        note = close_match(names[-1], columns) if field is None else ""
+        self._unknown = self._unknown or SpecError("filter", self._filter, rule, problem, note)
 
     def _name(self) -> _Word:
         word = self._word
@@ -380,26 +388,26 @@ def _split_words(filter: str) -> Iterator[_Word]:
     for match in _WORDS.finditer(filter):
         word = _Word(match[0], match.start(), depth)
         if match["open_ended"]:
-            raise _unparsed(filter, word, f"another {word.text} behind it")
+            raise _unparsed(filter, word, f"another {word.text} after it")
         if match["refused"]:
-            raise _unparsed(filter, word, "neither comments, parameters nor prefixes of strings")
+            raise _unparsed(filter, word, "no comments, parameters or string prefixes")
         if word.text == ")" and not depth:
             raise _unparsed(filter, word, "AND, OR or the end")
         yield word
         depth += (word.text in "([") - (word.text in ")]")
         if depth > MAX_DEPTH:
-            raise _too_long(filter, f"brackets that are nested at most {MAX_DEPTH} deep")
+            raise _too_long(filter, f"a filter with brackets nested at most {MAX_DEPTH} deep")
 
 
 def _unparsed(filter: str, word: _Word | None, expected: str) -> SpecError:
     """The error of a filter that goes wrong at a word; None for its end."""
-    at = f"near {word.text!r}, character {word.start + 1}" if word else "at its end"
-    return SpecError("filter", filter, f"{LEGAL} (there: {expected})", f"does not parse {at}")
+    at = f"near {word.text!r} at character {word.start + 1}" if word else "at its end"
+    return SpecError("filter", filter, FILTER_RULE, f"does not parse {at} (expected {expected})")
 
 
-def _too_long(filter: str, legal: str) -> SpecError:
+def _too_long(filter: str, rule: str) -> SpecError:
     """The error of a filter that is beyond a limit."""
-    return SpecError("filter", f"{filter[:60]}...", legal, "is too long")
+    return SpecError("filter", f"{filter[:60]}...", rule, "is too long")
 
 
 def _field_at(schema: pa.Schema, path: list[_Word]) -> tuple[pa.Field | None, list[str]]:

@@ -101,8 +101,8 @@ def _metadata(index: Index, representation: str) -> dict[str, Any]:
     """Returns the stored metadata of a column of vectors."""
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
     if representation not in columns:
-        valid = ", ".join(columns) or "none yet"
-        raise SpecError("representation", representation, valid, "is not in the index")
+        problem = "is not in the index"
+        raise SpecError.unknown_name("representation", representation, columns, problem)
     return metadata_of(index.schema.field(representation))
 
 
@@ -113,10 +113,10 @@ def _is_exportable(index: Index, column: str) -> bool:
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
     """The file system and path to write to, if that is possible and allowed."""
     if not output.strip("/ "):
-        raise SpecError("output", output, "a path or URI", "names nothing to write")
+        raise SpecError("output", output, "a path or URI", "names no file or folder")
     if form == "parquet" and not output.lower().endswith(".parquet"):
-        legal = "a path that ends in .parquet, or --format npy for a folder"
-        raise SpecError("output", output, legal)
+        rule = "a path that ends in .parquet, unless --format npy is given"
+        raise SpecError("output", output, rule)
     require_storage(output)
     try:
         filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
@@ -124,19 +124,19 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     except OSError:
         raise
     except Exception as error:  # each storage has errors of its own library
-        legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"
-        raise SpecError("output", output, legal, "cannot be reached") from None
+        problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
+        raise SpecError("output", output, "a reachable URI", problem) from None
     check_writable(output, "output", as_file=form == "parquet")
     if not is_there:
         return filesystem, path
     if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
         if names - set(NPY_FILES):
-            legal = "a new path, or an export to overwrite"
-            raise SpecError("output", output, legal, "is a folder that holds something else")
+            rule = "a new path, or an export to overwrite"
+            raise SpecError("output", output, rule, "is a folder with other files")
         overwrite = overwrite or not names
     if not overwrite:
-        raise SpecError("output", output, "a new path, or --overwrite", "is there already")
+        raise SpecError("output", output, "a new path unless --overwrite is given", "exists")
     return filesystem, path
 
 
@@ -145,9 +145,11 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
         num_items = index.dataset.count_rows(condition)
     if num_items == 0:
         if filter is not None:
-            raise SpecError("filter", filter, "a filter", "lets through no item with vectors")
-        legal = "a representation that holds vectors"
-        raise SpecError("representation", representation, legal, "is empty")
+            raise SpecError(
+                "filter", filter, "a filter that matches items with vectors", "matches none"
+            )
+        rule = "a representation with vectors"
+        raise SpecError("representation", representation, rule, "is empty")
     return num_items
 
 

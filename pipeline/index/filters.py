@@ -15,10 +15,10 @@ import lance
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.index.conditions import LEGAL, condition_sql, filterable
+from pipeline.index.conditions import FILTER_RULE, condition_sql, filterable
 from pipeline.index.reader import Index, first_line
 
-__all__ = ["LEGAL", "check_filter", "filterable", "filtering", "matching_ids"]
+__all__ = ["FILTER_RULE", "check_filter", "filterable", "filtering", "matching_ids"]
 
 _IS_ABOUT_FILES = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
 
@@ -30,13 +30,13 @@ def check_filter(index: Index, filter: str) -> str:
         SpecError: For `filter`: as `condition_sql`; it is no condition; Lance cannot plan it.
     """
     if not isinstance(filter, str) or not filter.strip():
-        raise SpecError("filter", filter, LEGAL)
+        raise SpecError("filter", filter, FILTER_RULE)
     sql = condition_sql(filter, index.schema)
     problem = _problem(index, sql)
     if problem is None:
         return sql
     if "does not return a boolean" in problem:
-        raise SpecError("filter", filter, LEGAL, "is neither true nor false of an item")
+        raise SpecError("filter", filter, FILTER_RULE, "does not evaluate to true or false")
     raise _unusable(filter, ValueError(problem))
 
 
@@ -76,7 +76,7 @@ def matching_ids(
 
 def _unusable(filter: str, error: Exception) -> SpecError:
     line = first_line(error).removeprefix("Invalid user input: ")
-    return SpecError("filter", filter, f"{LEGAL} ({line})", "cannot be worked out")
+    return SpecError("filter", filter, FILTER_RULE, f"cannot be evaluated ({line})")
 
 
 def _problem(index: Index, filter: str) -> str | None:

@@ -112,7 +112,7 @@ def run(
     """Runs the job to its end in a Ray cluster that is connected already.
 
     Raises:
-        SpecError: the index, its source column or a representation is not legal.
+        SpecError: the index, its source column or a representation is invalid.
         LeaseHeld: another job writes to the index.
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
@@ -121,8 +121,8 @@ def run(
     encoder_info, aspect = stored_encoder(index, spec.source)
     for r in wanted:
         if r.of != aspect:
-            legal = f"{aspect}, that of which {spec.source} holds the tokens"
-            raise SpecError(f"representations.{r.id}.of", r.of, legal)
+            rule = f"{aspect}, as in {spec.source}"
+            raise SpecError(f"representations.{r.id}.of", r.of, rule)
     check_taps(index, encoder_info.for_field(aspect), wanted)
     learning = [r for r in wanted if needs_fit(r)]
     if learning:
@@ -163,10 +163,12 @@ def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
     """
     there = index.representations()
     if source not in there:
-        raise SpecError("source", source, ", ".join(there) or "none yet", "is not in the index")
+        raise SpecError.unknown_name("source", source, there, "is not in the index")
     info = there[source]
     if not info.is_uncompressed:
-        raise SpecError("source", source, "a representation by the compressor none", "lacks tokens")
+        raise SpecError(
+            "source", source, "a representation of the compressor none", "is compressed"
+        )
     return info.encoder, info.field
 
 
@@ -178,11 +180,9 @@ def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Represe
             ones = tap.single(encoder_info.num_layers) if encoder_info.num_layers else ()
             if not ones or any(encoder_info.tap_column(one) not in schema.names for one in ones):
                 there = ", ".join(tap_names(schema)) or "none"
-                legal = (
-                    f"attention that the index keeps ({there}); index with"
-                    f" `keep_taps: [{tap.statistic}/{tap.heads}/all]` to keep it"
-                )
-                raise SpecError(f"representations.{name}", tap.name, legal, "is not kept")
+                rule = f"attention that the index stores ({there})"
+                note = f"; index with `keep_taps: [{tap.statistic}/{tap.heads}/all]` to store it"
+                raise SpecError(f"representations.{name}", tap.name, rule, note=note)
 
 
 def check_sample(
@@ -195,15 +195,15 @@ def check_sample(
             index = Index(spec.fit_index)
             others, other = stored_encoder(index, spec.source)
             if (others.fingerprint, other) != (encoder_info.fingerprint, aspect):
-                legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
-                raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
+                rule = f"an index whose {spec.source} has the same encoder and `of: {aspect}`"
+                raise SpecError("fit_index", spec.fit_index, rule, "has another")
             check_taps(index, others.for_field(aspect), wanted)
     if spec.fit_filter is not None:
         with _naming("fit_filter", spec.fit_filter):
             there = matching_ids(index, spec.fit_filter)
         if not len(there):
-            legal = "a filter that lets items through"
-            raise SpecError("fit_filter", spec.fit_filter, legal, "lets none through")
+            rule = "a filter that matches items"
+            raise SpecError("fit_filter", spec.fit_filter, rule, "matches none")
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def _naming(field: str, value: str) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        raise SpecError(field, value, error.legal, error.problem) from None
+        raise SpecError(field, value, error.rule, error.problem, error.note) from None
 
 
 def columns_left(

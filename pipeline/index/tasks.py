@@ -85,7 +85,7 @@ def remarks(spec: IndexSpec) -> list[str]:
 @ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files of a spec's source, each with how much of it can be read."""
-    parts = SOURCES.load(spec.source.name).parts(spec.source)
+    parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
     if not any({"frames", "audio"} & set(SOURCES.load(part.name).gives) for part in parts):
         return []
     names = ", ".join(map(quote, spec.build_source().collections))
@@ -128,10 +128,10 @@ def fit_representation(
                         hashes.update(content_N[rows].tolist())
                         yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
-            legal = "a source with at least one item that can be read"
-            problem = f"has nothing to fit {representation.id} on"
+            rule = "a source with at least one readable item"
+            problem = f"has none to fit {representation.id} on"
             field = "fit.source" if drawn.source else "source"
-            raise SpecError(field, job.source.name, legal, problem)
+            raise SpecError(field, job.source.name, rule, problem)
 
     learned = fit(representation, sample, drawn.seed)
     origin = {"source": dump(drawn.source)} if drawn.source else {}

@@ -100,14 +100,14 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             draws,
             lambda: _layers(evaluation, scans),
         )
-    if scans := depth_scans(evaluation):
+    if rerank_scans := depth_scans(evaluation):
         yield _single(
             "reranking_by_depth",
             "Quality and latency by the rerank depth",
             f"{evaluation.headline} with so many of the first stage's best put into order (EDJE, "
             "figure 5), and the median milliseconds of a query that comes alone, both stages "
             "together. The lines across are the first stages.",
-            lambda: _rerank_depths(evaluation, scans),
+            lambda: _rerank_depths(evaluation, rerank_scans),
         )
     found = [correlation for correlation in correlations(evaluation) if len(correlation.rows) > 1]
     if found:

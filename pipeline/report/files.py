@@ -48,7 +48,9 @@ def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str
     """Writes the table and the figures of pooled evaluations, and returns their paths.
 
     Args:
-        cells: The table, the header first.
+        pooled: Evaluation that averages the pooled ones.
+        cells: Cells of the table, the header first.
+        folder: Path or URI of the folder to write to.
     """
     tables = {"table.md": markdown(cells), "pooled.csv": as_csv(cells)}
     return _write({**tables, **_figures(pooled)}, folder)

@@ -83,9 +83,9 @@ def _render(template: str, **values: Any) -> str:
 
 
 def marked(snippet: str) -> Markup:
-    """Returns a snippet as HTML, with its matched words in `<mark>` and everything else escaped.
+    r"""Returns a snippet as HTML, with its matched words in `<mark>` and everything else escaped.
 
-    >>> marked("<b> \\x02wing\\x03")
+    >>> marked("<b> \x02wing\x03")
     Markup('&lt;b&gt; <mark>wing</mark>')
     """
     start, end = MARKS

@@ -37,7 +37,8 @@ def to_svg(figure: Figure, name: str) -> str:
     """Returns a figure as an `<svg>` element, with grey in the colour of the surrounding text.
 
     Args:
-        name: A prefix that keeps element ids unique on the page.
+        figure: Figure to draw.
+        name: Prefix that keeps element ids unique on the page.
     """
     svg = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -15,6 +15,7 @@ def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
     """Returns OSR and quality of the compressed late rows as cells, the header first.
 
     Args:
+        evaluation: Pooled evaluation.
         against: Methods that the OSR is compared with, see `retention_p_values`.
 
     Raises:

@@ -17,14 +17,15 @@ from pipeline.report.plot import REFERENCE, Style, legend_below, plain, styles, 
 
 
 class Panel(NamedTuple):
-    """One plot of quality against size: the score, and the attribute of rows with the bytes."""
+    """Plot of quality against size, for one score and one attribute of rows with the bytes."""
 
     score: str
     size: str
 
     @property
     def title(self) -> str:
-        """
+        """Title of the plot.
+
         >>> Panel("late", "all_bytes").title
         'late score, everything stored'
         """
@@ -221,10 +222,11 @@ def _label_point(panel: Axes, row: Result, size: float, quality: float, color: s
 
 
 def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
-    """Writes each budget above its points; budgets of nearly the same size on lines of their own.
+    """Writes each budget above its points, budgets of similar size on separate lines.
 
     Args:
-        sizes: where each is written, in bytes.
+        panel: Axes to write on.
+        sizes: Position of each budget on the axis of sizes, in bytes.
     """
     sizes = {budget: size for budget, size in sizes.items() if size > 0}
     span = max(1.0, math.log10(max(sizes.values()) / min(sizes.values()))) if sizes else 1.0

@@ -75,8 +75,8 @@ class Adapter(torch.nn.Module):
         @model_validator(mode="after")
         def _a_frame_fits(self) -> Self:
             if self.kind == "compressed" and self.max_tokens < self.num_tokens:
-                legal = f"at least num_tokens={self.num_tokens}"
-                raise SpecError("max_tokens", self.max_tokens, legal)
+                rule = f"at least num_tokens={self.num_tokens}"
+                raise SpecError("max_tokens", self.max_tokens, rule)
             return self
 
     def __init__(self, spec: Spec, width: int, dim: int):
@@ -89,8 +89,8 @@ class Adapter(torch.nn.Module):
             )
             return
         if width % spec.heads:
-            legal = f"a number that divides {width}, the width of the encoder's states"
-            raise SpecError("heads", spec.heads, legal)
+            rule = f"a divisor of {width}, the width of the encoder's states"
+            raise SpecError("heads", spec.heads, rule)
 
         def linear(is_there: bool = True) -> torch.nn.Module:
             if not is_there:

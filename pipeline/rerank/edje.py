@@ -112,13 +112,13 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     Raises:
         SpecError: For `field`: the folder is not that of an EDJE, or its files were changed.
     """
-    legal = "a folder that training EDJE wrote"
+    rule = "a folder written by EDJE training"
     folder = Path(folder)
     try:
         metadata = json.loads((folder / METADATA).read_text("utf-8"))
         if metadata["format"] != FORMAT:
-            problem = f"is of format {metadata['format']!r}"
-            raise SpecError(field, str(folder), f"a folder of format {FORMAT}", problem)
+            problem = f"has the format {metadata['format']!r}"
+            raise SpecError(field, str(folder), f"an EDJE of format {FORMAT}", problem)
         now = {part: fingerprint(folder, part, metadata) for part in PARTS}
         changed = [part for part in PARTS if metadata["fingerprints"][part] != now[part]]
         _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
@@ -126,14 +126,14 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
         if isinstance(error, SpecError):
             raise
         problem = (
-            f"has no {METADATA}" if isinstance(error, OSError) else f"has a damaged {METADATA}"
+            f"has no {METADATA}" if isinstance(error, OSError) else f"has a corrupted {METADATA}"
         )
-        raise SpecError(field, str(folder), legal, problem) from None
+        raise SpecError(field, str(folder), rule, problem) from None
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]
-        what = f"has no {missing[0]}" if missing else f"has files of its {part} that were changed"
-        raise SpecError(field, str(folder), f"{legal}, as it was written", what)
+        what = f"has no {missing[0]}" if missing else f"has modified files of its {part}"
+        raise SpecError(field, str(folder), f"{rule} and unmodified", what)
     return metadata
 
 
@@ -183,9 +183,9 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (safetensors.SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
-        legal = "a folder that training EDJE wrote"
+        rule = "a folder written by EDJE training"
         problem = f"cannot be read ({config.first_line(error)})"
-        raise SpecError(field, str(folder), legal, problem) from None
+        raise SpecError(field, str(folder), rule, problem) from None
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
@@ -208,12 +208,8 @@ def check_adapter(
     """Checks as `check_tokens` does, given the metadata of the folder."""
     adapter = metadata["fingerprints"]["adapter"]
     if adapter != written_by:
-        legal = (
-            f"the folder of the adapter {written_by}, or a new index with the tokens of this one"
-        )
-        raise SpecError(
-            field, str(folder), legal, f"has the adapter {adapter}, not that of the tokens"
-        )
+        rule = f"an EDJE with the index's adapter {written_by}"
+        raise SpecError(field, str(folder), rule, f"has the adapter {adapter}")
 
 
 def _write(weights: Mapping[str, torch.Tensor], path: Path) -> None:

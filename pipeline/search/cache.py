@@ -224,9 +224,9 @@ def _open_all(
             finally:
                 executor.shutdown(cancel_futures=True)
     except OSError as error:
-        legal = "a folder that can be written, with space for the vectors (see MAXRAY_CACHE)"
-        problem = f"cannot hold them ({error.strerror or error})"
-        raise SpecError("cache", str(column.folder), legal, problem) from None
+        rule = "a writable folder with space for the vectors (see MAXRAY_CACHE)"
+        problem = f"cannot be written ({error.strerror or error})"
+        raise SpecError("cache", str(column.folder), rule, problem) from None
     _remove_stale(column)
     return opened | _there(column, missing, when_damaged)
 
@@ -261,7 +261,7 @@ def _there(
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, DamagedError) as error:
-            log.warning("%s %s; it is written again", column.path(key), error)
+            log.warning("%s %s; it is rebuilt", column.path(key), error)
     return found
 
 
@@ -325,8 +325,8 @@ def _touch(
         with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
             file.path.unlink()
         when_damaged()
-        legal = "a whole file (it is removed, and written again by the next search)"
-        raise SpecError("cache", str(file.path), legal, str(error)) from None
+        note = "; the next search downloads it again"
+        raise SpecError("cache", str(file.path), "an intact file", str(error), note) from None
 
 
 def _note_use(path: Path) -> None:

@@ -239,12 +239,12 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
     stored = [column for column in columns if column is not None and column in schema.names]
     row = searcher.index.items([item_id], stored)
     if not row.num_rows:
-        raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
+        raise SpecError("item_id", item_id, "the id of an item in the index")
     positions = (_value(row, column) for column in info.positions.values())
     num_tokens = next((len(values) for values in positions if values is not None), None)
     if num_tokens is None:
-        legal = "an item of an index that keeps positions, made by an encoder of words or patches"
-        raise SpecError("item_id", item_id, legal, "has no words and no patches")
+        rule = "an item with stored token positions (keep_positions)"
+        raise SpecError("item_id", item_id, rule, "has none")
     if not row[info.name].is_valid()[0].as_py():
         raise SpecError("item_id", item_id, f"an item with vectors in {info.name}", "has none")
     return _StoredItem(row.combine_chunks(), num_tokens)
@@ -256,8 +256,8 @@ def _outputs(item: _StoredItem, info: RepresentationInfo) -> np.ndarray:
         return np.arange(item.num_tokens)
     assignment = item.value(info.support_column)
     if assignment is None or info.support_form is None:
-        legal = "a representation with its support (keep_support)"
-        raise SpecError("representation", info.name, legal, "has no support")
+        rule = "a representation with stored token assignments (keep_support)"
+        raise SpecError("representation", info.name, rule, "has none")
     return outputs_of(assignment, info.support_form, item.num_tokens)
 
 

@@ -213,7 +213,7 @@ def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Ten
     for query in queries:
         if query.ndim != 2 or query.shape[1] != packed.dim:
             shape = tuple(query.shape)
-            raise ValueError(f"a query has the shape {shape}; legal: (tokens, {packed.dim})")
+            raise ValueError(f"queries must have the shape (tokens, {packed.dim}), got {shape}")
     return torch.cat(list(queries)).to(packed.device, torch.float32)
 
 

@@ -17,7 +17,7 @@ SCORES: tuple[Score, ...] = get_args(Score)
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL: Weights = (1.0, 1.0)
-LEGAL_WEIGHTS = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
+WEIGHTS_RULE = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
 class _CommonKeywords(TypedDict, total=False):
@@ -86,14 +86,14 @@ class SearchOptions:
     def __post_init__(self) -> None:
         check_count("k", self.k)
         if self.group_by not in (None, "parent"):
-            raise SpecError("group_by", self.group_by, "parent, or nothing")
+            raise SpecError("group_by", self.group_by, "parent or null")
         if self.score not in SCORES:
-            raise SpecError("score", self.score, ", ".join(SCORES))
+            raise SpecError.unknown_name("score", self.score, SCORES)
         if not are_weights(self.weights):
-            raise SpecError("weights", self.weights, LEGAL_WEIGHTS)
+            raise SpecError("weights", self.weights, WEIGHTS_RULE)
         if self.score != "hybrid" and tuple(self.weights) != EQUAL:
-            problem = f"mean nothing to the score {self.score}"
-            raise SpecError("weights", self.weights, "the score hybrid", problem)
+            rule = f"{EQUAL} for the score {self.score}"
+            raise SpecError("weights", self.weights, rule)
 
     @classmethod
     def from_keywords(
@@ -155,15 +155,15 @@ class SearchOptions:
             pooled_column: Column of the representation's single vectors; None without one.
         """
         if self.score != "single" and not all(map(len, queries.tokens)):
-            problem = "needs token vectors of the query, which has none"
+            problem = "needs token vectors (the query has none)"
             raise SpecError("score", self.score, "single", problem)
         if self.score == "late":
             return
         if pooled_column is None:
-            problem = "needs single vectors, and the index has none"
+            problem = "needs single vectors (the index has none)"
             raise SpecError("score", self.score, "late", problem)
         if queries.pooled is None:
-            problem = "needs a single vector of the query, given as text"
+            problem = "needs a single query vector (give the query as text)"
             raise SpecError("score", self.score, "late", problem)
 
 
@@ -199,7 +199,7 @@ def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
     values = (ids,) if isinstance(ids, str) else tuple(ids)
     if isinstance(ids, str) or not _are_texts(values):
         wrong = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
-        raise SpecError(field, wrong, "a list of ids, each a text in UTF-8")
+        raise SpecError(field, wrong, "a list of ids in valid UTF-8")
     return values
 
 

@@ -60,29 +60,30 @@ class Previews:
         columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
         (item,) = self.index.items([item_id], columns).to_pylist() or [None]
         if item is None:
-            raise SpecError("item_id", item_id, "an item of the index", "is not in the index")
+            raise SpecError("item_id", item_id, "the id of an item in the index")
         item["metadata"] = json.loads(item["metadata"] or "{}")
         source = self._source(item["source"])
         try:
             if self._only_indexed and source.content_of(item) != content_in(item["revision"]):
-                legal = "the file as it was indexed"
-                raise SpecError("documents", item["parent_id"], legal, "has changed since")
+                rule = "the file that was indexed"
+                raise SpecError("documents", item["parent_id"], rule, "has changed since")
             return read(source, item)
         except (Unreadable, OSError) as error:
             if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:
-                legal = "a page, a photo, a video or a sound"
-                raise SpecError("item_id", item_id, legal, error.detail) from None
+                rule = "a page, an image, a video or an audio file"
+                raise SpecError("item_id", item_id, rule, note=f" ({error.detail})") from None
             problem = f"has no readable {item['parent_id']} ({first_line(error)})"
-            legal = f"where they lie now: --documents {item['source']}=FOLDER"
-            raise SpecError("documents", source.spec.path, legal, problem) from None
+            note = f"; pass their folder as --documents {item['source']}=FOLDER"
+            rule = "the folder of the indexed files"
+            raise SpecError("documents", source.spec.path, rule, problem, note) from None
 
     def _source(self, collection: str) -> Source:
         if collection not in self._sources:
             spec = next((s for s in self._specs() if collection in _collections(s)), None)
             moved = self._documents.get(collection, self._documents.get(""))
             if spec is None:
-                legal = f"the folder of the collection {collection}"
-                raise SpecError("documents", moved, legal, "is not known")
+                rule = f"a mapping with the folder of the collection {collection}"
+                raise SpecError("documents", moved, rule, "lacks it")
             if moved:
                 with within("documents"):
                     existing_root(absolute(moved))
@@ -98,7 +99,7 @@ class Previews:
                 source = yaml.safe_load(stream).get("source")
             if isinstance(source, dict):  # the source of a recompression is a column
                 spec = SOURCES.resolve(source)
-                yield from SOURCES.load(spec.name).parts(spec)
+                yield from SOURCES.load(spec.name).leaf_specs(spec)
 
 
 def _collections(spec: ComponentSpec) -> tuple[str, ...]:

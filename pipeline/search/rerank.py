@@ -103,8 +103,8 @@ class Reranker:
         given = queries if isinstance(queries, Sequence) else [queries]
         readable = [query for query in given if isinstance(query, str | bytes)]
         if len(readable) < len(given):
-            legal = "null for such queries; a text or an image can be reranked"
-            raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
+            rule = "null unless every query is a text or an image"
+            raise SpecError("rerank", self.folder, rule, "reads the query itself")
         if any(isinstance(query, str) for query in readable):
             check_stored(self.metadata, self.folder, index)
         return readable
@@ -223,8 +223,8 @@ class Reranker:
     def _own_encoder(self) -> Encoder:
         encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"]))
         if encoder.fingerprint != self.metadata["vision"]["fingerprint"]:
-            legal = "the weights of the encoder that it was trained on"
-            raise SpecError("rerank", self.folder, legal, "finds others in their place")
+            rule = "an EDJE trained on the index's encoder"
+            raise SpecError("rerank", self.folder, rule, "was trained on other weights")
         return encoder
 
     @functools.cached_property
@@ -252,11 +252,8 @@ def check_stored(
     """
     columns = index.rerank_columns
     if RERANK_TOKENS not in columns:
-        legal = (
-            "an index with rerank_tokens; add them by"
-            f" `python -m jobs.backfill SPEC.yaml rerank={folder}`"
-        )
-        raise SpecError(field, folder, legal, "cannot be used: there are none")
+        note = f"; add them with `python -m jobs.backfill SPEC.yaml rerank={folder}`"
+        raise SpecError(field, folder, "null for an index without rerank_tokens", note=note)
     check_adapter(metadata, folder, columns[RERANK_TOKENS].adapter, field)
 
 

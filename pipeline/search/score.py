@@ -97,7 +97,7 @@ class Scorer:
         if torch.cuda.is_available():
             devices += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         if device not in devices:
-            raise SpecError("device", device, ", ".join(devices), "is not there")
+            raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
 

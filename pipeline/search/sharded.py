@@ -205,7 +205,7 @@ class ShardedScorer(Scorer):
             raise error.cause from None  # as the scorer of the actor raised it
         except RayError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise JobError(f"a shard of {self._uri} ended for good: {reason}") from None
+            raise JobError(f"a shard of {self._uri} failed permanently: {reason}") from None
 
 
 class Shares(TypedDict, total=False):
@@ -228,7 +228,7 @@ def machine_shares(num_actors: int, device: str) -> Shares:
         return {}
     resources = ray.cluster_resources()
     if device != "cpu" and not resources.get("GPU"):
-        raise SpecError("device", device, "cpu", "is not there")
+        raise SpecError("device", device, "cpu", "is not available")
     num_gpus = resources["GPU"] if device != "cpu" else 0
     return {
         "num_cpus": _share(resources["CPU"], num_actors),

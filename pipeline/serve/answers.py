@@ -14,17 +14,22 @@ from pipeline.serve.served import Served
 
 
 def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOptions) -> wire.Hit:
-    """Returns a hit as it is sent.
+    """Returns a hit in the form of the HTTP answer.
 
     Args:
+        hit: The hit.
         rank: Its rank among the hits of all shards.
+        map: Its similarity map, if the request asks for one.
+        options: Options of the search.
     """
     first = joint = None
     if reranked := hit.reranked:
         first = wire.FirstStage(rank=reranked.first_rank, score=reranked.first_score)
         if options.rerank == "edje":
             joint = wire.Joint(
-                logit=reranked.joint, num_cut=reranked.num_cut, problem=reranked.problem or None
+                logit=reranked.joint,
+                num_truncated_tokens=reranked.num_truncated_tokens,
+                problem=reranked.problem or None,
             )
     matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
     passages = [wire.Passage.model_validate(asdict(passage)) for passage in hit.passages]
@@ -36,7 +41,7 @@ def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOp
         title=hit.title,
         text=hit.text,
         span=hit.span,
-        parts=wire.Parts.model_validate(asdict(hit.parts)),
+        parts=wire.ScoreParts.model_validate(asdict(hit.parts)),
         first_stage=first,
         edje=joint,
         matches=matches if options.explain else None,
@@ -45,7 +50,7 @@ def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOp
     )
 
 
-def truncation_warnings(queries: Sequence[wire.Query], nums_cut: Sequence[int]) -> list[str]:
+def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:
     """Returns warnings about texts that EDJE truncated: queries, or hits of an image query.
 
     >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
@@ -53,7 +58,7 @@ def truncation_warnings(queries: Sequence[wire.Query], nums_cut: Sequence[int]) 
     """
     warnings = []
     for what, are_texts in (("queries", True), ("texts of hits", False)):
-        pairs = zip(queries, nums_cut, strict=True)
+        pairs = zip(queries, num_truncated, strict=True)
         most = max((n for q, n in pairs if isinstance(q, str) is are_texts), default=0)
         if most:
             warning = f"{what} are up to {most} tokens longer than what EDJE reads: these are cut"

@@ -16,7 +16,7 @@ from ray import serve
 
 from pipeline.config import override, parse
 from pipeline.serve.api import create_app
-from pipeline.serve.calls import Stages
+from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.engine import Engine
 from pipeline.serve.evaluations import Evaluator, Store, check_folder
 from pipeline.serve.gateway import Gateway
@@ -26,14 +26,14 @@ from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServeSpec
 from pipeline.serve.stages import JointRanker, QueryEncoder, Ranker
 
-#: Seconds between two looks of Ray at whether a replica lives, and how long that may take.
-HEALTH = {"health_check_period_s": 2, "health_check_timeout_s": 10}
+#: Interval and time limit of Ray's health checks of replicas, in seconds.
+HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2, 10
 
 
 class Ingress:
     """The gateway as a deployment of Ray."""
 
-    def __init__(self, settings: ServeSpec, stages: Stages, evaluator: Any = None):
+    def __init__(self, settings: ServeSpec, stages: Stages[Handle], evaluator: Any = None):
         bind_to_loopback()
         # The evaluator is not asked for anything; being bound, it is started.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
@@ -64,12 +64,12 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
             dotted one.
 
     Raises:
-        SpecError: they are not legal.
+        SpecError: They are invalid.
     """
     if not isinstance(settings, ServeSpec):
         settings = _parsed(settings)
     check_folder(settings.evaluations)
-    drain = settings.seconds.drain
+    drain = settings.timeouts.drain_s
     encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain)
     library = _deployment(Library, "Library", settings.library, drain)
     searchers: dict[str, list[Any]] = {}
@@ -78,12 +78,12 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     for name, served in settings.indexes.items():
         searchers[name] = [
             _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
-                served, settings.searcher, settings.seconds.filter, (i, served.shards)
+                served, settings.searcher, settings.timeouts.filter_s, (i, served.num_shards)
             )
-            for i in range(served.shards)
+            for i in range(served.num_shards)
         ]
         reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
-        rerankers[name] = reranker.bind(served, settings.reranker, settings.seconds.filter)
+        rerankers[name] = reranker.bind(served, settings.reranker, settings.timeouts.filter_s)
         if served.edje is not None:
             edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain)
             edjes[name] = edje.bind(served, settings.edje)
@@ -115,26 +115,26 @@ async def drain(application: str, seconds: float) -> None:
 
 
 def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:
-    """A stage as a deployment with as many replicas as the settings say."""
-    replicas: dict[str, Any] = {"num_replicas": scale.replicas}
+    """Returns the deployment of a stage, with the replicas and resources of the settings."""
+    num_replicas: int | str = scale.num_replicas
+    autoscaling: dict[str, float] | None = None
     if scale.max_replicas is not None:
-        replicas = {
-            "num_replicas": "auto",
-            "autoscaling_config": {
-                "min_replicas": scale.replicas,
-                "max_replicas": scale.max_replicas,
-                "target_ongoing_requests": scale.target_ongoing,
-            },
+        num_replicas = "auto"
+        autoscaling = {
+            "min_replicas": scale.num_replicas,
+            "max_replicas": scale.max_replicas,
+            "target_ongoing_requests": scale.target_ongoing_requests,
         }
     return serve.deployment(
-        stage,
         name=name,
+        num_replicas=num_replicas,
+        autoscaling_config=autoscaling,
         ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus},
-        max_ongoing_requests=scale.max_ongoing,
-        max_queued_requests=scale.max_queued,
+        max_ongoing_requests=scale.max_ongoing_requests,
+        max_queued_requests=scale.max_queued_requests,
         logging_config={"encoding": "JSON", "enable_access_log": False},
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=0.5,
-        **replicas,
-        **HEALTH,
-    )
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+    )(stage)

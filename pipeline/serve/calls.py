@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -36,23 +36,28 @@ class Handle(Protocol):
     def __getattr__(self, method: str) -> Method: ...
 
 
+StageT = TypeVar("StageT")
+
+
 @dataclass(frozen=True)
-class Stages:
-    """Handles of the stages.
+class Stages(Generic[StageT]):
+    """The stages: applications, which Ray replaces with handles when it deploys them.
 
     Attributes:
-        searchers: Of each index its shards, in order.
-        rerankers: Of each index.
-        edjes: Of each index that is served with an EDJE.
+        encoder: The query encoder.
+        searchers: The shards of each index, in order.
+        rerankers: The reranker of each index.
+        edjes: The joint encoder of each index that is served with an EDJE.
+        library: The stage that reads items and previews.
     """
 
-    encoder: Handle
-    searchers: Mapping[str, Sequence[Handle]]
-    rerankers: Mapping[str, Handle]
-    edjes: Mapping[str, Handle]
-    library: Handle
+    encoder: StageT
+    searchers: Mapping[str, Sequence[StageT]]
+    rerankers: Mapping[str, StageT]
+    edjes: Mapping[str, StageT]
+    library: StageT
 
-    def by_name(self) -> list[tuple[str, Handle]]:
+    def by_name(self) -> list[tuple[str, StageT]]:
         """Returns all handles with the names of their stages."""
         handles = [("encode", self.encoder), ("library", self.library)]
         handles += [(f"edje {name}", handle) for name, handle in self.edjes.items()]
@@ -69,7 +74,7 @@ class Calls:
         count: Called with "retry" and the stage before a second attempt.
     """
 
-    def __init__(self, stages: Stages, count: Callable[[str, str], None]):
+    def __init__(self, stages: Stages[Handle], count: Callable[[str, str], None]):
         self._stages, self._count = stages, count
         self._checking: asyncio.Task | None = None
 
@@ -78,8 +83,9 @@ class Calls:
 
         Args:
             stage: Name of the stage in errors and metrics.
-            method: Method of its handle, called with the arguments and the caller, whose
-                `seconds` are those that are left.
+            caller: The access key, and the time limit in seconds.
+            method: Method of the handle of the stage.
+            arguments: Its arguments; the caller with the remaining seconds is added to them.
 
         Raises:
             ApiError: The request is invalid, or the stage is overloaded, gone or too slow.
@@ -102,7 +108,7 @@ class Calls:
                 raise of_spec_error(error) from None
             except (RayError, DeploymentUnavailableError) as error:
                 if attempt == 2:
-                    message = f"{stage} is not there at the moment"
+                    message = f"{stage} is unavailable at the moment"
                     raise ApiError("unavailable", message) from error
                 self._count("retry", stage)
                 await asyncio.sleep(RETRY_SECONDS)

@@ -172,14 +172,17 @@ def raise_for_error(response: httpx2.Response) -> None:
     raise ServerError(response.status_code, problem)
 
 
-def _is_final(response: httpx2.Response | None, is_last: bool) -> bool:
-    """Whether a response is what the request gets; else it is sent again."""
-    if response is None or is_last:
-        return response is not None
-    # A 500 of the server says what is wrong. One that does not is of Ray's proxy, whose replica
-    # died with the request.
-    of_proxy = response.status_code == 500 and not _is_ours(response)
-    return response.status_code not in RETRIED and not of_proxy
+def _is_retryable(response: httpx2.Response) -> bool:
+    """Returns whether a request is sent again after this response."""
+    # A 500 of the server says what is wrong. Another one comes from Ray's proxy, whose replica died
+    # with the request.
+    is_of_proxy = response.status_code == 500 and not _is_ours(response)
+    return response.status_code in RETRIED or is_of_proxy
+
+
+def _is_temporary(error: httpx2.TransportError) -> bool:
+    """Returns whether a request is sent again after this error; errors of the client repeat."""
+    return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
 def _is_ours(response: httpx2.Response) -> bool:
@@ -252,7 +255,7 @@ class Client:
         Raises:
             ServerError: the server says that something is wrong, after all tries.
             httpx2.TransportError: it does not answer.
-            pydantic.ValidationError: an option is not legal.
+            pydantic.ValidationError: An option is invalid.
         """
         return self._send(_search(query, options))
 
@@ -277,11 +280,18 @@ class Client:
         item_id: str,
         index: str | None = None,
         *,
-        what: Literal["picture", "sound"] = "picture",
+        media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
-        """What an item looks or sounds like: a JPEG, PNG or WebP picture, or a WAV sound."""
-        return self._response(_preview(item_id, index, what, seconds).arguments()).content
+        """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item.
+
+        Args:
+            item_id: Id of the item.
+            index: Name of the index; default: the only one.
+            media: "image" or "audio".
+            seconds: Time of a video frame in the parent, in seconds; default: the middle.
+        """
+        return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
     def indexes(self) -> list[wire.IndexInfo]:
         """What is served."""
@@ -328,17 +338,20 @@ class Client:
         return _read(self._response(call.arguments()), call.kind)
 
     def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
-        for tried in range(1, self._tries + 1):
-            response = None
+        num_tries = 0
+        while True:
+            num_tries += 1
+            response: httpx2.Response | None = None
             try:
                 response = self._http.request(**arguments)
             except httpx2.TransportError as error:
-                _raise_if_hopeless(error, tried == self._tries)
-            if _is_final(response, tried == self._tries):
-                raise_for_error(response)
-                return response
-            time.sleep(wait_before(tried, response))
-        raise AssertionError
+                if num_tries >= self._tries or not _is_temporary(error):
+                    raise
+            else:
+                if num_tries >= self._tries or not _is_retryable(response):
+                    raise_for_error(response)
+                    return response
+            time.sleep(wait_before(num_tries, response))
 
 
 class AsyncClient:
@@ -399,11 +412,11 @@ class AsyncClient:
         item_id: str,
         index: str | None = None,
         *,
-        what: Literal["picture", "sound"] = "picture",
+        media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
         """As `Client.preview`."""
-        return (await self._response(_preview(item_id, index, what, seconds).arguments())).content
+        return (await self._response(_preview(item_id, index, media, seconds).arguments())).content
 
     async def indexes(self) -> list[wire.IndexInfo]:
         """As `Client.indexes`."""
@@ -448,39 +461,35 @@ class AsyncClient:
         return _read(await self._response(call.arguments()), call.kind)
 
     async def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
-        for tried in range(1, self._tries + 1):
-            response = None
+        num_tries = 0
+        while True:
+            num_tries += 1
+            response: httpx2.Response | None = None
             try:
                 response = await self._http.request(**arguments)
             except httpx2.TransportError as error:
-                _raise_if_hopeless(error, tried == self._tries)
-            if _is_final(response, tried == self._tries):
-                raise_for_error(response)
-                return response
-            await asyncio.sleep(wait_before(tried, response))
-        raise AssertionError
-
-
-def _raise_if_hopeless(error: httpx2.TransportError, is_last: bool) -> None:
-    """Raises a broken connection's error, if it is not to be tried again."""
-    # What this side does wrong goes on being wrong.
-    if is_last or isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol):
-        raise error
+                if num_tries >= self._tries or not _is_temporary(error):
+                    raise
+            else:
+                if num_tries >= self._tries or not _is_retryable(response):
+                    raise_for_error(response)
+                    return response
+            await asyncio.sleep(wait_before(num_tries, response))
 
 
 def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
     if not re.match(r"https?://\w", url):
-        raise ValueError(f"url: {url!r} is not legal; legal: http://HOST:PORT, or with https")
+        raise ValueError(f"url must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     key = (key or os.environ.get(VARIABLE) or "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("key: is not legal; legal: printable ASCII characters")
+        raise ValueError("key must consist of printable ASCII characters")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
 
 
 def _preview(
-    item_id: str, index: str | None, what: str, seconds: float | None
+    item_id: str, index: str | None, media: str, seconds: float | None
 ) -> _Call[wire.Answer]:
-    parameters = {"index": index, "what": what, "seconds": seconds}
+    parameters = {"index": index, "media": media, "seconds": seconds}
     path = f"/v1/previews/{_quoted(item_id)}"
     return _Call("GET", path, wire.Answer, parameters=parameters)

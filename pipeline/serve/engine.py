@@ -20,7 +20,7 @@ from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.answers import hit_answer, truncation_warnings
-from pipeline.serve.calls import Calls, Stages
+from pipeline.serve.calls import Calls, Handle, Stages
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.inputs import check_edje, read_query, read_written
 from pipeline.serve.served import Served, ServedIndexes
@@ -75,7 +75,7 @@ class Engine:
     def __init__(
         self,
         settings: ServeSpec,
-        stages: Stages,
+        stages: Stages[Handle],
         observe: Callable[[str, float], None] = lambda stage, seconds: None,
         count: Callable[[str, str], None] = lambda event, stage: None,
     ):
@@ -122,8 +122,11 @@ class Engine:
         with timer.stage("describe"):
             hits = await self._describe(served, encoded, rankings, options, key)
         if options.rerank == "edje":
-            nums_cut = [max((h.edje.num_cut for h in own if h.edje), default=0) for own in hits]
-            warnings += truncation_warnings(queries, nums_cut)
+            num_truncated = [
+                max((hit.edje.num_truncated_tokens for hit in query_hits if hit.edje), default=0)
+                for query_hits in hits
+            ]
+            warnings += truncation_warnings(queries, num_truncated)
         return hits, is_reranked, warnings
 
     async def encode(
@@ -146,7 +149,7 @@ class Engine:
             if places:
                 found = await self.calls.ask(
                     "encode",
-                    Caller(key, self.settings.seconds.encode),
+                    Caller(key, self.settings.timeouts.encode_s),
                     self._stages.encoder.encode,
                     representation,
                     info.encoder,
@@ -159,7 +162,7 @@ class Engine:
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
         """Returns the hits of the only shard, ranked and described in one call."""
-        seconds = self.settings.seconds.search + self.settings.seconds.describe
+        seconds = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
         (shard,) = self._stages.searchers[served.name]
         described = await self.calls.ask(
             "search", Caller(key, seconds), shard.search, served.edition, encoded, options
@@ -173,7 +176,7 @@ class Engine:
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
         """Returns the best items of all shards for each query."""
-        caller = Caller(key, self.settings.seconds.search)
+        caller = Caller(key, self.settings.timeouts.search_s)
         by_shard = await all_of(
             self.calls.ask("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
@@ -220,16 +223,16 @@ class Engine:
         key: str,
     ) -> list[Ranking]:
         """Returns the k best items by EDJE's joint encoder; texts and images are read apart."""
-        limits, caller = self.settings.limits, Caller(key, self.settings.seconds.rerank)
+        limits, caller = self.settings.limits, Caller(key, self.settings.timeouts.rerank_s)
         options = options.without_selection()
         rerank = self._stages.edjes[served.name].rerank
         written = [await asyncio.to_thread(read_written, query, limits) for query in queries]
         places = [[i for i, q in enumerate(written) if isinstance(q, k)] for k in (str, bytes)]
         given = [([written[i] for i in own], [rankings[i] for i in own]) for own in places if own]
-        parts = await all_of(
+        reranked = await all_of(
             self.calls.ask("edje", caller, rerank, served.edition, *own, options) for own in given
         )
-        found = dict(zip(itertools.chain(*places), itertools.chain(*parts), strict=True))
+        found = dict(zip(itertools.chain(*places), itertools.chain(*reranked), strict=True))
         return [found[place] for place in range(len(queries))]
 
     async def score_by_vectors(
@@ -258,7 +261,7 @@ class Engine:
         options = [SearchOptions(representation, k=max(len(own), 1), ids=own) for own in unique]
         rankings = await self.calls.ask(
             "rerank",
-            Caller(key, self.settings.seconds.rerank),
+            Caller(key, self.settings.timeouts.rerank_s),
             self._stages.rerankers[served.name].rank_each,
             served.edition,
             encoded,
@@ -282,16 +285,16 @@ class Engine:
         unique = list(dict.fromkeys(item_ids))
         found = await self.calls.ask(
             "edje",
-            Caller(key, self.settings.seconds.rerank),
+            Caller(key, self.settings.timeouts.rerank_s),
             self._stages.edjes[served.name].read,
             served.edition,
             written,
             unique,
         )
         best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
-        num_cut = max((num_cut for _, num_cut in found.values()), default=0)
+        num_truncated = max((number for _, number in found.values()), default=0)
         scores = {item_id: found[item_id][0] for item_id in best}
-        return scores, truncation_warnings([query], [num_cut])
+        return scores, truncation_warnings([query], [num_truncated])
 
     async def _describe(
         self,
@@ -310,10 +313,10 @@ class Engine:
             for i in range(len(shards))
         ]
         asked = [i for i, own in enumerate(places) if any(own)]
-        parts = await all_of(
+        by_shard = await all_of(
             self.calls.ask(
                 "describe",
-                Caller(key, self.settings.seconds.describe),
+                Caller(key, self.settings.timeouts.describe_s),
                 shards[i].describe,
                 served.edition,
                 encoded,
@@ -323,7 +326,7 @@ class Engine:
             for i in asked
         )
         hits: list[dict[int, wire.Hit]] = [{} for _ in rankings]
-        for i, described in zip(asked, parts, strict=True):
+        for i, described in zip(asked, by_shard, strict=True):
             for found, own, hits_of_query in zip(hits, places[i], described, strict=True):
                 for place, (hit, map) in zip(own, hits_of_query, strict=True):
                     found[place] = hit_answer(hit, place + 1, map, options)
@@ -331,20 +334,20 @@ class Engine:
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
         """Returns the stored columns of an item; None if it is not in the index."""
-        caller = Caller(key, self.settings.seconds.describe)
+        caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
         return await self.calls.ask("item", caller, look_up, served.name, served.edition, item_id)
 
     async def preview(
-        self, served: Served, item_id: str, what: str, seconds: float | None, key: str
+        self, served: Served, item_id: str, media: str, seconds: float | None, key: str
     ) -> tuple[bytes, str]:
         """Returns the encoded image or audio of an item, and its media type.
 
         Raises:
             ApiError: The item has none, or its file is gone.
         """
-        arguments = served.name, served.edition, item_id, what, seconds
-        caller = Caller(key, self.settings.seconds.preview)
+        arguments = served.name, served.edition, item_id, media, seconds
+        caller = Caller(key, self.settings.timeouts.preview_s)
         try:
             return await self.calls.ask("preview", caller, self._stages.library.preview, *arguments)
         except ApiError as error:

@@ -72,19 +72,22 @@ class Store:
     def create(
         self, asked: wire.EvaluationRequest, index: str, key: str, idempotency: str | None
     ) -> str:
-        """Queues an evaluation; the same one again, if the client sends its request twice.
+        """Queues an evaluation, once if the client sends the request twice, and returns its id.
 
         Args:
-            idempotency: what the client calls this request, equal when it is sent again.
+            asked: The request.
+            index: Name of the index.
+            key: Name of the access key.
+            idempotency: Idempotency key of the request: equal if the request is sent again.
 
         Raises:
-            ApiError: too many wait, what is asked is not legal, or the client called another
+            ApiError: too many wait, the request is invalid, or the client called another
                 request so.
         """
         if asked.benchmark is not None and asked.benchmark not in self._own.benchmarks:
-            legal = ", ".join(self._own.benchmarks) or "none here; send queries and qrels"
-            message = f"benchmark: {asked.benchmark!r} is not known; legal: {legal}"
-            raise ApiError("invalid_argument", message, "benchmark")
+            names = self._own.benchmarks
+            error = SpecError.unknown_name("benchmark", asked.benchmark, names)
+            raise ApiError("invalid_argument", str(error), "benchmark")
         self._check(asked)
         name = secrets.token_hex(8)
         if idempotency:
@@ -95,9 +98,12 @@ class Store:
             return self._same(folder, content)
         waiting = [name for name, state in self._states() if state["state"] == "queued"]
         own = sum(self._key_of(name) == key for name in waiting)
-        for number, most in ((len(waiting), self._own.max_queued), (own, self._own.max_of_key)):
+        for number, most in (
+            (len(waiting), self._own.max_queued),
+            (own, self._own.max_queued_per_key),
+        ):
             if number >= most:
-                message = f"{number} evaluations wait already"
+                message = f"{number} evaluations are already waiting"
                 raise ApiError("unavailable", message, retry_after=30)
         created = _now()
         new = self._folder / f".{name}-{secrets.token_hex(4)}"
@@ -134,12 +140,14 @@ class Store:
     def _check(self, asked: wire.EvaluationRequest) -> None:
         """Raises `ApiError` for what the limits of the server do not allow, or no job takes."""
         limits = self._settings.limits
-        if asked.k > limits.k:
-            raise ApiError("invalid_argument", f"k: {asked.k} is too many; legal: {limits.k}", "k")
+        if asked.k > limits.max_k:
+            raise ApiError(
+                "invalid_argument", f"k must be at most {limits.max_k}, got {asked.k}", "k"
+            )
         for name, text in (asked.queries or {}).items():
-            if len(text) > limits.query_chars or not text.strip():
-                legal = f"texts with a word, of {limits.query_chars:,} characters at most"
-                message = f"queries: {name!r} is not legal; legal: {legal}"
+            if len(text) > limits.max_query_chars or not text.strip():
+                rule = f"texts with a word and at most {limits.max_query_chars:,} characters"
+                message = f"queries must be {rule}, got another for {name!r}"
                 raise ApiError("invalid_argument", message, "queries")
 
     def _key_of(self, name: str) -> str | None:
@@ -169,7 +177,7 @@ class Store:
         }
         if asked.measures:
             given["measures"] = asked.measures
-        parse(EvaluateSpec, given)  # what is not legal is said now
+        parse(EvaluateSpec, given)  # reports invalid fields now
         (new / "spec.yaml").write_text(yaml.safe_dump(given, sort_keys=False), "utf-8")
 
     def evaluation(self, name: str) -> tuple[dict[str, Any], wire.Evaluation]:
@@ -213,7 +221,7 @@ class Store:
         """
         folder = self._of(name)
         if path not in _files(folder / "out"):
-            raise ApiError("not_found", f"file: {path!r} is not among the evaluation's files")
+            raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
         index = self._said(folder, "request.json")["index"]
         try:
             data = (folder / "out" / path).read_bytes()
@@ -290,7 +298,7 @@ class Store:
     def _remove_old(self) -> None:
         ended = {name for name, state in self._states() if state["state"] in ENDED}
         names = [name for name in self.names() if name in ended]
-        for name in names[self._own.keep :]:
+        for name in names[self._own.max_finished :]:
             _remove(self._folder / name)
 
 
@@ -345,9 +353,9 @@ class Evaluator:
         _write(folder / "state.json", {"state": "running"})
         command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        with (folder / "log").open("ab") as said:
+        with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=said, stderr=said, env=environment, stdin=subprocess.DEVNULL
+                command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
             )
         code = self._wait(process, folder)
         if self._ends.is_set() and code != 0:
@@ -358,8 +366,8 @@ class Evaluator:
             end(folder, "done")
         else:
             lines = _lines(folder / "log")
-            said = lines[-1] if lines and lines[-1].startswith("error: ") else ""
-            end(folder, "failed", error=said or f"the evaluation ended with exit code {code}")
+            message = lines[-1] if lines and lines[-1].startswith("error: ") else ""
+            end(folder, "failed", error=message or f"the evaluation ended with exit code {code}")
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
         """Waits for the end of a process; ends it if it is cancelled, or this replica ends."""
@@ -397,8 +405,8 @@ def _local(settings: Evaluations) -> Path:
         SpecError: it is no local folder.
     """
     if "://" in settings.folder:
-        legal = "a local folder, or one that is mounted where the gateway and the evaluator run"
-        raise SpecError("evaluations.folder", settings.folder, legal)
+        rule = "a local folder that the gateway and the evaluator share"
+        raise SpecError("evaluations.folder", settings.folder, rule)
     return Path(absolute(settings.folder))
 
 
@@ -411,10 +419,10 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
     ids |= queries.keys()
     if wrong := next((i for i in ids if re.search(r"[\0\t\r\n]", i) or i != i.strip()), None):
-        message = f"qrels: {wrong!r} is not legal; legal: ids without tabs, line ends, outer blanks"
+        message = f"qrels must have ids without tabs, line breaks or outer spaces, got {wrong!r}"
         raise ApiError("invalid_argument", message, "qrels")
     if not qrels.keys() & queries.keys():
-        message = "qrels: no query is judged; legal: the ids of queries, with grades by document"
+        message = "qrels must have grades for at least one of the queries"
         raise ApiError("invalid_argument", message, "qrels")
     lines = (json.dumps({"_id": i, "text": text}, ensure_ascii=True) for i, text in queries.items())
     (folder / "queries.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
@@ -456,7 +464,7 @@ def _remove(folder: Path) -> None:
 
 
 def _unknown(name: str) -> ApiError:
-    return ApiError("not_found", f"evaluation: {name!r} is not known")
+    return ApiError("not_found", f"unknown evaluation {name!r}")
 
 
 def _now() -> str:

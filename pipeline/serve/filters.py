@@ -18,7 +18,6 @@ import os
 import queue
 import resource
 import struct
-import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -28,6 +27,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from pipeline.config import SpecError
+from pipeline.decoding.process import PipedProcess
 from pipeline.decoding.serve import send
 from pipeline.index.filters import matching_ids
 from pipeline.index.reader import Edition, Index, open_edition
@@ -37,7 +37,6 @@ from pipeline.serve.turns import Caller
 PROCESSES = 2
 #: What a process adds to its niceness.
 NICENESS = 10
-_ROOT = str(Path(__file__).parents[2])
 
 
 class Filters:
@@ -85,8 +84,8 @@ class Filters:
                 else:
                     process.kill()
         if "died" in reply:
-            legal = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
-            raise SpecError("filter", filter, legal, "cannot be evaluated")
+            rule = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
+            raise SpecError("filter", filter, rule, "cannot be evaluated")
         if "error" in reply:
             raise SpecError(*reply["error"])
         return pa.ipc.open_stream(reply["ids"]).read_all()["item_id"]
@@ -99,13 +98,7 @@ class _Process:
     """A process that evaluates one filter at a time; it has started when it is made."""
 
     def __init__(self, memory_bytes: int):
-        paths = [_ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        self._process = PipedProcess("-P", "-m", __name__, str(memory_bytes))
         self._process.stdout.read(1)
 
     def ask(self, asked: Any) -> dict[str, Any]:
@@ -140,10 +133,10 @@ def _opened(uri: str, edition: Edition) -> Index:
 def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -> dict[str, Any]:
     try:
         index = _opened(uri, Edition(*edition))
-        fragments = index.fragments(tuple(shard) if shard else None)
+        fragments = index.fragments((shard[0], shard[1]) if shard else None)
         table = pa.table({"item_id": matching_ids(index, filter, fragments)})
     except SpecError as error:
-        return {"error": (error.field, error.value, error.legal, error.problem)}
+        return {"error": (error.field, error.value, error.rule, error.problem, error.note)}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -28,7 +28,7 @@ from typing import ClassVar
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.serve.errors import ApiError
 
@@ -49,7 +49,7 @@ def middlewares() -> list[Middleware]:
     return [Middleware(Front)]
 
 
-class LimitedProtocol(AutoHTTPProtocol):
+class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP connection with limits on headers and on the number of connections.
 
     The headers of a request have a deadline and a maximum size; uvicorn limits neither. The size is
@@ -68,7 +68,9 @@ class LimitedProtocol(AutoHTTPProtocol):
     _is_in_headers = False
     _num_header_bytes = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(  # type: ignore[override]  # narrowed by uvicorn in the same way
+        self, transport: asyncio.Transport
+    ) -> None:
         """Counts the connection, and closes one if there are too many."""
         super().connection_made(transport)
         self._waiting[self] = None
@@ -154,6 +156,7 @@ class Front:
         self._recent: OrderedDict[str, None] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

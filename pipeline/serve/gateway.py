@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pipeline.config import MissingField
 from pipeline.serve.auth import Auth
 from pipeline.serve.engine import Engine
 from pipeline.serve.errors import ApiError
@@ -32,8 +33,8 @@ class Gateway:
         self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
         self.auth = Auth(settings)
         are_shared = self.auth.has_keys
-        self.in_flight = Shares(settings.limits.in_flight, are_shared=are_shared)
-        self.bodies = Shares(settings.limits.bodies, are_shared=are_shared)
+        self.in_flight = Shares(settings.limits.max_in_flight_requests, are_shared=are_shared)
+        self.bodies = Shares(settings.limits.max_pending_bodies, are_shared=are_shared)
         self._is_draining = False
 
     def check_running(self) -> None:
@@ -44,7 +45,7 @@ class Gateway:
     async def drain(self) -> None:
         """Takes no more requests, and waits until those in progress are answered."""
         self._is_draining = True
-        end = time.monotonic() + self.settings.seconds.drain
+        end = time.monotonic() + self.settings.timeouts.drain_s
         while self.in_flight.taken + self.bodies.taken and time.monotonic() < end:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
 
@@ -58,10 +59,11 @@ class Gateway:
         if name is None and len(visible) == 1:
             return self.engine.indexes[visible[0]]
         if name is None:
-            legal = ", ".join(visible) or "none for this key"
-            raise ApiError("invalid_argument", f"index: is missing; legal: {legal}", "index")
+            names = ", ".join(visible)
+            rule = f"one of {names}" if visible else "an index that this key can access"
+            raise ApiError("invalid_argument", str(MissingField("index", None, rule)), "index")
         if name not in visible:  # nor does the answer tell that a hidden one exists
-            raise ApiError("not_found", f"index: {name!r} is not served here", "index")
+            raise ApiError("not_found", f"unknown index {name!r}", "index")
         return self.engine.indexes[name]
 
     def visible_indexes(self, key: Key) -> list[str]:

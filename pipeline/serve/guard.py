@@ -33,6 +33,7 @@ class Guard:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -122,7 +123,7 @@ async def _read_body(
     Raises:
         ApiError: It is too large, which is reported before all of it has arrived, or too slow.
     """
-    most, seconds = settings.limits.body_bytes, settings.seconds.body
+    most, seconds = settings.limits.max_body_bytes, settings.timeouts.body_s
     too_large = ApiError("too_large", f"the body is larger than {most:,} bytes")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > most:

@@ -61,30 +61,34 @@ class Library:
         index: str,
         edition: Edition,
         item_id: str,
-        what: str,
+        media: str,
         seconds: float | None,
         caller: Caller,
     ) -> tuple[bytes, str]:
         """Returns the encoded image or audio of an item, and its media type.
 
         Args:
-            what: "picture" or "sound".
-            seconds: Time in the parent, for a frame of a video.
+            index: Name of the index.
+            edition: Version of the index.
+            item_id: Id of the item.
+            media: "image" or "audio".
+            seconds: Time of a video frame in the parent, in seconds.
+            caller: The access key, and the time limit in seconds.
 
         Raises:
             SpecError: The item has no preview; for `documents`: its file is gone or has changed
                 since it was indexed.
         """
-        with logged("preview", what=what):
-            call = functools.partial(self._preview, index, edition, item_id, what, seconds)
+        with logged("preview", media=media):
+            call = functools.partial(self._preview, index, edition, item_id, media, seconds)
             (shown,) = await self._shown.ask(caller, None, [call])
             return shown
 
     def _preview(
-        self, index: str, edition: Edition, item_id: str, what: str, seconds: float | None
+        self, index: str, edition: Edition, item_id: str, media: str, seconds: float | None
     ) -> tuple[bytes, str]:
         previews = self._versions[index].get(edition)
-        if what == "picture":
+        if media == "image":
             image = previews.picture(item_id, seconds)
             return image, _media_type(image)
         samples, rate, _ = previews.sound(item_id)

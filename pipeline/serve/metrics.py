@@ -17,7 +17,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 #: What is ours of what Ray's agents export, and of Ray Serve what an operator looks at.
 SHOWN = re.compile(r"ray_(maxray|serve)_")
 SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
-SIZES = [1, 2, 4, 8, 16, 32, 64]
+SIZES: list[float] = [1, 2, 4, 8, 16, 32, 64]
 
 
 class Metrics:
@@ -98,10 +98,10 @@ async def gathered(timeout: float = 5.0) -> str:
 
 
 def merge_texts(texts: Sequence[str]) -> str:
-    """The shown families of several exports, each family's samples side by side.
+    r"""Merges exports: the samples of each exported metric family stand together.
 
-    >>> one = "# TYPE ray_maxray_a counter\\nray_maxray_a{n='1'} 2\\n# TYPE go gauge\\ngo 1\\n"
-    >>> two = "# TYPE ray_maxray_a counter\\nray_maxray_a{n='2'} 3\\n"
+    >>> one = "# TYPE ray_maxray_a counter\nray_maxray_a{n='1'} 2\n# TYPE go gauge\ngo 1\n"
+    >>> two = "# TYPE ray_maxray_a counter\nray_maxray_a{n='2'} 3\n"
     >>> print(merge_texts([one, two]), end="")
     # TYPE ray_maxray_a counter
     ray_maxray_a{n='1'} 2

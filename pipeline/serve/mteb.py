@@ -61,15 +61,15 @@ class Endpoint:
         extras.require("mteb")
         from mteb.models.model_meta import ModelMeta
 
-        parts = [self._options.get("index", "index"), self._options.get("representation", "full")]
-        name = "maxray/" + "-".join(str(part) for part in parts)
+        index = self._options.get("index", "index")
+        name = f"maxray/{index}-{self._options.get('representation', 'full')}"
         return ModelMeta.create_empty(overwrites={"name": name, "revision": "served"})
 
     def index(self, corpus: Iterable[Mapping[str, Any]], **about: Any) -> None:
-        """Looks whether the index holds the corpus.
+        """Checks that the index contains the first documents of the corpus.
 
         Raises:
-            ValueError: it lacks a document.
+            ValueError: The index lacks a document.
         """
         for number, document in enumerate(corpus):
             if number == LOOKED_FOR:
@@ -96,10 +96,13 @@ class Endpoint:
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         **about: Any,
     ) -> dict[str, dict[str, float]]:
-        """The scores of the best documents of each query.
+        """Returns the scores of the best documents of each query, by query id and document id.
 
         Args:
-            top_ranked: by query the documents that are to be ranked; default: all of the index.
+            queries: Rows with `id` and `text`.
+            top_k: Maximum number of documents per query.
+            top_ranked: Ids of the documents to rank, by query id; default: the whole index.
+            about: Further arguments of mteb, which are ignored.
         """
         top_k = min(top_k, self._max_k)
         texts = {query["id"]: query["text"] for query in queries}

@@ -52,13 +52,15 @@ def _log(request: Request, **fields: Any) -> str:
 # -- routes without a key --------------------------------------------------------------------------
 
 
-@public.get("/healthz", tags=["operation"], summary="Whether the gateway runs")
+@public.get("/healthz", tags=["operation"], summary="Check that the gateway runs")
 async def healthz() -> dict[str, str]:
+    """Returns 200 while the gateway runs."""
     return {"status": "ok"}
 
 
-@public.get("/readyz", tags=["operation"], summary="Whether every stage answers")
+@public.get("/readyz", tags=["operation"], summary="Check that every stage answers")
 async def readyz(gateway: With) -> dict[str, str]:
+    """Returns 200 if every stage answers."""
     gateway.check_running()
     await gateway.engine.calls.check()
     return {"status": "ready"}
@@ -71,6 +73,7 @@ async def readyz(gateway: With) -> dict[str, str]:
     response_class=PlainTextResponse,
 )
 async def metrics(request: Request, gateway: With) -> Response:
+    """Returns the metrics of all nodes in the text format of Prometheus."""
     if gateway.auth.has_keys:
         gateway.auth.key(request)
     try:
@@ -83,18 +86,20 @@ async def metrics(request: Request, gateway: With) -> Response:
 # -- search ----------------------------------------------------------------------------------------
 
 
-@api.post("/search", tags=["search"], summary="The best items for a query")
+@api.post("/search", tags=["search"], summary="Search with one query")
 async def search(
     request: Request, asked: wire.SearchRequest, key: Allowed, gateway: With
 ) -> wire.SearchAnswer:
+    """Returns the best items for a query."""
     (hits,), fields = await _search(request, [asked.query], asked, key, gateway)
     return wire.SearchAnswer(hits=hits, **fields)
 
 
-@api.post("/search:batch", tags=["search"], summary="The best items for each of many queries")
+@api.post("/search:batch", tags=["search"], summary="Search with many queries")
 async def search_batch(
     request: Request, asked: wire.BatchRequest, key: Allowed, gateway: With
 ) -> wire.BatchAnswer:
+    """Returns the best items for each of many queries."""
     check_num_queries(asked.queries, gateway.settings.limits)
     results, fields = await _search(request, asked.queries, asked, key, gateway)
     return wire.BatchAnswer(results=results, **fields)
@@ -127,10 +132,11 @@ async def _search(
     return hits, fields
 
 
-@api.post("/encode", tags=["search"], summary="Queries as vectors")
+@api.post("/encode", tags=["search"], summary="Encode queries")
 async def encode(
     request: Request, asked: wire.EncodeRequest, key: Allowed, gateway: With
 ) -> wire.EncodeAnswer:
+    """Encodes queries for a representation."""
     served = gateway.served(key, asked.index)
     request_id = _log(request, index=served.name, queries=len(asked.queries))
     check_num_queries(asked.queries, gateway.settings.limits)
@@ -152,10 +158,11 @@ async def encode(
     )
 
 
-@api.post("/rerank", tags=["search"], summary="Scores of given items")
+@api.post("/rerank", tags=["search"], summary="Rerank given items")
 async def rerank(
     request: Request, asked: wire.RerankRequest, key: Allowed, gateway: With
 ) -> wire.RerankAnswer:
+    """Scores the given items for a query."""
     served = gateway.served(key, asked.index)
     request_id = _log(request, index=served.name, items=len(asked.item_ids))
     name: str | None = None
@@ -185,31 +192,39 @@ async def rerank(
 
 # -- indexes and items -----------------------------------------------------------------------------
 
-IndexName = Annotated[str | None, Query(description="default: the only one", max_length=256)]
+IndexName = Annotated[
+    str | None, Query(description="Name of the index; default: the only one", max_length=256)
+]
 
 
-@api.get("/indexes", tags=["indexes"], summary="What is served")
+@api.get("/indexes", tags=["indexes"], summary="List the indexes")
 async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
+    """Lists the served indexes that the access key may see."""
     served = [gateway.engine.indexes[name] for name in gateway.visible_indexes(key)]
     return wire.IndexList(indexes=[index_info(each) for each in served])
 
 
-@api.get("/items/{item_id:path}", tags=["indexes"], summary="What is stored of an item")
+@api.get("/items/{item_id:path}", tags=["indexes"], summary="Get an item")
 async def item(
     request: Request, item_id: str, key: Allowed, gateway: With, index: IndexName = None
 ) -> wire.Item:
+    """Returns the stored columns of an item, without its vectors."""
     served = gateway.served(key, index)
     _log(request, index=served.name)
     row = await gateway.engine.item(served, item_id, key.name)
     if row is None:
-        raise ApiError("not_found", f"item_id: {item_id!r} is not in the index", "item_id")
+        raise ApiError(
+            "not_found",
+            f"item_id must be the id of an item in the index, got {item_id!r}",
+            "item_id",
+        )
     return wire.Item(index=served.name, version=served.version, **row)
 
 
 @api.get(
     "/previews/{item_id:path}",
     tags=["indexes"],
-    summary="What an item looks or sounds like",
+    summary="Get the image or audio of an item",
     response_class=Response,
     responses={
         200: {"content": {"image/jpeg": {}, "image/png": {}, "image/webp": {}, "audio/wav": {}}}
@@ -221,12 +236,13 @@ async def preview(
     key: Allowed,
     gateway: With,
     index: IndexName = None,
-    what: Literal["picture", "sound"] = "picture",
+    media: Literal["image", "audio"] = "image",
     seconds: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
 ) -> Response:
+    """Returns the image or the audio of an item."""
     served = gateway.served(key, index)
-    _log(request, index=served.name, what=what)
-    data, media_type = await gateway.engine.preview(served, item_id, what, seconds, key.name)
+    _log(request, index=served.name, media=media)
+    data, media_type = await gateway.engine.preview(served, item_id, media, seconds, key.name)
     headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
     return Response(data, media_type=media_type, headers=headers)
 
@@ -234,7 +250,7 @@ async def preview(
 # -- evaluations -----------------------------------------------------------------------------------
 
 
-@api.post("/evaluations", tags=["evaluations"], status_code=202, summary="Asks for an evaluation")
+@api.post("/evaluations", tags=["evaluations"], status_code=202, summary="Create an evaluation")
 async def evaluate(
     request: Request,
     asked: wire.EvaluationRequest,
@@ -242,6 +258,7 @@ async def evaluate(
     gateway: With,
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> wire.Evaluation:
+    """Queues an evaluation."""
     store, served = gateway.evaluations(key), gateway.served(key, asked.index)
     for name in asked.representations:
         served.representation(name)
@@ -250,10 +267,11 @@ async def evaluate(
     return await _evaluation(store, key, name)
 
 
-@api.get("/evaluations", tags=["evaluations"], summary="Your evaluations, the newest first")
+@api.get("/evaluations", tags=["evaluations"], summary="List evaluations")
 async def evaluations(
     key: Allowed, gateway: With, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> wire.EvaluationList:
+    """Lists the evaluations of the access key, newest first."""
     store = gateway.evaluations(key)
     return wire.EvaluationList(evaluations=await run_in_threadpool(_list, store, key, limit))
 
@@ -270,8 +288,9 @@ def _list(store: Store, key: Key, limit: int) -> list[wire.Evaluation]:
     return found
 
 
-@api.get("/evaluations/{name}", tags=["evaluations"], summary="How far an evaluation is")
+@api.get("/evaluations/{name}", tags=["evaluations"], summary="Get an evaluation")
 async def evaluation(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
+    """Returns the state of an evaluation, and its results when it is done."""
     return await _evaluation(gateway.evaluations(key), key, name)
 
 
@@ -279,17 +298,18 @@ async def _evaluation(store: Store, key: Key, name: str) -> wire.Evaluation:
     """Returns an evaluation of this key; those of others are unknown to it."""
     request, found = await run_in_threadpool(store.evaluation, name)
     if request["key"] != key.name or not key.may_see(request["index"]):
-        raise ApiError("not_found", f"evaluation: {name!r} is not known")
+        raise ApiError("not_found", f"unknown evaluation {name!r}")
     return found
 
 
 @api.get(
     "/evaluations/{name}/files/{path:path}",
     tags=["evaluations"],
-    summary="A run, the report, a table of an evaluation",
+    summary="Download a file of an evaluation",
     response_class=Response,
 )
 async def evaluation_file(name: str, path: str, key: Allowed, gateway: With) -> Response:
+    """Returns a file of a finished evaluation, such as its report."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
     data, media_type = await run_in_threadpool(store.file, name, path)
@@ -299,8 +319,9 @@ async def evaluation_file(name: str, path: str, key: Allowed, gateway: With) -> 
     return Response(data, media_type=media_type, headers=headers)
 
 
-@api.post("/evaluations/{name}:cancel", tags=["evaluations"], summary="Ends an evaluation")
+@api.post("/evaluations/{name}:cancel", tags=["evaluations"], summary="Cancel an evaluation")
 async def cancel(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
+    """Cancels a queued or running evaluation."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
     await run_in_threadpool(store.cancel, name)
@@ -308,9 +329,10 @@ async def cancel(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
 
 
 @api.delete(
-    "/evaluations/{name}", tags=["evaluations"], status_code=204, summary="Removes an evaluation"
+    "/evaluations/{name}", tags=["evaluations"], status_code=204, summary="Delete an evaluation"
 )
 async def delete(name: str, key: Allowed, gateway: With) -> None:
+    """Deletes an evaluation that has ended."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
     await run_in_threadpool(store.delete, name)

@@ -12,7 +12,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.search.representations import representation_info
-from pipeline.serve.calls import Stages
+from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, of_spec_error
 from pipeline.serve.outcomes import result
 from pipeline.serve.settings import ServedIndex, ServeSpec
@@ -58,7 +58,9 @@ class ServedIndexes:
         count: Called with the event and the stage when a new version cannot be opened.
     """
 
-    def __init__(self, settings: ServeSpec, stages: Stages, count: Callable[[str, str], None]):
+    def __init__(
+        self, settings: ServeSpec, stages: Stages[Handle], count: Callable[[str, str], None]
+    ):
         self._settings, self._stages, self._count = settings, stages, count
         self._served: dict[str, Served] = {}
         self._refreshing: asyncio.Task | None = None
@@ -82,7 +84,7 @@ class ServedIndexes:
 
     async def _keep_fresh(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.seconds.reload)
+            await asyncio.sleep(self._settings.reload_interval_s)
             for name in self._settings.indexes:
                 try:
                     await self._refresh(name)
@@ -98,8 +100,8 @@ class ServedIndexes:
         if served is None:
             return
         representations = served.index.representations()
-        wanted = [n for n in spec.load if n in representations]
-        if representations and not spec.load:
+        wanted = [n for n in spec.preload if n in representations]
+        if representations and not spec.preload:
             wanted = [served.representation(None).name]
         shards = self._stages.searchers[name]
         calls: list[Awaitable] = [s.prepare.remote(served.edition, wanted) for s in shards]

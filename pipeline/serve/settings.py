@@ -1,178 +1,221 @@
-"""What a server serves, and what it allows: the argument of `pipeline.serve.app:build`."""
+"""Settings of a server: the argument of `pipeline.serve.app:build`."""
 
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
 
-#: What Ray Serve reads when it starts: stages are asked without a thread and a loop of their own in
-#: between, which halves what a call costs. All of them leave their work to other threads.
+#: Environment of Ray Serve. Calls of the stages bypass the separate thread and event loop, which
+#: halves the overhead of a call; all stages leave their work to other threads anyway.
 LEAN = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
 }
-#: What Ray Serve's proxies read when they start: see `pipeline.serve.front`. A proxy is started
-#: again after three failed health checks, which Ray would make every ten seconds.
+#: Environment of Ray Serve's proxies, see `pipeline.serve.front`. A proxy is restarted after three
+#: failed health checks, which Ray makes every ten seconds by default.
 FRONT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serve.front:middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
-#: Names that stand in URLs, in metrics and in the names of deployments.
+#: Pattern of names in URLs, in metrics and in the names of deployments.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 class Scale(Spec):
-    """How many replicas of a stage run, and what each has.
+    """Replicas and resources of a deployment, in the terms of Ray Serve."""
 
-    Attributes:
-        replicas: how many; of a stage that scales itself, how many at least.
-        max_replicas: so many at most, as the load asks for; null: `replicas`, always.
-        target_ongoing: requests under way in a replica beyond which more replicas start.
-        num_cpus, num_gpus: what Ray sets aside for each. A tenth of a CPU lets a laptop run all.
-        threads: of torch, in each; null: as many as the machine has cores.
-        max_ongoing: Calls that a replica takes at once; it shares its time fairly among their keys.
-        max_queued: Calls that wait for a replica, in the order in which they came; more are refused
-            (503).
-    """
+    renamed: ClassVar[Mapping[str, str]] = {
+        "replicas": "num_replicas",
+        "target_ongoing": "target_ongoing_requests",
+        "threads": "num_threads",
+        "max_ongoing": "max_ongoing_requests",
+        "max_queued": "max_queued_requests",
+    }
 
-    replicas: PositiveInt = 1
+    num_replicas: PositiveInt = 1
+    """Number of replicas; the minimum if `max_replicas` is set."""
     max_replicas: PositiveInt | None = None
-    target_ongoing: PositiveFloat = 8
+    """Maximum number of replicas under load; null disables autoscaling."""
+    target_ongoing_requests: PositiveFloat = 8
+    """Average number of requests in progress per replica that autoscaling aims at."""
     num_cpus: NonNegativeFloat = 0.1
+    """CPUs that Ray reserves per replica. With a tenth, a laptop can run all deployments."""
     num_gpus: NonNegativeFloat = 0
-    threads: PositiveInt | None = None
-    max_ongoing: PositiveInt = 256
-    max_queued: PositiveInt = 64
+    """GPUs that Ray reserves per replica."""
+    num_threads: PositiveInt | None = None
+    """Threads of torch per replica; null: the number of cores."""
+    max_ongoing_requests: PositiveInt = 256
+    """Maximum number of calls in progress per replica, which shares its time fairly among keys."""
+    max_queued_requests: PositiveInt = 64
+    """Maximum number of calls that wait for a replica, in order; others are refused (503)."""
 
     @field_validator("max_replicas")
     @classmethod
-    def _no_fewer(cls, most: int | None, info: Any) -> int | None:
-        least = info.data.get("replicas", 1)
-        if most is not None and most < least:
-            raise SpecError("", most, f"at least replicas, {least}")
-        return most
+    def _check_max_replicas(cls, maximum: int | None, info: ValidationInfo) -> int | None:
+        minimum = info.data.get("num_replicas", 1)
+        if maximum is not None and maximum < minimum:
+            raise SpecError("", maximum, f"at least num_replicas, {minimum}")
+        return maximum
 
 
 class ServedIndex(Spec):
-    """An index and where it is searched.
+    """An index and the options of searching it."""
 
-    Attributes:
-        uri: of the index, as every machine of the cluster reads it.
-        shards: parts of the items, each a deployment of its own; a search asks all of them.
-        cache: whether vectors are packed into local files and mapped.
-        device: that scores: cpu or cuda.
-        load: representations whose vectors are opened before the first request; empty: the default
-            one. Others are opened when they are first asked for.
-        documents: where the files of a collection lie now, by its name, if they moved.
-        edje: the folder of an EDJE by which hits can be reranked too; the index has its adapter's
-            tokens, see docs/rerank.md.
-        edje_precision: in which its joint encoder computes: float32, bfloat16, float16, or int8 (on
-            a CPU); null: as the folder says.
-    """
+    renamed: ClassVar[Mapping[str, str]] = {"shards": "num_shards", "load": "preload"}
 
     uri: str
-    shards: PositiveInt = 1
+    """URI of the index; every node of the cluster must be able to read it."""
+    num_shards: PositiveInt = 1
+    """Number of shards of the items, each a deployment of its own; a search asks all of them."""
     cache: bool = True
+    """Whether vectors are packed into local files and memory-mapped."""
     device: str = "cpu"
-    load: list[str] = Field(default_factory=list)
+    """Device used for scoring: `cpu` or `cuda`."""
+    preload: list[str] = Field(default_factory=list)
+    """Representations that are opened before the first request; empty: the default one. Others are
+    opened at the first request for them."""
     documents: dict[str, str] = Field(default_factory=dict)
+    """Present location of the files of a collection, by its name, if they have moved."""
     edje: Uri | None = None
+    """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
+    docs/rerank.md."""
     edje_precision: Precision | None = None
+    """Precision of the joint encoder: float32, bfloat16, float16 or, on a CPU, int8; null: that of
+    the model's folder."""
 
 
 class Limits(Spec):
-    """What one request, and one key, may ask for.
+    """Limits of a request, of an access key, and of a gateway."""
 
-    Attributes:
-        body_bytes: of a request.
-        query_chars: of a query's text; of all those of a request, `batch_chars`.
-        image_pixels: of a query's image.
-        k: hits of a query; of a request of many, `batch_hits` in all.
-        batch: queries of a request.
-        pairs: of a query and an item that EDJE reads for one request.
-        in_flight: Requests that a gateway works on at once; more are refused (503). Where there are
-            access keys, a key gets another place while it holds fewer than are free: one key holds
-            at most half of the places, two keys a third each.
-        bodies: Requests whose body a gateway waits for at once, shared among keys in the same way.
-        requests_per_second: of each key, at each gateway; null: any. A key may have its own.
-        burst: requests that may come at once before the rate counts.
-    """
+    renamed: ClassVar[Mapping[str, str]] = {
+        "body_bytes": "max_body_bytes",
+        "query_chars": "max_query_chars",
+        "batch_chars": "max_batch_chars",
+        "image_pixels": "max_image_pixels",
+        "k": "max_k",
+        "batch": "max_batch_queries",
+        "batch_hits": "max_batch_hits",
+        "pairs": "max_rerank_pairs",
+        "in_flight": "max_in_flight_requests",
+        "bodies": "max_pending_bodies",
+    }
 
-    body_bytes: PositiveInt = 8 << 20
-    query_chars: PositiveInt = 4_000
-    batch_chars: PositiveInt = 40_000
-    image_pixels: PositiveInt = 50_000_000
-    k: PositiveInt = 1_000
-    batch: PositiveInt = 128
-    batch_hits: PositiveInt = 20_000
-    pairs: PositiveInt = 2_000
-    in_flight: PositiveInt = 128
-    bodies: PositiveInt = 128
+    max_body_bytes: PositiveInt = 8 << 20
+    """Maximum size of a request body, in bytes."""
+    max_query_chars: PositiveInt = 4_000
+    """Maximum length of the text of one query, in characters."""
+    max_batch_chars: PositiveInt = 40_000
+    """Maximum total length of the texts of all queries of a request, in characters."""
+    max_image_pixels: PositiveInt = 50_000_000
+    """Maximum size of a query image, in pixels."""
+    max_k: PositiveInt = 1_000
+    """Maximum number of hits per query."""
+    max_batch_queries: PositiveInt = 128
+    """Maximum number of queries per request."""
+    max_batch_hits: PositiveInt = 20_000
+    """Maximum total number of hits of all queries of a request."""
+    max_rerank_pairs: PositiveInt = 2_000
+    """Maximum number of (query, item) pairs per request that EDJE reranks."""
+    max_in_flight_requests: PositiveInt = 128
+    """Maximum number of requests in progress per gateway; others are refused (503). With access
+    keys, a key gets another place while it holds fewer than are free: one key holds at most half
+    of the places, two keys a third each."""
+    max_pending_bodies: PositiveInt = 128
+    """Maximum number of requests per gateway whose body has not arrived, shared among keys in the
+    same way."""
     requests_per_second: PositiveFloat | None = None
+    """Rate limit per access key and gateway; null: unlimited. A key may have a limit of its own."""
     burst: PositiveInt = 20
+    """Number of requests that a key may send at once before the rate limit applies."""
 
 
-class Seconds(Spec):
-    """How long each stage of a request may take, waiting for it included."""
+class Timeouts(Spec):
+    """Time limits of the stages of a request, waiting included, and of a shutdown."""
 
-    encode: PositiveFloat = 10
-    search: PositiveFloat = 20
-    #: Evaluating a filter, within `search`; its process is killed then.
-    filter: PositiveFloat = 5
-    rerank: PositiveFloat = 20  # by vectors, or by EDJE
-    describe: PositiveFloat = 10
-    preview: PositiveFloat = 30
-    #: How long a request's body may take to come in.
-    body: PositiveFloat = 30
-    #: How often indexes are looked at for a new version.
-    reload: PositiveFloat = 5
-    #: How long a replica that ends goes on with what it has begun.
-    drain: PositiveFloat = 30
+    renamed: ClassVar[Mapping[str, str]] = {
+        "encode": "encode_s",
+        "search": "search_s",
+        "filter": "filter_s",
+        "rerank": "rerank_s",
+        "describe": "describe_s",
+        "preview": "preview_s",
+        "body": "body_s",
+        "reload": "reload_interval_s of the server",
+        "drain": "drain_s",
+    }
+
+    encode_s: PositiveFloat = 10
+    """Time limit of encoding the queries, in seconds."""
+    search_s: PositiveFloat = 20
+    """Time limit of the search, in seconds."""
+    filter_s: PositiveFloat = 5
+    """Time limit of evaluating a filter, within `search_s`; its process is killed after that."""
+    rerank_s: PositiveFloat = 20
+    """Time limit of reranking, by vectors or by EDJE, in seconds."""
+    describe_s: PositiveFloat = 10
+    """Time limit of reading the metadata and explanations of the hits, in seconds."""
+    preview_s: PositiveFloat = 30
+    """Time limit of a preview, in seconds."""
+    body_s: PositiveFloat = 30
+    """Time within which the body of a request must arrive, in seconds."""
+    drain_s: PositiveFloat = 30
+    """Time that a replica has to finish the requests in progress when it shuts down, in seconds."""
 
 
 class Evaluations(Spec):
-    """Evaluations that are asked for over HTTP.
+    """Evaluations over HTTP."""
 
-    Attributes:
-        folder: where they are kept; it outlives the server. Empty: none can be asked for.
-        benchmarks: judged queries of the server, by the name a request gives.
-        max_queued: that wait; more are refused.
-        max_of_key: that wait of one key.
-        keep: finished ones that are kept; older ones are removed.
-    """
+    renamed: ClassVar[Mapping[str, str]] = {
+        "max_of_key": "max_queued_per_key",
+        "keep": "max_finished",
+    }
 
     folder: str = ""
+    """Folder of the evaluations, which outlives the server; empty disables them."""
     benchmarks: dict[Annotated[str, Field(pattern=NAME)], BenchmarkSpec] = Field(
         default_factory=dict
     )
+    """Benchmarks of the server, by the name that a request gives."""
     max_queued: PositiveInt = 16
-    max_of_key: PositiveInt = 8
-    keep: PositiveInt = 1_000
+    """Maximum number of queued evaluations; others are refused."""
+    max_queued_per_key: PositiveInt = 8
+    """Maximum number of queued evaluations per access key."""
+    max_finished: PositiveInt = 1_000
+    """Maximum number of finished evaluations that are kept; the oldest are removed."""
 
 
 class ServeSpec(Spec):
-    """A server.
+    """Settings of a server."""
 
-    Attributes:
-        indexes: by the name a request gives.
-        keys: the file of the access keys, see `pipeline.serve.keys`; empty: no key is needed, and
-            whoever does not come over this machine's loopback is refused.
-    """
+    renamed: ClassVar[Mapping[str, str]] = {"seconds": "timeouts"}
 
     indexes: dict[Annotated[str, Field(pattern=NAME)], ServedIndex] = Field(min_length=1)
+    """Indexes by the name that a request gives."""
     keys: str = ""
+    """File of the access keys, see `pipeline.serve.keys`. Without one, no key is needed, and only
+    requests over the loopback interface are answered."""
     limits: Limits = Limits()
-    seconds: Seconds = Seconds()
+    timeouts: Timeouts = Timeouts()
+    reload_interval_s: PositiveFloat = 5
+    """Interval at which indexes are checked for a new version, in seconds."""
     evaluations: Evaluations = Evaluations()
-    gateway: Scale = Scale(max_ongoing=1_000, max_queued=1_000)
+    gateway: Scale = Scale(max_ongoing_requests=1_000, max_queued_requests=1_000)
     encoder: Scale = Scale()
     searcher: Scale = Scale()
     reranker: Scale = Scale()
@@ -181,7 +224,7 @@ class ServeSpec(Spec):
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether an address is this machine's own.
+    """Returns whether a host is the loopback interface of this machine.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", None)]
     [True, True, True, False, False, False]

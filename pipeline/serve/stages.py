@@ -62,7 +62,7 @@ Described = tuple[Hit, SimilarityMap | None]
 
 def limit_threads(scale: Scale) -> None:
     """Sets the threads of torch, which Ray would limit to the CPUs of the actor."""
-    torch.set_num_threads(scale.threads or os.cpu_count() or 1)
+    torch.set_num_threads(scale.num_threads or os.cpu_count() or 1)
 
 
 class QueryEncoder:
@@ -91,7 +91,9 @@ class QueryEncoder:
         """Encodes queries for a representation.
 
         Args:
+            representation: Name of the representation.
             info: The encoder of the representation.
+            caller: The access key, and the time limit in seconds.
             queries: Texts, image files, or both together; all of one kind.
 
         Raises:
@@ -362,7 +364,11 @@ class JointRanker:
         """Returns the k best of each query's ranking of the first stage.
 
         Args:
+            edition: Version of the index.
             queries: All texts, or all images.
+            rankings: Ranking of the first stage for each query.
+            options: Options of the search.
+            caller: The access key, and the time limit in seconds.
 
         Raises:
             SpecError: An image cannot be read; for `edje`: the index has no tokens of this EDJE.
@@ -390,22 +396,22 @@ class JointRanker:
         candidates: Sequence[list[str]],
         caller: Caller,
     ) -> list[dict[str, Reading]]:
-        """Reads the candidates of each query, in parts of `PORTION_PAIRS`."""
-        parts = [
+        """Reads the candidates of each query, in chunks of `PORTION_PAIRS`."""
+        chunks = [
             [(query, ids[i : i + PORTION_PAIRS]) for i in range(0, len(ids) or 1, PORTION_PAIRS)]
             for query, ids in zip(queries, candidates, strict=True)
         ]
         with logged("edje", queries=len(queries), version=edition.version):
             try:
-                pairs = list(itertools.chain(*parts))
+                pairs = list(itertools.chain(*chunks))
                 read = iter(await self._turns.ask(caller, (edition, type(queries[0])), pairs))
             except SpecError as error:
                 if error.field in ("query", "index"):
                     raise
                 # The EDJE, its encoder or its tokens: the caller can do nothing about it.
                 log.error("edje: %s", error)
-                raise SpecError("edje", error.value, error.legal, error.problem) from None
-        return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in parts]
+                raise error.at("edje") from None
+        return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in chunks]
 
     def _read_some(
         self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]

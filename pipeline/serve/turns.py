@@ -134,7 +134,9 @@ class Turns:
         """Returns a result per value.
 
         Args:
+            caller: The access key, and the time limit in seconds.
             group: Values of equal groups may be computed together.
+            values: The values to compute.
 
         Raises:
             TimeoutError: It is not done within the caller's time.
@@ -197,8 +199,8 @@ class Turns:
                 self._paused.remove(portion)
                 portion.work.close()
         ready = [r for r in self._waiting if not r.is_busy]
-        keys = dict.fromkeys([p.key for p in self._paused] + [r.key for r in ready])
-        keys = [key for key in keys if self._shares.has_room(key)]
+        waiting = dict.fromkeys([p.key for p in self._paused] + [r.key for r in ready])
+        keys = [key for key in waiting if self._shares.has_room(key)]
         if not keys:
             return None
         key = min(keys, key=lambda key: self._used.get(key, 0.0))
@@ -228,7 +230,7 @@ class Turns:
                 size += added
                 has_room = True
         members = [(request, number) for request, number in numbers.items() if number]
-        values = []
+        values: list[Any] = []
         for request, number in members:
             values += request.values[request.num_started : request.num_started + number]
             request.num_started += number

@@ -45,7 +45,7 @@ class Answer(BaseModel):
 # -- errors ----------------------------------------------------------------------------------------
 
 Code = Literal[
-    "invalid_argument",  # 422: a field is not legal; `field` names it
+    "invalid_argument",  # 422: a field is invalid; `field` names it
     "bad_request",  # 400: no JSON, or not of this form
     "unauthenticated",  # 401: no key, or none that is known
     "forbidden",  # 403: the key is not for this
@@ -103,7 +103,7 @@ def kind_of(query: Any) -> str:
     """By which of its forms a query is read, so that what is wrong is said of that form."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
-    forms = {Vectors: "vectors", Image: "image", Composed: "composed"}
+    forms: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
     return forms.get(type(query), "text")
 
 
@@ -275,8 +275,8 @@ class Map(Answer):
     words: list[Word]
 
 
-class Parts(Answer):
-    """What the score of a hit is made of."""
+class ScoreParts(Answer):
+    """The components of the score of a hit."""
 
     late: float | None
     late_mean: float | None
@@ -295,12 +295,13 @@ class Joint(Answer):
 
     Attributes:
         logit: that it matches the query; null: it was not read, or is beyond `rerank_depth`.
-        num_cut: tokens of the text (the query's, or for a picture the hit's) that were too many.
+        num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
+            if the query is an image.
         problem: why a hit that should have been read was not; it keeps its rank.
     """
 
     logit: float | None
-    num_cut: int
+    num_truncated_tokens: int
     problem: str | None
 
 
@@ -314,7 +315,7 @@ class Hit(Answer):
     title: str | None
     text: str | None
     span: dict[str, Any] | None
-    parts: Parts | None = None
+    parts: ScoreParts | None = None
     first_stage: FirstStage | None = None
     edje: Joint | None = None
     matches: list[Match] | None = None

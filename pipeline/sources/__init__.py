@@ -41,8 +41,8 @@ class Source(ABC, Generic[ComponentSpecT]):
         self.spec, self.wants = spec, wants
 
     @classmethod
-    def parts(cls, spec: ComponentSpecT) -> list[ComponentSpec]:
-        """The specs of the sources that this one is made of: itself, as a rule."""
+    def leaf_specs(cls, spec: ComponentSpecT) -> list[ComponentSpec]:
+        """Returns the specs of the sources that a source consists of: its own, unless nested."""
         return [spec]
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
@@ -83,10 +83,12 @@ class Source(ABC, Generic[ComponentSpecT]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Fills in the payload of the listed items that are wanted: one result each, in order.
+        """Yields the given items with their payload, or rejects, in order.
 
         Args:
-            items: (position in the scan of this shard, rejects counted; item), positions ascending.
+            shard: The shard, as `shards` yields it.
+            items: (position, item) of listed items, positions ascending; the position in the scan
+                of the shard counts rejects.
         """
         yield from (item for _, item in items)
 

@@ -9,7 +9,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,8 @@ from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import manifests
 from pipeline.sources.files import escaped, existing_root, open_root
-from pipeline.sources.manifests import BadRow, Row, Table, plain
-from pipeline.sources.media import ARCHIVE, MediaFile, MediaSource, MediaSpec
+from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, plain
+from pipeline.sources.media import ARCHIVE, ByteStream, MediaFile, MediaSource, MediaSpec
 from pipeline.sources.text import parse_line
 
 PICTURE_FIELDS = ("image", "file_name", "path")
@@ -117,8 +117,8 @@ class Images(MediaSource["Images.Spec"]):
         is_manifest = root.lower().endswith((manifests.TABLE, *self.lists))
         if fs.isdir(root) or not is_manifest:
             if self.spec.images:
-                legal = "no `images` where `path` is not a manifest"
-                raise SpecError("images", self.spec.images, legal)
+                rule = "null unless `path` is a manifest"
+                raise SpecError("images", self.spec.images, rule)
             return
         if fs.size(root) == 0:
             raise SpecError("path", self.spec.path, "a manifest of at least one row", "is empty")
@@ -128,7 +128,7 @@ class Images(MediaSource["Images.Spec"]):
                 if not fs.isdir(folder):
                     raise SpecError("path", self.spec.images, "a folder", "is a file")
             except SpecError as error:
-                raise SpecError("images", error.value, error.legal, error.problem) from None
+                raise error.at("images") from None
 
     def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
         """The shards of an archive or of a manifest."""
@@ -144,7 +144,7 @@ class Images(MediaSource["Images.Spec"]):
             return
         rows = self._table_rows(shard) if "rows" in shard else None
         for row in rows or manifests.read(*self._folder, shard):
-            if isinstance(row, BadRow):
+            if isinstance(row, MalformedEntry):
                 yield self.reject(escaped(row.location), "", row.problem, "list")
                 continue
             fields = dict(row.fields)
@@ -169,18 +169,20 @@ class Images(MediaSource["Images.Spec"]):
             suffix = PurePosixPath(name or "").suffix.lower()
             yield MediaFile(own, path, size, None, suffix, about=about, row=number)
 
-    def _table_rows(self, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
+    def _table_rows(self, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
         manifest = shard["manifest"]
         try:
             with self._open_table(manifest) as table:
                 for number in range(*shard["rows"]):
                     location = f"{manifest}#row={number}"
                     try:
-                        yield Row(functools.partial(str, location), table.row(number), number)
+                        yield ManifestEntry(
+                            functools.partial(str, location), table.row(number), number
+                        )
                     except (Unreadable, OSError) as error:
-                        yield BadRow(location, error)
+                        yield MalformedEntry(location, error)
         except (Unreadable, OSError) as error:
-            yield BadRow(manifest, error)
+            yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
         """Takes the id out of a row's fields; None if there is none."""
@@ -274,18 +276,19 @@ class Images(MediaSource["Images.Spec"]):
     # -- where files lie ---------------------------------------------------------------------
 
     @functools.cached_property
-    def _images(self) -> tuple[Any, str]:
-        return open_root(self.spec.images)
+    def _images(self) -> tuple[Any, str] | None:
+        """File system and folder of the images; None if they lie beside the captions."""
+        return None if self.spec.images is None else open_root(self.spec.images)
 
     def place_of(self, file: MediaFile) -> tuple[Any, str]:
         """The file system of a picture and its path there; of the table, if that holds it."""
-        if self.spec.images is None or file.row is not None:
+        if file.row is not None or self._images is None:
             return super().place_of(file)
         fs, folder = self._images
         return fs, f"{folder}/{file.path}"
 
     @contextlib.contextmanager
-    def _open(self, file: MediaFile) -> Iterator[BinaryIO]:
+    def _open(self, file: MediaFile) -> Iterator[ByteStream]:
         if file.row is None:
             with super()._open(file) as stream:
                 yield stream

@@ -36,27 +36,39 @@ MAX_TABLE_ROWS = 100_000_000
 
 
 @dataclass(frozen=True)
-class Row:
-    """The fields of one file in a manifest; `location()` names a row that has no id."""
+class ManifestEntry:
+    """The fields of one file in a manifest.
+
+    Attributes:
+        location: Returns the location of the entry, for errors about an entry without an id.
+        fields: The fields by name.
+        number: Number of the row, in a table.
+    """
 
     location: Callable[[], str]
     fields: dict[str, Any]
-    number: int | None = None  # of a table's row
+    number: int | None = None
 
 
 @dataclass(frozen=True)
-class BadRow:
-    """A row, or a whole manifest, that cannot be read."""
+class MalformedEntry:
+    """An entry of a manifest, or a whole manifest, that cannot be read.
+
+    Attributes:
+        where: Location of the entry.
+        problem: The reason.
+    """
 
     location: str
     problem: Unreadable | OSError
 
 
 def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
-    """Parts of a manifest `{"manifest": path below the folder, ...}` that are read independently.
+    """Yields the shards of a manifest, `{"manifest": path below the folder, ...}`.
 
-    Lines are named by bytes, a table's rows by numbers. The rows of COCO's form are in the shards:
-    their captions stand apart from them, so that the file can be read only as a whole.
+    A shard of lines is a byte range, a shard of a table a range of rows. The shards of a COCO file
+    contain its entries, because captions are stored apart from images and only the whole file can
+    be read.
     """
     name = manifest.lower()
     if name.endswith(".gz") or (num_bytes == SPECIAL and name.endswith(LINES)):  # not entered
@@ -68,7 +80,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
     elif name.endswith(TABLE):
         try:
             with Table(fs, f"{folder}/{manifest}") as table:
-                yield from ({"manifest": manifest, "rows": rows} for rows in table.parts())
+                yield from ({"manifest": manifest, "rows": rows} for rows in table.row_ranges())
         except (Unreadable, OSError) as error:
             yield {"manifest": manifest, "problem": _told(error)}
     else:
@@ -86,20 +98,22 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
             yield {"manifest": manifest, "listed": rows[first : first + ROWS_PER_SHARD]}
 
 
-def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[Row | BadRow]:
+def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
     """The rows of a shard that are not a table's, in order."""
     manifest = shard["manifest"]
     if "problem" in shard:
-        yield BadRow(manifest, Unreadable(*shard["problem"]))
+        yield MalformedEntry(manifest, Unreadable(*shard["problem"]))
     elif "listed" in shard:
-        yield from (Row(partial(str, location), fields) for location, fields in shard["listed"])
+        yield from (
+            ManifestEntry(partial(str, location), fields) for location, fields in shard["listed"]
+        )
     else:
         yield from _read_lines(fs, folder, manifest, shard["start"], shard["end"])
 
 
 def _read_lines(
     fs: Any, folder: str, manifest: str, start: int, end: int | None
-) -> Iterator[Row | BadRow]:
+) -> Iterator[ManifestEntry | MalformedEntry]:
     lines = Lines(fs, f"{folder}/{manifest}", start, end)
 
     def location() -> str:
@@ -110,14 +124,14 @@ def _read_lines(
             try:
                 fields = parse_object(line)
             except Unreadable as error:
-                yield BadRow(location(), error)
+                yield MalformedEntry(location(), error)
                 continue
-            yield Row(location, fields)
+            yield ManifestEntry(location, fields)
     except Unreadable as error:
-        yield BadRow(manifest, error)
+        yield MalformedEntry(manifest, error)
     except UNREADABLE as error:
         problem = f"{type(error).__name__}: {error}"
-        yield BadRow(f"{manifest}#byte={lines.offset}", Unreadable("unreadable", problem))
+        yield MalformedEntry(f"{manifest}#byte={lines.offset}", Unreadable("unreadable", problem))
 
 
 def _told(error: Unreadable | OSError) -> list[str]:
@@ -223,8 +237,8 @@ class Table:
     def __exit__(self, *_: Any) -> None:
         self._stream.close()
 
-    def parts(self) -> Iterator[list[int]]:
-        """[first row, the row behind the last] of parts of the table."""
+    def row_ranges(self) -> Iterator[list[int]]:
+        """Yields the [start, end) of row ranges that are read independently."""
         first = num_bytes = 0
         for group, (start, stop) in enumerate(itertools.pairwise(self._starts)):
             about = self._file.metadata.row_group(group)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
+from typing import Any, BinaryIO, ClassVar, Literal, Protocol, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
@@ -115,21 +115,25 @@ class MediaSource(Source[MediaSpecT]):
 
     @abstractmethod
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
-        """The items of a file, payload left out.
+        """Yields the items of a file, without payload.
 
         Args:
-            path: where it lies on this machine, if `opens_to_list`.
+            file: The file.
+            revision: Its revision.
+            path: Its local path, if `opens_to_list`.
 
         Raises:
-            Unreadable: it cannot be read.
+            Unreadable: It cannot be read.
         """
 
     @abstractmethod
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """For each of a file's wanted items, in order, the finished `Item` or an `Unreadable`.
+        """Yields the given items of a file with their payload, or `Unreadable`, in order.
 
         Args:
-            path: where the file lies on this machine.
+            file: The file.
+            path: Its local path.
+            items: The items to decode.
         """
 
     def settings(self) -> dict[str, Any]:
@@ -148,14 +152,14 @@ class MediaSource(Source[MediaSpecT]):
     def check(self) -> None:
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
-        legal = (*self.suffixes, *self.containers)
-        if not fs.isdir(root) and not root.lower().endswith((*legal, *self.lists)):
-            kinds = ", ".join((*legal, *self.lists))
+        rule = (*self.suffixes, *self.containers)
+        if not fs.isdir(root) and not root.lower().endswith((*rule, *self.lists)):
+            kinds = ", ".join((*rule, *self.lists))
             raise SpecError("path", self.spec.path, f"a folder, or a file that ends in {kinds}")
         if next(self._files(), ("", None)) == ("", None):
-            kinds = ", ".join(legal)
+            kinds = ", ".join(rule)
             raise SpecError(
-                "path", self.spec.path, f"a folder with files that end in {kinds}", "holds none"
+                "path", self.spec.path, f"a folder with files that end in {kinds}", "contains none"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -253,7 +257,10 @@ class MediaSource(Source[MediaSpecT]):
             age = next((about[k] for k in ("ETag", "mtime", "LastModified") if k in about), "")
             return [about["size"], str(age), file.offset, file.row]
         with open(path, "rb") if path else self._open(file) as stream:
-            return hashlib.file_digest(stream, "blake2b").hexdigest()
+            content = hashlib.blake2b()
+            while data := stream.read(1 << 20):
+                content.update(data)
+            return content.hexdigest()
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
@@ -275,10 +282,14 @@ class MediaSource(Source[MediaSpecT]):
                     entries, lambda e: self._key(e) if isinstance(e, Member) else None
                 )
                 for key, sample in samples:
-                    if key is None:
-                        yield from (self._broken(archive, entry) for entry in sample)
-                    else:
-                        yield from self._sample(archive, key, list(sample))
+                    members: list[Member] = []
+                    for entry in sample:
+                        if isinstance(entry, Member):
+                            members.append(entry)
+                        else:
+                            yield self._broken(archive, entry)
+                    if key is not None:
+                        yield from self._sample(archive, key, members)
         except (Unreadable, OSError) as error:
             yield self.reject(escaped(archive), "", error, "list")
 
@@ -351,13 +362,13 @@ class MediaSource(Source[MediaSpecT]):
             yield copy.name
 
     @contextmanager
-    def _open(self, file: MediaFile) -> Iterator[BinaryIO | Part]:
+    def _open(self, file: MediaFile) -> Iterator[ByteStream]:
         fs, place = self.place_of(file)
         with open_file(fs, place) as stream:
             if file.offset is None or file.size is None:
                 yield stream
             else:
-                yield Part(stream, file.offset, file.size)
+                yield FileRange(stream, file.offset, file.size)
 
 
 @dataclass(frozen=True)
@@ -385,29 +396,32 @@ class Broken:
     reason: str = "damaged archive"
 
 
-class Part:
-    """A stretch of a file, to be read from its beginning to its end."""
+class ByteStream(Protocol):
+    """A stream of bytes that is read from its beginning to its end."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Returns up to `size` bytes, none at the end; -1: all that are left."""
+
+
+class FileRange:
+    """A byte range of a file, as a stream.
+
+    Args:
+        stream: The file.
+        offset: Start of the range, in bytes.
+        size: Length of the range, in bytes.
+    """
 
     def __init__(self, stream: BinaryIO, offset: int, size: int):
         stream.seek(offset)
-        self._stream, self._left = stream, size
+        self._stream, self._num_left = stream, size
 
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes; none at the end."""
-        size = self._left if size < 0 else min(size, self._left)
+    def read(self, size: int = -1, /) -> bytes:
+        """Returns up to `size` bytes, none at the end; -1: all that are left."""
+        size = self._num_left if size < 0 else min(size, self._num_left)
         data = self._stream.read(size)
-        self._left -= len(data)
+        self._num_left -= len(data)
         return data
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills a buffer with the next bytes and says how many."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readable(self) -> bool:
-        """Whether it can be read: it can."""
-        return True
 
 
 def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:

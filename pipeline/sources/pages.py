@@ -93,11 +93,11 @@ class Pages(Source["Pages.Spec"]):
         extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
         if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
-            legal = f"a folder, or a file that ends in {SUFFIX}"
-            raise SpecError("path", self.spec.path, legal)
+            rule = f"a folder, or a file that ends in {SUFFIX}"
+            raise SpecError("path", self.spec.path, rule)
         if next(self._files(), ("", None)) == ("", None):
             raise SpecError(
-                "path", self.spec.path, f"a folder that holds {SUFFIX} files", "holds none"
+                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains none"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -212,7 +212,7 @@ class Pages(Source["Pages.Spec"]):
             return config.digest(_content(path))
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
-        numbers = [int(item.span[1]) for item in items]
+        numbers = [int(item.span[1]) for item in items if item.span]
         given = 0
         try:
             with self._local(document) as path:

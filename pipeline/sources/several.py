@@ -36,11 +36,11 @@ class Several(Source["Several.Spec"]):
             flat = [name for collections in names for name in collections]
             for name in flat:
                 if flat.count(name) > 1:
-                    legal = "a different `collection` for each source"
-                    raise SpecError("collection", name, legal, "is the name of two collections")
+                    rule = "unique for each source"
+                    raise SpecError("collection", name, rule, "occurs twice")
             return sources
 
-    gives = ()  # each of its parts gives what it has
+    gives = ()  # each of its sources has its own
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
@@ -52,9 +52,9 @@ class Several(Source["Several.Spec"]):
         return any(source.keeps_listing for source in self._sources)
 
     @classmethod
-    def parts(cls, spec: Spec) -> list[ComponentSpec]:
+    def leaf_specs(cls, spec: Spec) -> list[ComponentSpec]:
         """The specs of its sources."""
-        return [part for s in spec.sources for part in SOURCES.load(s.name).parts(s)]
+        return [leaf for s in spec.sources for leaf in SOURCES.load(s.name).leaf_specs(s)]
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """That of the source which the shard is of."""

@@ -50,8 +50,8 @@ class Passages(config.Spec):
     @model_validator(mode="after")
     def _windows_advance(self) -> Passages:
         if self.overlap_words >= self.max_words:
-            legal = f"an integer below max_words ({self.max_words})"
-            raise SpecError("overlap_words", self.overlap_words, legal)
+            rule = f"an integer below max_words ({self.max_words})"
+            raise SpecError("overlap_words", self.overlap_words, rule)
         return self
 
 
@@ -113,10 +113,12 @@ class Text(Source["Text.Spec"]):
             if not _is_text(root) and not _is_lines(root):
                 raise SpecError("path", path, f"a folder, or a file that ends in {kinds}")
         elif not self._corpus and fs.exists(f"{root}/queries.jsonl"):
-            raise SpecError("path", path, "a BEIR folder with its corpus", "holds no corpus.jsonl")
+            raise SpecError(
+                "path", path, "a BEIR folder with its corpus", "contains no corpus.jsonl"
+            )
         first = next(self._files(), None)
         if first in (None, ("", None)):  # the latter: the folder itself cannot be listed
-            raise SpecError("path", path, f"a folder that holds {kinds} files", "holds none")
+            raise SpecError("path", path, f"a folder with {kinds} files", "contains none")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 
@@ -294,10 +296,10 @@ class Text(Source["Text.Spec"]):
 
 
 def join_title(title: str, text: str) -> str:
-    """The text that is encoded: it starts with its title.
+    r"""Returns the text to encode, which starts with the title.
 
     >>> join_title("On wings", "On wings. They lift."), join_title("On wings", "They lift.")
-    ('On wings. They lift.', 'On wings\\nThey lift.')
+    ('On wings. They lift.', 'On wings\nThey lift.')
     """
     if not title.strip():
         return text
@@ -337,7 +339,7 @@ def read_lines(
     offset = start
     if start:
         stream.seek(start - 1)
-        newline = stream.read(end - start + 1).find(b"\n")
+        newline = stream.read(-1 if end is None else end - start + 1).find(b"\n")
         if newline < 0:  # inside a line that began before and goes on behind
             return
         offset = start + newline
@@ -352,9 +354,9 @@ def read_lines(
 def _skip_line(stream: BinaryIO) -> int:
     """Reads up to the end of a line; returns the number of bytes."""
     num_bytes = 0
-    while part := stream.readline(1 << 20):
-        num_bytes += len(part)
-        if part.endswith(b"\n"):
+    while data := stream.readline(1 << 20):
+        num_bytes += len(data)
+        if data.endswith(b"\n"):
             break
         if num_bytes > MAX_SKIPPED_BYTES:
             raise OSError(f"a line must end within {MAX_SKIPPED_BYTES:,} bytes, got a longer one")

@@ -41,7 +41,7 @@ class Vectors(Source[VectorsSpec]):
 
     Vectors become float32 and are otherwise taken as they are. The revision of an item is a hash of
     its vectors, title, text and parent, so listing reads all bytes once, a few hundred rows at a
-    time. A row is named `<file>:<row, from 0>` in a reject if it has no legal id.
+    time. A row is named `<file>:<row, from 0>` in a reject if it has no valid id.
 
     A shard is about a thousand rows; of Parquet and Arrow files at least one row group or record
     batch, which are decoded as a whole: row groups of some thousand rows spread best.

@@ -56,11 +56,11 @@ class WindowSpec(MediaSpec, SoundSpec):
     def _overlap_is_part_of_a_window(self) -> WindowSpec:
         if self.window_seconds is None:
             if self.overlap_seconds:
-                legal = "0 where a whole file is one item"
-                raise SpecError("overlap_seconds", self.overlap_seconds, legal)
+                rule = "0 when a whole file is one item"
+                raise SpecError("overlap_seconds", self.overlap_seconds, rule)
         elif self.window_seconds - self.overlap_seconds < LEAST_SECONDS:
-            legal = f"at least {LEAST_SECONDS:g} s less than `window_seconds`"
-            raise SpecError("overlap_seconds", self.overlap_seconds, legal)
+            rule = f"at least {LEAST_SECONDS:g} s less than `window_seconds`"
+            raise SpecError("overlap_seconds", self.overlap_seconds, rule)
         return self
 
 
@@ -93,13 +93,14 @@ class WindowSource(MediaSource[WindowSpecT]):
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
         """The windows of a file, or the file."""
         whole = Item(file.id, file.id, self.collection, self.modality, revision)
-        if path is None:
+        window_seconds = self.spec.window_seconds
+        if path is None or window_seconds is None:
             yield whole
             return
         about = self.process.call("describe", path)
         duration = about["duration"]
         whole = replace(whole, metadata=_about(about))
-        for start, end in cut(duration, self.spec.window_seconds, self.spec.overlap_seconds):
+        for start, end in cut(duration, window_seconds, self.spec.overlap_seconds):
             yield replace(
                 whole, item_id=f"{file.id}#t={short(start)},{short(end)}", span=_span(start, end)
             )

@@ -56,9 +56,9 @@ def check_form(spec: Any, form: Form, field: str = "--form") -> None:
     """Raises `SpecError`, for a field, if an encoder reads no reports of a form."""
     wants = set(ENCODERS.load(spec.name).wants(spec))
     if not wants & set(READ_AS[form]):
-        legal = ", ".join(name for name, kinds in READ_AS.items() if wants & set(kinds))
-        problem = f"is not read by the encoder {spec.name}"
-        raise SpecError(field, form, legal or "no form with this encoder", problem)
+        names = [name for name, kinds in READ_AS.items() if wants & set(kinds)]
+        problem = f"is not supported by the encoder {spec.name}"
+        raise SpecError.unknown_name(field, form, names, problem)
 
 
 def measure(
@@ -70,10 +70,12 @@ def measure(
 
 
 def accuracy_of(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
-    """A row of the table.
+    """Returns the row of the table for one score.
 
     Args:
-        scores_PQ2: of each pair's queries with its report and with its hard negative.
+        scores_PQ2: Scores of each pair's queries with its report and its hard negative, (P, Q, 2).
+        form: Form in which the encoder reads the reports.
+        score: Name of the score.
     """
     positive_PQ, negative_PQ = scores_PQ2.unbind(dim=2)
     # The queries of a pair hang together: whole pairs are what is drawn.

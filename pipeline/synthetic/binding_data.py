@@ -123,10 +123,13 @@ def payload(report: Report, form: Form, side: int = SIDE) -> dict[str, Any]:
 def batch_of(
     pairs: Sequence[Pair], panels: Sequence[Sequence[int]], form: Form, side: int = SIDE
 ) -> Batch:
-    """Pairs as training reads them.
+    """Returns pairs as a batch of training data.
 
     Args:
-        panels: of each pair those that there is a query of.
+        pairs: Pairs of a report and its hard negative.
+        panels: For each pair the numbers of the panels with a query.
+        form: Form in which the encoder reads the reports.
+        side: Width and height of a rendered report, in pixels.
     """
     reports = [report for pair in pairs for report in (pair.positive, pair.negative)]
     numbers = np.array([pair.positive.layout[1] for pair in pairs])

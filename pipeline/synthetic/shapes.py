@@ -230,14 +230,16 @@ def scenes_of(series: int, numbers: Sequence[int], layout: Layout = DEFAULT_LAYO
 def captions_of(
     scenes: Scenes, random: np.random.Generator, each: int = 1, share_of_single: float = 0.0
 ) -> tuple[Captions, np.ndarray]:
-    """Captions that are true of the scenes.
+    """Draws captions that are true of the scenes.
 
     Args:
-        each: captions of each scene.
-        share_of_single: of those that are of one object alone.
+        scenes: Scenes to describe.
+        random: Source of random numbers.
+        each: Number of captions per scene.
+        share_of_single: Share of captions that describe only one object, in [0, 1].
 
     Returns:
-        The captions, those of one scene together, and (C,) the scene that each was made of.
+        The captions, grouped by scene, and the row (C,) of the scene of each caption.
     """
     count = len(scenes) * each
     phrases = np.full((count, 2, 3), ANY, dtype=np.int64)

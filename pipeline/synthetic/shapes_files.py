@@ -14,12 +14,17 @@ from pipeline.synthetic.shapes_data import held_out, phrases_of, png
 def write_collection(folder: Path, count: int, series: int = 0) -> None:
     """Writes scenes with their captions as a benchmark.
 
-    `images/`, a PNG a scene; `queries.jsonl` and `qrels/test.tsv`, a caption of two objects for
-    each scene, and all scenes that it is true of (BEIR's form); and `phrases.jsonl`, what it says
-    of its first object with the boxes of all objects that this fits.
+    The folder contains:
+        images/: one PNG per scene.
+        queries.jsonl, qrels/test.tsv: one caption of two objects per scene, and all scenes that it
+            is true of, in the format of BEIR.
+        phrases.jsonl: the phrase for the first object of each caption, with the boxes of all
+            objects that it fits.
 
     Args:
-        series: of the held-out scenes. Number 0 is what training measures quality on.
+        folder: Folder to write to.
+        count: Number of scenes.
+        series: Series of held-out scenes; training measures quality on series 0.
     """
     scenes, captions, scene_C = held_out(count, series)
     names = [f"scene-{row:05d}.png" for row in range(count)]

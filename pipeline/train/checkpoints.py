@@ -83,15 +83,15 @@ class Checkpoints:
             about = json.loads((last / "about.json").read_text("utf-8"))
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         for field, own, there in differences(self._lasting(), about["spec"]):
-            legal = f"{there!r}, that of the checkpoint {last}, or another output folder"
-            raise SpecError(field, own, legal)
+            rule = f"{there!r} as in the checkpoint {last}, unless `output` is another folder"
+            raise SpecError(field, own, rule)
         own = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = {n: tuple(t.shape) for n, t in own.items()}
         shapes_there = {n: tuple(t.shape) for n, t in weights.items()}
         for name, ours, theirs in differences(shapes, shapes_there):
-            legal = "a new folder, or that of a run of this model"
-            problem = f"has a checkpoint of another ({name} is of {theirs}, and here of {ours})"
-            raise SpecError("output", self.spec.output, legal, problem)
+            rule = "a new folder or the output of a run of this model"
+            problem = f"has a checkpoint of another model ({name}: {theirs} instead of {ours})"
+            raise SpecError("output", self.spec.output, rule, problem)
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
@@ -148,8 +148,8 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        said = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
-        before = "remove it to go on from the one before, or to begin anew"
+        said = f"the checkpoint {checkpoint} is corrupted ({config.first_line(error)})"
+        before = "remove it to resume from the previous one or to start over"
         raise JobError(f"{said}: {before}") from None
 
 
@@ -171,8 +171,8 @@ def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
             return file
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
-                legal = "a folder that no other process writes"
-                raise SpecError("output", str(folder), legal, "is that of a run now") from None
+                rule = "a folder without a running job"
+                raise SpecError("output", str(folder), rule, "is in use by another run") from None
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return file

@@ -121,13 +121,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
             if self.states is not None and self.trains not in FREEZE:
-                legal = f"null (they change where trains is {self.trains})"
-                raise SpecError("states", self.states, legal)
+                rule = f"null when trains is {self.trains}"
+                raise SpecError("states", self.states, rule)
             if self.lora is not None and self.trains != "lora":
-                legal = f"null (trains is {self.trains}, not lora)"
-                raise SpecError("lora", config.dump(self.lora), legal)
+                rule = "null unless trains is lora"
+                raise SpecError("lora", config.dump(self.lora), rule)
             if self.trains == "projection" and self.score != "late":
-                raise SpecError("score", self.score, "late, where the projection alone is trained")
+                raise SpecError("score", self.score, "late when only the projection is trained")
             return self
 
     def __init__(self, spec: Spec):
@@ -173,8 +173,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         encoder_class = ENCODERS.load(spec.encoder.name)
         if spec.trains != "adapter" and not issubclass(encoder_class, Trainable):
             names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), Trainable)]
-            legal = f"one that can be trained: {', '.join(names)}; or trains: adapter"
-            raise SpecError("encoder.name", spec.encoder.name, legal)
+            rule = f"one of {', '.join(names)}, unless trains is adapter"
+            raise SpecError("encoder.name", spec.encoder.name, rule)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
         if spec.states is not None:
@@ -182,23 +182,23 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if spec.trains == "lora":
             lora.check()
             if spec.encoder.name == "jina_v4":
-                legal = "another encoder (that of jina_v4 has adapters for several tasks)"
-                raise SpecError("trains", "lora", legal)
+                rule = "another value for jina_v4, which has one adapter per task"
+                raise SpecError("trains", "lora", rule)
         if spec.trains == "projection" and not encoder_class.has_projection:
             names = [n for n in ENCODERS.names() if getattr(ENCODERS.load(n), "has_projection", 0)]
-            legal = f"all or lora ({', '.join(names)} have a projection that trains by itself)"
-            raise SpecError("trains", "projection", legal)
+            rule = f"all or lora (projection needs one of the encoders {', '.join(names)})"
+            raise SpecError("trains", "projection", rule)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
-            legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
-            raise SpecError("compressor.name", spec.compressor.name, legal)
+            rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
+            raise SpecError("compressor.name", spec.compressor.name, rule)
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
         """Also raises `SpecError` if there is nothing to distill."""
         super().check_data(spec, data)
         if spec.distillation is not None and not data.has_teacher:
-            legal = "null, or data with the scores of a teacher"
-            raise SpecError("distillation", spec.distillation.kind, legal)
+            rule = "null for data without teacher scores"
+            raise SpecError("distillation", spec.distillation.kind, rule)
 
     def train(self, mode: bool = True) -> Self:
         """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
@@ -375,8 +375,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
     ) -> torch.Tensor:
         """Returns the distance of this worker's scores from the teacher's."""
         if batch.teacher is None:
-            legal = "null, or data with the scores of a teacher"
-            raise SpecError("learner.distillation", spec.kind, legal)
+            rule = "null for data without teacher scores"
+            raise SpecError("learner.distillation", spec.kind, rule)
         scores_QB, device = self.scores(embedded, embedded), self.device
         teacher_QB = batch.teacher.to(device) * spec.scale
         if spec.kind == "kl":

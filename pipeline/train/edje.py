@@ -139,18 +139,18 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
             if self.itm == 0 and self.contrast == 0 and self.distillation is None:
-                legal = "more than 0, or a distillation or contrast (nothing else learns to match)"
-                raise SpecError("itm", 0, legal)
+                rule = "greater than 0 unless distillation or contrast is set"
+                raise SpecError("itm", 0, rule)
             if self.compressor.name != "none" and self.first_stage != "late":
-                raise SpecError("first_stage", self.first_stage, "late, of compressed vectors")
+                raise SpecError("first_stage", self.first_stage, "late for compressed vectors")
             if self.negatives == "sampled" and self.negatives_top_k < self.num_negatives:
-                legal = f"at least num_negatives={self.num_negatives}"
-                raise SpecError("negatives_top_k", self.negatives_top_k, legal)
+                rule = f"at least num_negatives={self.num_negatives}"
+                raise SpecError("negatives_top_k", self.negatives_top_k, rule)
             for field in ("adapter", "joint"):
                 own = getattr(self, field)
                 if self.start is not None and own is not None:
-                    legal = "null, where `start` has one"
-                    raise SpecError(field, config.dump(own), legal)
+                    rule = "null when `start` is set"
+                    raise SpecError(field, config.dump(own), rule)
             return self
 
     def __init__(self, spec: Spec):
@@ -158,8 +158,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self.spec = spec
         self.encoder: Any = ENCODERS.build(spec.encoder)
         if self.encoder.pooled_dim is None and spec.first_stage == "single":
-            legal = "late (the encoder has no single vector)"
-            raise SpecError("learner.first_stage", "single", legal)
+            rule = "late (the encoder has no single vector)"
+            raise SpecError("learner.first_stage", "single", rule)
         self.compressor = COMPRESSORS.build(spec.compressor)
         vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.start is not None:
@@ -199,8 +199,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
         compressor = COMPRESSORS.load(spec.compressor.name)
         if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
-            legal = "one that reads vectors alone: none, hpool, samer, spatial, random"
-            raise SpecError("compressor.name", spec.compressor.name, legal)
+            rule = "one of none, hpool, samer, spatial, random"
+            raise SpecError("compressor.name", spec.compressor.name, rule)
         if spec.states is not None:
             check_writable(spec.states, "states")
         if spec.start is not None:
@@ -214,8 +214,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
         """Raises `SpecError` if an adapter is one of another encoder's states."""
         if edje.vision["fingerprint"] != self.encoder.fingerprint:
-            legal = "the folder of an EDJE that was trained on this encoder"
-            raise SpecError(f"learner.{field}", folder, legal, "is of another encoder")
+            rule = "the folder of an EDJE trained on this encoder"
+            raise SpecError(f"learner.{field}", folder, rule, "was trained on another")
 
     # -- the frozen encoder ------------------------------------------------------------------------
 

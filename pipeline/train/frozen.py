@@ -69,8 +69,8 @@ def kept(
     """
     folder, dtype = where
     if not data.repeats:
-        legal = "null, or data whose epochs have the same queries and documents"
-        raise SpecError("learner.states", folder, legal)
+        rule = "null for data whose queries or documents differ between epochs"
+        raise SpecError("learner.states", folder, rule)
     from pipeline.train.states import States
 
     states = States(f"{folder}/{config.digest(about)}.lance", about, dtype)

@@ -50,8 +50,8 @@ class States:
             return
         there = (self._dataset.schema.metadata or {}).get(ABOUT, b"").decode()
         if there != self._about:
-            legal = "a new folder, or one with states of this model and these settings"
-            raise SpecError("states", self.uri, legal, "holds those of another")
+            rule = "a new folder or the cached states of this model and spec"
+            raise SpecError("states", self.uri, rule, "has those of another")
         keys = self._dataset.to_table(["key"])["key"].to_pylist()
         self._rows = {key: row for row, key in enumerate(keys)}
 

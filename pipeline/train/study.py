@@ -58,12 +58,17 @@ class Row(NamedTuple):
     before: dict[str, np.ndarray]
     after: dict[str, np.ndarray]
 
+    def change(self, measure: str) -> tuple[float, float, float]:
+        """Returns the mean before training, the mean after it, and the spread of runs after it."""
+        after_SQ = self.after[measure]
+        return float(self.before[measure].mean()), float(after_SQ.mean()), spread(after_SQ)
+
 
 def runs_of(spec: StudySpec) -> list[Run]:
     """The runs of a study, in folders below its output; or the one run, in the output itself.
 
     Raises:
-        SpecError: a combination is not legal, or stands twice.
+        SpecError: A combination is invalid or occurs twice.
     """
     own = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
     if not spec.sweep:
@@ -80,7 +85,7 @@ def runs_of(spec: StudySpec) -> list[Run]:
             changed = config.override(own, config.assignments(values))
             changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}
             if title in runs:
-                raise SpecError("sweep", title, "each combination once", "stands twice")
+                raise SpecError("sweep", title, "unique combinations", "occurs twice")
             with config.within("sweep"):
                 runs[title] = Run(title, row or spec.name, config.parse(TrainSpec, changed))
     return list(runs.values())
@@ -129,14 +134,13 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
         seeds = len(row.after[first])
         shown = [f"{row.before[m].mean():.3f} > {with_spread(row.after[m])}" for m in measures]
         cells.append([row.name, str(seeds), *shown, p_value(p)])
-        of_each = [
-            (row.before[m].mean(), row.after[m].mean(), spread(row.after[m])) for m in measures
-        ]
-        numbers.append([row.name, seeds, *itertools.chain(*of_each), p])
+        numbers.append([row.name, seeds, *itertools.chain(*map(row.change, measures)), p])
     write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))
-    from pipeline.train.study_plot import study_png  # matplotlib is an extra
+    from pipeline.report.changes import changes_png  # matplotlib is an extra
 
-    write_atomic(posixpath.join(spec.output, "study.png"), study_png(rows))
+    plotted = [name for name in PLOTTED if name in measures]
+    changes = {row.name: {m: row.change(m) for m in plotted} for row in rows}
+    write_atomic(posixpath.join(spec.output, "study.png"), changes_png(changes, plotted))
     return aligned(cells)
 
 

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from pipeline.config import Spec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import Limits
 from pipeline.schema import Item
 from pipeline.sources.audio import Audio
 from pipeline.sources.video import FramesSpec, Video
-from pipeline.sources.windows import SoundSpec
+from pipeline.sources.windows import SoundSpec, WindowSource
 
 
 class Decoding(FramesSpec, SoundSpec):
@@ -30,48 +31,63 @@ class Decoding(FramesSpec, SoundSpec):
 
 
 def decoded(spec: Decoding, video: str | None, sound: str | None) -> dict[str, Any]:
-    """What is wanted of a document, as in `schema.PAYLOAD`, and its `span`.
+    """Returns the wanted payload columns of a document (see `schema.PAYLOAD`) and its `span`.
 
-    What a video sounds like is in the file of its sound, if it has one.
+    The audio of a video is read from the audio file, if there is one.
 
     Args:
-        video, sound: URIs of files.
+        spec: Columns to decode, and how to decode them.
+        video: URI of the video file, if any.
+        sound: URI of the audio file, if any.
 
     Raises:
-        Unreadable: a file cannot be read, or has nothing of what is wanted.
-        OSError: of the storage.
+        Unreadable: A file cannot be read or has none of the wanted contents.
+        OSError: The storage fails.
     """
     item: dict[str, Any] = dict.fromkeys((*spec.wants, "span"))
     if sound is not None and "audio" in spec.wants:
-        item |= _of_file(Audio, spec, sound, ("audio",))
+        item |= _payload(_audio(spec, sound), sound)
     own = tuple(kind for kind in spec.wants if kind == "frames" or sound is None)
     if video is not None and own:
-        item |= _of_file(Video, spec, video, own)
+        item |= _payload(_video(spec, video, own), video)
     return item
 
 
 def settings_of(spec: Decoding) -> dict[str, Any]:
     """The options that change what is decoded."""
-    return _source(Video, spec, ".", spec.wants).settings()
+    return _video(spec, ".", spec.wants).settings()
 
 
-def _source(kind: type[Video | Audio], spec: Decoding, uri: str, wants: tuple[str, ...]) -> Any:
-    """A source of whole files, of which `uri` is one."""
-    given = spec.model_dump(include=set(kind.Spec.model_fields))
-    return kind(kind.Spec(path=uri, window_seconds=None, **given), wants)
+def _video(spec: Decoding, uri: str, wants: tuple[str, ...]) -> Video:
+    """Returns a source that reads the video file at `uri` as one item."""
+    return Video(Video.Spec(path=uri, window_seconds=None, **_fields(spec, Video.Spec)), wants)
 
 
-def _of_file(
-    kind: type[Video | Audio], spec: Decoding, uri: str, wants: tuple[str, ...]
-) -> dict[str, Any]:
-    source, name = _source(kind, spec, uri, wants), posixpath.basename(uri)
-    file, whole = source.file_of(name, {}), Item(name, name, "", kind.modality, "")
+def _audio(spec: Decoding, uri: str) -> Audio:
+    """Returns a source that reads the audio file at `uri` as one item."""
+    fields = _fields(spec, Audio.Spec)
+    return Audio(Audio.Spec(path=uri, window_seconds=None, **fields), ("audio",))
+
+
+def _fields(spec: Decoding, source_spec: type[Spec]) -> dict[str, Any]:
+    """Returns the decoding options that a source has too."""
+    return spec.model_dump(include=set(source_spec.model_fields))
+
+
+def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
+    """Returns the payload of a whole file and its `span`.
+
+    Raises:
+        Unreadable: The file cannot be read or has none of the wanted contents.
+    """
+    name = posixpath.basename(uri)
+    file, whole = source.file_of(name, {}), Item(name, name, "", source.modality, "")
     with source.local(file) as path:
         (item,) = source.decode_file(file, path, [whole])
     if isinstance(item, Unreadable):
         raise item
     row = item.row()
-    found = {name: row[name] for name in (*wants, "span")}
+    found = {name: row[name] for name in (*source.wants, "span")}
     if "frames" in found:
         found["frames"] = found["frames"].to_pylist()
     return found

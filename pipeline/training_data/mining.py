@@ -33,23 +33,28 @@ def mine(
     score: Score = "late",
     say: Callable[[str], None] = print,
 ) -> Mined:
-    """Searches an index for each query, and writes which documents to train it against.
+    """Searches an index for each query and writes its hard negatives.
 
-    The index's ids are those of the data. What is relevant to a query is left out before ranks are
-    counted; items that the data do not have are left out afterwards.
+    The index must use the ids of the data. Relevant documents are left out before ranks are
+    counted; items that are not in the data are left out afterwards.
 
     Args:
-        output: gets lines {"query": ..., "negatives": [ids, best first]}, all at once at the end.
-        ranks: the first and the last that are taken, from 1. The best few are often relevant,
-            only not known to be.
+        searcher: Searcher of the index.
+        data: Queries, documents and relevance judgments.
+        output: Path or URI of the file to write, with lines
+            {"query": ..., "negatives": [ids, best first]}; it appears only when it is complete.
+        representation: Representation to search; default: `full` if it exists, else the first.
+        ranks: First and last rank to take, from 1. The best few are often relevant but unjudged.
+        score: Score to rank by.
+        say: Function that reports a line of progress.
 
     Raises:
-        SpecError: the ranks are not legal, the index has none of the documents, or cannot be
-            searched so.
+        SpecError: The ranks are invalid, the index has none of the documents, or cannot be searched
+            in this way.
     """
     first, last = ranks
     if not 1 <= first <= last:
-        raise SpecError("ranks", ranks, "two whole numbers, 1 <= first <= last")
+        raise SpecError("ranks", ranks, "two integers first, last with 1 <= first <= last")
     positives = {
         query: {data.documents[number].id for number in numbers}
         for query, numbers in data.positives().items()
@@ -57,8 +62,8 @@ def mine(
     relevant = set().union(*positives.values())
     num_known = searcher.num_known(sorted(relevant))
     if not num_known:
-        legal = "one that has documents of the data, under the same ids"
-        raise SpecError("index", searcher.index.uri, legal, "has none of them")
+        rule = "an index with documents of the data under the same ids"
+        raise SpecError("index", searcher.index.uri, rule, "has none")
     say(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
     num_queries = num_negatives = num_strange = 0
@@ -78,8 +83,8 @@ def mine(
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             say(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
         if not num_negatives:
-            legal = "ranks that searches of this index have"
-            raise SpecError("ranks", list(ranks), legal, "leave no negative")
+            rule = "ranks of search results in this index"
+            raise SpecError("ranks", list(ranks), rule, "leave no negatives")
     if num_strange:
         say(f"{num_strange:,} items of the index are none of the data's documents: left out")
     return Mined(num_queries, num_negatives)

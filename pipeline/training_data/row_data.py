@@ -85,7 +85,7 @@ class RowSpec(config.ComponentSpec):
     def _refuse_no_share(cls, value: Any) -> Any:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
         if not (is_share or value is None or isinstance(value, Mapping | HeldOut)):
-            raise SpecError("", value, "a share between 0 and 1, {path: ...} or null")
+            raise SpecError("", value, "a fraction between 0 and 1, {path: ...} or null")
         return value
 
 
@@ -121,11 +121,13 @@ class RowData(TrainingData[RowSpecT]):
                 document.sound is not None and document.video is None
                 for document in self._documents
             ):
-                problem = "leaves nothing of documents that are sound"
-                raise SpecError("media.wants", list(spec.media.wants), "audio, too", problem)
+                problem = "leaves nothing of audio documents"
+                raise SpecError("media.wants", list(spec.media.wants), "a list with audio", problem)
             if len(self.rows.rows) < batch_size:
-                problem = f"has {len(self.rows.rows)} rows to train on"
-                raise SpecError("path", spec.path, f"at least {batch_size}, a batch", problem)
+                problem = f"has {len(self.rows.rows)} training rows"
+                raise SpecError(
+                    "path", spec.path, f"data of at least one batch ({batch_size} rows)", problem
+                )
         self._positives = self.rows.positives()
         self._group_R = groups_of(self.rows)
         # Kept: each of its threads has processes of its own that decode videos.
@@ -136,7 +138,7 @@ class RowData(TrainingData[RowSpecT]):
         """All rows of `path`.
 
         Raises:
-            SpecError: a file, or a line or row of it, is not legal.
+            SpecError: A file, or a line or row of it, is invalid.
         """
 
     @abstractmethod
@@ -167,8 +169,8 @@ class RowData(TrainingData[RowSpecT]):
         trained = {row.query for row in rows}
         asked = [r for r in listing.rows if r.document in held and r.query not in trained]
         if not asked:
-            legal = "another share, or {path: ...}"
-            raise SpecError("held_out", share, legal, "leaves no query that is not trained on")
+            rule = "another fraction or {path: ...}"
+            raise SpecError("held_out", share, rule, "holds out no query")
         return listing.with_rows(rows), listing.with_rows(asked)
 
     @property

@@ -71,25 +71,27 @@ def files_of(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[s
         elif root.lower().endswith(suffixes):
             found = [existing_root(uri)[1]]
     except SpecError as error:
-        raise SpecError(field, error.value, error.legal, error.problem) from None
+        raise error.at(field) from None
     except OSError as error:
         raise SpecError(field, uri, "a readable path", f"cannot be read ({error})") from None
     if not found:
-        legal = f"a file, a folder or a glob of files {', '.join(suffixes)}"
-        raise SpecError(field, uri, legal, "names no such file")
+        rule = f"a file, folder or glob of {', '.join(suffixes)} files"
+        raise SpecError(field, uri, rule, "matches none")
     return [fs.unstrip_protocol(path) if "://" in uri else path for path in found]
 
 
 def read_rows(
     file: str, columns: Collection[str], picture: str | None = None
 ) -> Iterator[TableRow]:
-    """The rows of a file, in order, with those of the columns that it has.
+    """Yields the rows of a file in order, with those of the columns that it has.
 
     Args:
-        picture: the column that may hold pictures, which are not read.
+        file: Path or URI of a Parquet or JSON-lines file.
+        columns: Columns to read.
+        picture: Column that may hold images, which are not read.
 
     Raises:
-        SpecError: for `path`, naming the line or the row: the file is damaged.
+        SpecError: The file is corrupted; the error names `path` and the line or row.
     """
     if file.lower().endswith(TABLE):
         yield from _read_table(file, columns, picture)
@@ -106,14 +108,14 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
             for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
                 location = f"line {number} of {file}"
                 if len(line) > MAX_LINE_BYTES:
-                    legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
-                    raise SpecError("path", location, legal, "is longer")
+                    rule = f"a file with lines of at most {MAX_LINE_BYTES:,} bytes"
+                    raise SpecError("path", location, rule, "has more")
                 if line.strip():
                     fields = _object(line, location)
                     own = {name: fields[name] for name in columns if name in fields}
                     yield TableRow(location, folder, own)
     except (OSError, EOFError) as error:
-        problem = f"cannot be read behind line {number} ({type(error).__name__}: {error})"
+        problem = f"cannot be read after line {number} ({type(error).__name__}: {error})"
         raise SpecError("path", file, "a readable file", problem) from None
 
 
@@ -121,13 +123,15 @@ def _object(line: bytes, location: str) -> dict[str, Any]:
     try:
         fields = parse_line(line)
     except (ValueError, RecursionError) as error:
-        problem = f"in {location} is no JSON ({error})"
+        problem = f"cannot be parsed ({error})"
         if not line.endswith(b"\n"):
-            problem = f"in {location} is cut off: the file ends in the middle of it"
+            problem = "is truncated by the end of the file"
         shown = line[:60].decode("utf-8", "replace")
-        raise SpecError("path", shown, "a JSON object a line", problem) from None
+        raise SpecError(
+            "path", shown, "one JSON object per line", problem, f" ({location})"
+        ) from None
     if not isinstance(fields, dict):
-        raise SpecError("path", fields, "a JSON object a line", f"in {location} is none")
+        raise SpecError("path", fields, "one JSON object per line", note=f" ({location})")
     return fields
 
 
@@ -158,7 +162,7 @@ def _read_table(file: str, columns: Collection[str], picture: str | None) -> Ite
         if isinstance(error, SpecError):
             raise
         problem = f"cannot be read from row {number} on ({' '.join(str(error).split())[:200]})"
-        raise SpecError("path", file, "a whole Parquet file", problem) from None
+        raise SpecError("path", file, "a valid Parquet file", problem) from None
 
 
 def columns_of(file: str) -> list[str] | None:
@@ -174,7 +178,7 @@ def columns_of(file: str) -> list[str] | None:
             return pq.ParquetFile(stream).schema_arrow.names
     except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
-        raise SpecError("path", file, "a whole Parquet file", problem) from None
+        raise SpecError("path", file, "a valid Parquet file", problem) from None
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -111,10 +111,11 @@ class Recogniser(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def unmatched(cls, spec: ComponentSpecT, known_ids: Iterable[str]) -> tuple[int, list[str]]:
-        """Of files given by the user, the ids that nothing has: how many, and a few of them.
+        """Returns the number of ids in the user's files that no item has, and a few of them.
 
         Args:
-            known_ids: of all items and their parents, in any order; may repeat.
+            spec: The spec.
+            known_ids: Ids of all items and their parents, in any order; may repeat.
         """
         return 0, []
 

@@ -90,7 +90,8 @@ def read_frames(
             or change(before, image) >= min_change
             or any(is_redrawn(before, image, line.latest.box) for line in current)
         ):
-            current, new = _follow(current, read(image), float(borders[i]), before, image)
+            previous = image if before is None else before
+            current, new = _follow(current, read(image), float(borders[i]), previous, image)
             shown += new
             before = image
         for line in current:
@@ -167,7 +168,9 @@ def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> b
     confuses, such as `l` and `1`. So different digits and different words stay apart.
 
     Args:
-        is_unchanged: whether the image of the line is the same; called only where it matters.
+        first: Text of the first reading.
+        second: Text of the second reading.
+        is_unchanged: Returns whether the image of the line is the same; called only if needed.
 
     >>> is_same_text("Good evening", "good evening.", lambda: False)
     True
@@ -197,10 +200,10 @@ def _follow(
     current: list[_Shown],
     readings: list[Reading],
     start: float,
-    before: np.ndarray | None,
+    before: np.ndarray,
     image: np.ndarray,
 ) -> tuple[list[_Shown], list[_Shown]]:
-    """The lines of a frame, given those of the frame read before: all, and the new ones."""
+    """Returns the lines of a frame, given those of the frame read before: all, and the new ones."""
     pairs = [
         (overlap, i, j)
         for i, line in enumerate(current)
@@ -215,7 +218,11 @@ def _follow(
         line, reading = current[i], readings[j]
         box = _hull(line.latest.box, reading.box)
         texts = line.latest.line.text, reading.line.text
-        if is_same_text(*texts, lambda box=box: not is_redrawn(before, image, box)):
+
+        def is_unchanged(box: Box = box) -> bool:
+            return not is_redrawn(before, image, box)
+
+        if is_same_text(*texts, is_unchanged):
             line.latest = reading
             if reading.confidence > line.reading.confidence:
                 line.reading = reading

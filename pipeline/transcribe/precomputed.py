@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal, TypeGuard
 from urllib.parse import quote
 
 import fsspec
@@ -49,7 +49,7 @@ TABLE_VERSION = 2
 PLACE = ("x0", "y0", "x1", "y1", "start", "stop")
 COLUMNS = ("id", "text", *PLACE, "confidence", "frame", "is_multivent")
 #: A line; or with a null text the mere fact that there is a file of an id or frame.
-Row = tuple[Any, ...]
+LineRecord = tuple[Any, ...]
 
 JSONL, CSV, ZIP, TARS = ".jsonl", ".csv", ".zip", (".tar", ".tar.gz", ".tgz")
 #: A file of text in MultiVENT 2.0: the video's key, and the number of the frame.
@@ -64,8 +64,8 @@ BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOF
 #: Archives inside each other, at most. Each level is decompressed again to search the one in it.
 MAX_ARCHIVE_DEPTH = 4
 
-LEGAL_LINE = (
-    '{"id": "...", "text": "..."}, and where they are known "box": [x0, y0, x1, y1] with'
+LINE_RULE = (
+    'a line {"id": "...", "text": "..."} with the optional fields "box": [x0, y0, x1, y1] with'
     ' 0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1, "start", "end" with 0 <= start <= end,'
     ' and "confidence" from 0 to 1'
 )
@@ -119,7 +119,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Reads all files; raises `SpecError` if one is missing or a line is not legal."""
+        """Reads all files; raises `SpecError` if one is missing or a line is invalid."""
         prepare_table(spec, cls.kind)
 
     @classmethod
@@ -152,13 +152,13 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         names = _names(parent) if self._names_count else [parent]
         rows = next((rows for name in names if (rows := self._rows(name))), [])
         lines = self._lines(rows, fps)
-        return lines if parent == own else _of_part(lines, item.get("span"))
+        return lines if parent == own else _lines_in_span(lines, item.get("span"))
 
-    def _rows(self, id: str) -> list[Row]:
+    def _rows(self, id: str) -> list[LineRecord]:
         query = f"SELECT {', '.join(COLUMNS)} FROM lines WHERE id = ? ORDER BY frame, rowid"
         return self._table.execute(query, (id,)).fetchall()
 
-    def _lines(self, rows: list[Row], fps: float | None) -> list[Line]:
+    def _lines(self, rows: list[LineRecord], fps: float | None) -> list[Line]:
         placed: dict[Any, tuple[Any, ...]] = {}
         frames: dict[int, list[str]] = {}
         for number, (_, text, *place, confidence, frame, is_multivent) in enumerate(rows):
@@ -196,14 +196,16 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     the files; nothing else is there than whole tables and their locks.
 
     Raises:
-        SpecError: nothing is there, a file cannot be read, or a line is not legal.
+        SpecError: No file exists, one cannot be read, or a line is invalid.
     """
     fs, files = _files(spec)
     key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files])
     folder = Path(tempfile.gettempdir()) / f"maxray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # on a shared machine anybody may make it first
-        raise SpecError("TMPDIR", str(folder), "a temporary folder of one's own", "is another's")
+        raise SpecError(
+            "TMPDIR", str(folder), "a folder of the current user", "belongs to another user"
+        )
     table = folder / f"transcript-{key}.sqlite"
     if table.exists():
         return table
@@ -236,13 +238,15 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
     if not found:
-        legal = "a file, or a folder that holds one"
-        raise SpecError("path", spec.path, legal, "does not exist or holds nothing")
+        rule = "a file or a non-empty folder"
+        raise SpecError("path", spec.path, rule, "does not exist or is empty")
     is_file = list(found) == [root]
     if not (is_file and spec.form):  # a file whose form is told may have any name
         found = {path: about for path, about in found.items() if path.lower().endswith(endings)}
     if not found:
-        raise SpecError("path", spec.path, f"files {', '.join(endings)}", "holds no such file")
+        raise SpecError(
+            "path", spec.path, f"a file or folder with {', '.join(endings)} files", "has none"
+        )
     for path in found:
         with contextlib.suppress(OSError):  # opening it says why
             _check_regular(fs, path)
@@ -261,7 +265,7 @@ def _check_regular(fs: fsspec.AbstractFileSystem, path: str) -> None:
         raise SpecError("path", path, "a regular file", kind) from None
 
 
-Parser = Callable[[str, IO[bytes], int], Iterator[Row]]
+Parser = Callable[[str, IO[bytes], int], Iterator[LineRecord]]
 
 
 def _parsers(spec: Precomputed.Spec) -> dict[str, Parser]:
@@ -305,9 +309,11 @@ def _fill(
                 raise
             except (*TAR_ERRORS, *BROKEN) as error:
                 problem = f"cannot be read ({type(error).__name__}: {error})"
-                raise SpecError("path", name, "a whole and readable file", problem) from None
+                raise SpecError("path", name, "a readable file", problem) from None
         if not num_read:
-            raise SpecError("path", spec.path, f"files {', '.join(parsers)}", "holds no such file")
+            raise SpecError(
+                "path", spec.path, f"a file or folder with {', '.join(parsers)} files", "has none"
+            )
         database.execute("CREATE INDEX by_id ON lines (id)")
         by_name = database.execute("SELECT max(is_multivent) FROM lines").fetchone()[0] or 0
         database.execute(f"PRAGMA user_version = {by_name}")
@@ -323,14 +329,14 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
         SpecError: archives are nested too deeply, or a member of one is a sparse file.
     """
     if name.lower().endswith((*TARS, ZIP)) and depth == MAX_ARCHIVE_DEPTH:
-        legal = f"at most {MAX_ARCHIVE_DEPTH} archives inside each other"
-        raise SpecError("path", name, legal, "is nested too deeply")
+        rule = f"an archive nested at most {MAX_ARCHIVE_DEPTH} deep"
+        raise SpecError("path", name, rule, "is nested deeper")
     if name.lower().endswith(TARS):
         with TarArchive.open(fileobj=file) as archive:
             for member in archive:
                 if member.issparse():
                     inside = f"{name}/{member.name}"
-                    raise SpecError("path", inside, "a member stored in full", "is a sparse file")
+                    raise SpecError("path", inside, "a regular archive member", "is a sparse file")
                 if member.isfile():
                     content = archive.extractfile(member)
                     assert content is not None  # of a regular file
@@ -345,20 +351,20 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
         yield name, file
 
 
-def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
+def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     """The lines of a JSON lines file.
 
     Raises:
-        SpecError: a line is not legal.
+        SpecError: A line is invalid.
     """
     for number, line in enumerate(_lines(name, file), start=1):
         if not (line := line.replace(b"\0", b"").removeprefix(b"\xef\xbb\xbf").strip()):
             continue
         try:
-            yield _row_of(json.loads(line.decode()))
+            yield _line_record(json.loads(line.decode()))
         except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
-            problem = str(error) if type(error) is ValueError else "is no JSON in UTF-8"
-            raise SpecError("path", f"{name}:{number}", LEGAL_LINE, problem) from None
+            problem = str(error) if type(error) is ValueError else "is not UTF-8 JSON"
+            raise SpecError("path", f"{name}:{number}", LINE_RULE, problem) from None
 
 
 def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
@@ -369,15 +375,15 @@ def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), file.read(0)), 1):
         if len(line) > MAX_LINE_BYTES:
-            legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
-            raise SpecError("path", f"{name}:{number}", legal, "is longer")
+            rule = f"a line of at most {MAX_LINE_BYTES:,} bytes"
+            raise SpecError("path", f"{name}:{number}", rule, "is longer")
         yield line
 
 
-def _row_of(entry: Any) -> Row:
+def _line_record(entry: Any) -> LineRecord:
     """The row of a parsed line; a ValueError says what is wrong with it."""
     if not isinstance(entry, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     id, text = entry.get("id"), entry.get("text")
     if not isinstance(id, str) or not id:
         raise ValueError("has no id" if id is None else f"has the id {id!r}")
@@ -386,8 +392,8 @@ def _row_of(entry: Any) -> Row:
     box = entry.get("box") or [None] * 4
     start, end = entry.get("start"), entry.get("end")
     if entry.get("box") is not None:
-        is_legal = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
-        if not is_legal or not (0 <= box[0] <= box[2] <= 1 and 0 <= box[1] <= box[3] <= 1):
+        is_box = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
+        if not is_box or not (0 <= box[0] <= box[2] <= 1 and 0 <= box[1] <= box[3] <= 1):
             raise ValueError(f"has the box {entry['box']!r}")
     if (start, end) != (None, None) and not (
         _is_number(start) and _is_number(end) and 0 <= start <= end
@@ -399,7 +405,7 @@ def _row_of(entry: Any) -> Row:
     return (_clean(id), _clean(text) or None, *box, start, end, sure, None, 0)
 
 
-def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
+def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     """The lines of a CSV file of MultiVENT 2.0; none if it is of another kind.
 
     Raises:
@@ -421,8 +427,8 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[Row]:
         if not header:
             return
         if "text" not in header or not (key or "video_id" in header):
-            legal = "a CSV file of MultiVENT 2.0 with the columns video_id and text"
-            raise SpecError("path", name, legal, f"has the columns {', '.join(header)}")
+            rule = "a MultiVENT 2.0 CSV file with the columns video_id and text"
+            raise SpecError("path", name, rule, f"has the columns {', '.join(header)}")
         for values in rows:
             row = dict(zip(header, values, strict=False))
             of = key or PurePosixPath(row["video_id"].strip()).stem
@@ -438,7 +444,7 @@ def _clean(text: str) -> str:
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) < MOST  # SQLite holds no larger integer; NaN is not less
 
@@ -487,14 +493,14 @@ def _over_time(
     yield from ((text, (start / fps, end / fps)) for text, start, end in lines)
 
 
-def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
+def _lines_in_span(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
     """What belongs to a part of a parent, given the lines of the parent.
 
     >>> lines = [spread("one two", (0.0, 12.0), kind=AUDIO), spread("untimed")]
     >>> lines.append(spread("a sentence", (3.0, 6.0), kind=AUDIO))
-    >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 5, "end": 15})]
+    >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 5, "end": 15})]
     ['two']
-    >>> [line.text for line in _of_part(lines, {"unit": "seconds", "start": 0, "end": 5})]
+    >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 0, "end": 5})]
     ['one', 'untimed', 'a sentence']
     """
     if span is None or not span["unit"]:
@@ -507,10 +513,10 @@ def _of_part(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
             return is_first
         return span["start"] <= middle < span["end"]
 
-    def part(line: Line) -> tuple[Word, ...]:
+    def words_inside(line: Line) -> tuple[Word, ...]:
         whole = line.words[0].times[0], line.words[-1].times[1]
         if whole[1] - whole[0] <= LONGEST_SENTENCE:
             return line.words if belongs(whole) else ()
         return tuple(word for word in line.words if belongs(word.times))
 
-    return [Line(words) for words in map(part, lines) if words]
+    return [Line(words) for words in map(words_inside, lines) if words]

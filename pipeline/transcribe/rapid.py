@@ -110,8 +110,9 @@ class Rapid(Recogniser["Rapid.Spec"]):
             ]
         if item.get("frames"):
             span = item.get("span")
-            is_timed = span and span["unit"] == "seconds"
-            times = (span["start"], span["end"]) if is_timed else None
+            times = None
+            if span and span["unit"] == "seconds":
+                times = span["start"], span["end"]
             lines += read_frames(item["frames"], times, self._read_lines, self.spec.min_change)
         return lines
 
@@ -166,8 +167,10 @@ def words_of(
     """The words of a line that was read in pieces: words, or characters, or parts of words.
 
     Args:
-        pieces: strings without white space, their boxes and confidences, in the order of the text.
-        box, confidence: those of the line, for all words if text and pieces do not agree.
+        text: Text of the line.
+        pieces: (string without white space, box, confidence) in the order of the text.
+        box: Box of the line, used for all words if text and pieces disagree.
+        confidence: Confidence of the line, used in the same case.
 
     >>> boxes = (0, 0, 0.1, 1), (0.1, 0, 0.2, 1), (0.4, 0, 0.6, 1)
     >>> pieces = list(zip(("a", "b", "cd"), boxes, (0.5, 1.0, 0.8)))

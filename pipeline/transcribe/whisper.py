@@ -72,7 +72,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
     def __init__(self, spec: Spec):
         self.spec = spec
         folder = _find_folder(spec, WEIGHTS + SETTINGS)
-        generation = _check_folder(spec, folder, with_weights=True)
+        generation, no_timestamps = _check_folder(spec, folder, with_weights=True)
         model = WhisperForConditionalGeneration.from_pretrained(
             folder, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
         )
@@ -83,7 +83,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
             feature_extractor=processor.feature_extractor,
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         )
-        self._first_time = generation.no_timestamps_token_id + 1
+        self._first_time = no_timestamps + 1
         self._by_word = getattr(generation, "alignment_heads", None) is not None
         self._arguments: dict[str, Any] = {"do_sample": False, "num_beams": 1}
         if getattr(generation, "is_multilingual", False):  # others refuse to be told
@@ -205,37 +205,38 @@ class _Generated(LogitsProcessor):
 
 
 def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
-    legal = "the path of an existing folder, or the hub name of a Whisper model"
-    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
+    rule = "the path of an existing folder, or the hub name of a Whisper model"
+    return find_checkpoint(spec.model, spec.revision, hub_files, rule)
 
 
-def _check_folder(spec: Whisper.Spec, folder: Path, with_weights: bool) -> GenerationConfig:
-    """The checkpoint's generation config, which must say how times are written."""
+def _check_folder(
+    spec: Whisper.Spec, folder: Path, with_weights: bool
+) -> tuple[GenerationConfig, int]:
+    """Returns the generation config of a checkpoint, and the id of its last token before times."""
     try:
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        legal = "a checkpoint with a config.json that names its model_type"
-        raise SpecError("model", spec.model, legal, "has none") from None
+        rule = "a checkpoint with a config.json that names its model_type"
+        raise SpecError("model", spec.model, rule, "has none") from None
     if model_type != "whisper":
         raise SpecError("model", spec.model, "a Whisper checkpoint", f"is a {model_type}")
     if with_weights and not any(folder.glob("*.safetensors")):
-        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, legal, "has no safetensors file")
+        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, rule, "has no safetensors file")
     try:
         generation = GenerationConfig.from_pretrained(folder)
         WhisperProcessor.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        legal = (
-            "a checkpoint with generation_config.json, a tokenizer and a feature extractor "
-            f"({str(error).splitlines()[0]})"
-        )
-        raise SpecError("model", spec.model, legal, "lacks one of them") from None
-    if getattr(generation, "no_timestamps_token_id", None) is None:
-        legal = "a checkpoint whose generation_config.json has no_timestamps_token_id"
-        raise SpecError("model", spec.model, legal, "gives no times")
+        rule = "a checkpoint with generation_config.json, a tokenizer and a feature extractor"
+        problem = f"lacks one of them ({str(error).splitlines()[0]})"
+        raise SpecError("model", spec.model, rule, problem) from None
+    no_timestamps = getattr(generation, "no_timestamps_token_id", None)
+    if no_timestamps is None:
+        rule = "a checkpoint whose generation_config.json has no_timestamps_token_id"
+        raise SpecError("model", spec.model, rule, "has none")
     if spec.language is not None:
         known = getattr(generation, "lang_to_id", None) or {}
         if f"<|{spec.language}|>" not in known:
-            codes = ", ".join(sorted(code.strip("<|>") for code in known)) or "none (English only)"
-            raise SpecError("language", spec.language, codes)
-    return generation
+            codes = sorted(code.strip("<|>") for code in known)
+            raise SpecError.unknown_name("language", spec.language, codes)
+    return generation, no_timestamps

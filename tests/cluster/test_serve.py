@@ -40,17 +40,17 @@ def test_the_deployments_of_a_configuration(path):
     built = app.build(settings)
     assert built._bound_deployment.name == "Gateway"
     for index in settings.indexes.values():
-        assert index.shards == (8 if path.stem == "sharded" else 1)
+        assert index.num_shards == (8 if path.stem == "sharded" else 1)
 
 
 def test_what_ray_hands_to_the_builder():
     """A mapping, of a YAML file or of a command line: `serve run ...:build indexes.i.uri=...`."""
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built
 
-    for given in ({"indexes": {"i": {"uri": "x"}}}, {"indexes.i.uri": "x", "limits.k": "7"}):
+    for given in ({"indexes": {"i": {"uri": "x"}}}, {"indexes.i.uri": "x", "limits.max_k": "7"}):
         assert built(app.build, given)._bound_deployment.name == "Gateway"
-    with pytest.raises(SpecError, match="indexes.i.shards"):
-        built(app.build, {"indexes.i.uri": "x", "indexes.i.shards": "no"})
+    with pytest.raises(SpecError, match="indexes.i.num_shards"):
+        built(app.build, {"indexes.i.uri": "x", "indexes.i.num_shards": "no"})
     with pytest.raises(SpecError, match="evaluations.folder"):
         built(app.build, {"indexes.i.uri": "x", "evaluations.folder": "s3://b/x"})
 

@@ -12,7 +12,7 @@ import soundfile
 
 from pipeline.decoding import Unreadable
 from pipeline.decoding.audio import describe, read_windows
-from pipeline.decoding.process import FILES_A_PROCESS, DecodingProcess, Limits
+from pipeline.decoding.process import FILES_PER_PROCESS, DecodingProcess, Limits
 from tests.media import every, heard, tone_of, tones, write_sound, write_video
 
 RATE = {"sample_rate": 16_000}
@@ -166,7 +166,7 @@ def test_a_process_is_replaced_before_what_it_keeps_of_files_adds_up(tmp_path):
     first = process._process.pid
     process.call("describe", path)
     assert process._process.pid == first
-    process._num_requests = FILES_A_PROCESS
+    process._num_requests = FILES_PER_PROCESS
     assert process.call("describe", path)["duration"] == 1
     assert process._process.pid != first
     process.stop()

@@ -94,7 +94,7 @@ def test_a_resume_is_split_into_its_steps(cluster, tmp_path):
 def test_too_few_items_for_a_steady_state_are_refused(cluster):
     _, error, code = bench(cluster, "--items", "64", "--commit-items", "64")
     assert code == 2
-    assert "items: 64 is not legal; legal: more than commit_items (64)" in error
+    assert "items must be more than commit_items (64), two commits at least, got 64" in error
 
 
 @pytest.mark.heavy
@@ -197,7 +197,7 @@ def test_a_device_that_is_not_there_is_one_sentence():
     process = start_job("jobs.bench", "compress", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     _, error = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert error == "error: device: 'cuda' is not there; legal: cpu\n"
+    assert error == "error: device must be cpu, got 'cuda', which is not available\n"
 
 
 @pytest.mark.heavy

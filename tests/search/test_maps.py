@@ -142,13 +142,16 @@ def test_what_has_no_map(uri, tmp_path):
     assert similarity_map(searcher, "fish", "letter.txt").best_word().text == "fish"
     with pytest.raises(SpecError, match="is not in the index"):
         similarity_map(searcher, "fish", "b.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text, which has no picture"):
+    with pytest.raises(
+        SpecError, match="item_id must be .*'letter.txt' .is a text, which has no picture"
+    ):
         Previews(searcher.index).picture("letter.txt")
     with pytest.raises(
-        SpecError, match="documents: .* has no readable a.pdf .* --documents pages=FOLDER"
+        SpecError,
+        match="documents must be the folder of .*has no readable a.pdf .* --documents pages=FOLDER",
     ):
         Previews(searcher.index, {"": str(tmp_path)}).picture("a.pdf#page=1")
-    with pytest.raises(SpecError, match=r"documents.path: '.*nowhere' does not exist"):
+    with pytest.raises(SpecError, match=r"documents.path must be .*'.*nowhere'.*does not exist"):
         Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
 
 
@@ -168,7 +171,7 @@ def test_only_the_file_that_was_indexed_is_shown(uri, tmp_path):
     (tmp_path / "a.pdf").unlink()
     with pytest.raises(SpecError, match="has no readable a.pdf"):
         moved.picture("a.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text"):
+    with pytest.raises(SpecError, match="item_id must be .*'letter.txt' .is a text"):
         here.picture("letter.txt")
 
 

@@ -92,7 +92,7 @@ def test_the_order_is_that_of_the_joint_encoder(uri, model, depth, add_first_sta
     for hit, before in zip(found, expected, strict=True):
         about = hit.reranked
         assert (about.first_rank, about.first_score) == (before.rank, before.score)
-        assert about.num_cut == 0 and about.problem == ""
+        assert about.num_truncated_tokens == 0 and about.problem == ""
         if before.rank <= depth:
             assert about.joint == pytest.approx(alone[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
@@ -188,26 +188,30 @@ def test_a_text_that_is_too_long_is_cut_and_says_so(tmp_path, uri, dual):
     hits = open_index(uri).search(TEXT, rerank=short, **HOW)
     num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
     assert num_tokens > 6
-    assert {hit.reranked.num_cut for hit in hits} == {num_tokens - 6}
+    assert {hit.reranked.num_truncated_tokens for hit in hits} == {num_tokens - 6}
 
 
 def test_what_is_refused(tmp_path, uri, dual, model, photos):
     """In one sentence, and before anything is encoded."""
     searcher, reranker = open_index(uri), Reranker(model)
     plain = index_captioned(tmp_path / "plain", dual, photos)
-    with pytest.raises(SpecError, match=r"there are none; legal: .*jobs\.backfill SPEC.yaml rer"):
+    with pytest.raises(
+        SpecError,
+        match=r"an index without rerank_tokens, got"
+        r" .*jobs\.backfill SPEC.yaml rer",
+    ):
         open_index(plain).search(TEXT, rerank=reranker, **HOW)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
-    with pytest.raises(SpecError, match="rerank: .* has the adapter .*, not that of the tokens"):
+    with pytest.raises(SpecError, match="rerank must be .*the index's adapter .* has the adapter"):
         searcher.search(TEXT, rerank=other, **HOW)
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
-        with pytest.raises(SpecError, match="rerank: .* needs the query as it was written"):
+        with pytest.raises(SpecError, match="rerank must be .*reads the query itself"):
             searcher.search(query, "hpool_4", rerank=reranker)
-    with pytest.raises(SpecError, match="rerank_depth: 0 is not legal; legal: an integer >= 1"):
+    with pytest.raises(SpecError, match="rerank_depth must be an integer >= 1, got 0"):
         Reranker(model, 0)
-    with pytest.raises(SpecError, match="rerank: .* has no edje.json"):
+    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
         Reranker(str(tmp_path))
-    with pytest.raises(SpecError, match="k: 0 is not legal"):
+    with pytest.raises(SpecError, match="k must be an integer >= 1, got 0"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # A picture needs no tokens of the items.
     assert open_index(plain).search(photos["1.png"], rerank=reranker, **HOW)[0].reranked
@@ -227,7 +231,7 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
-    """Printed, as JSON and as a run; a picture; and what is not legal."""
+    """Printed, as JSON and as a run; a picture; and invalid requests."""
     given = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
     reranker = Reranker(model, 4)
     found = open_index(uri).search(TEXT, rerank=reranker, score="single")
@@ -256,7 +260,7 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
     assert "tokens longer than what the reranker reads" in capsys.readouterr().out
     for wrong in ("maxsim", "edje", f"x={model}"):
-        with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
+        with pytest.raises(SpecError, match="rerank must be edje=FOLDER"):
             search.main([uri, TEXT, "--rerank", wrong])
 
 
@@ -304,12 +308,16 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     written.unlink()
     search.main([*given, "--filter", "item_id = 'x'"])
     assert "sheet: none; there are no hits" in capsys.readouterr().out and not written.exists()
-    with pytest.raises(SpecError, match=r"save-sheet: .*y.txt.*legal: a file that ends with .png"):
+    with pytest.raises(
+        SpecError,
+        match=r"save-sheet must be a file that ends with .png, got"
+        r" .*y.txt",
+    ):
         search.main([*given[:-1], str(tmp_path / "y.txt")])
     for alone in (["--rerank-depth", "3"], ["--add-first-stage"], ["--precision", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             search.main([uri, TEXT, *alone])
-        said = f"{alone[0]} is for --rerank edje=FOLDER"
+        said = f"{alone[0]} requires --rerank edje=FOLDER"
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
         with pytest.raises(SystemExit) as stopped:
@@ -374,8 +382,11 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     assert "edje_3" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
     for wrong, sentence in (
-        ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
-        ([{"model": str(tmp_path)}], "^rerank.0.model: .* has no edje.json"),
+        (
+            [rerank[0], rerank[0]],
+            "rerank must be unique .*, got 'edje_3', which occurs twice",
+        ),
+        ([{"model": str(tmp_path)}], "^rerank.0.model must be .*, which has no edje.json"),
     ):
         with pytest.raises(SpecError, match=sentence):
             run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

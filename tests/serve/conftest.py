@@ -103,11 +103,11 @@ def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
     """The URL of a server of two indexes: `texts` in two shards, `whole` the same in one."""
     settings = {
         "indexes": {
-            "texts": {"uri": index_uri, "shards": 2},
-            "whole": {"uri": index_uri, "load": ["hpool_2"]},
+            "texts": {"uri": index_uri, "num_shards": 2},
+            "whole": {"uri": index_uri, "preload": ["hpool_2"]},
         },
         "keys": str(keys_file),
-        "limits": {"k": 100, "batch": 150, "body_bytes": 100_000, "burst": 5},
+        "limits": {"max_k": 100, "max_batch_queries": 150, "max_body_bytes": 100_000, "burst": 5},
         "evaluations": {"folder": str(tmp_path_factory.mktemp("evaluations"))},
     }
     return serving(settings, "both")

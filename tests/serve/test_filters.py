@@ -47,11 +47,15 @@ def test_equal_results_and_errors(uri):
         halves = [await part.matching_ids(KEY, edition, "number % 2 = 0") for part in parts]
         assert [len(half) for half in halves] == [50, 50]
         for filter, says in (("nope = 1", "unknown column"), ("number =", "does not parse")):
-            with pytest.raises(SpecError, match=f"^filter: .*{says}"):
+            with pytest.raises(SpecError, match=f"^filter must be .*{says}"):
                 await filters.matching_ids(KEY, edition, filter)
         assert (await filters.matching_ids(KEY, edition, "number = 7")).to_pylist() == ["i7"]
         assert len(filters._idle) == 1  # one process was enough for all
-        with pytest.raises(SpecError, match=r"^index: .*another one now"):
+        with pytest.raises(
+            SpecError,
+            match=r"^index must be the index being served, got .*"
+            r" was replaced by another",
+        ):
             other = edition._replace(content="0")
             await filters.matching_ids(KEY, other, "number = 7")
 
@@ -116,7 +120,7 @@ def test_memory_of_a_filter_is_bounded(uri):
 
     async def scenario():
         filters = Filters(uri, None, 60, memory_bytes=128 << 20)
-        with pytest.raises(SpecError, match="^filter: "):
+        with pytest.raises(SpecError, match="^filter must be "):
             await filters.matching_ids(KEY, edition, filter)
         assert len(await filters.matching_ids(KEY, edition, "number < 3")) == 3
 

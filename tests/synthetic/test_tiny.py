@@ -171,7 +171,7 @@ def test_the_job_draws_the_same_collection_again(tmp_path):
     assert one == two and len(one) == 5 + 3
     command[-1] = "0"
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "'0' is not legal; legal: an integer >= 1" in refused.stderr
+    assert refused.returncode == 2 and "must be an integer >= 1, got '0'" in refused.stderr
 
 
 def files(folder: Path) -> list[Path]:

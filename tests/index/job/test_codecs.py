@@ -227,9 +227,15 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fit_index": "nowhere"}, "fit_index: .*nowhere' holds no index"),
-        ({"fit_filter": "item_id = ''"}, "fit_filter: .* lets none through"),
-        ({"fit_filter": "nonsense"}, "fit_filter: 'nonsense' names an unknown column"),
+        ({"fit_index": "nowhere"}, "fit_index must be .*nowhere', which contains no index"),
+        (
+            {"fit_filter": "item_id = ''"},
+            "fit_filter must be a filter that matches items, got .*, which matches none",
+        ),
+        (
+            {"fit_filter": "nonsense"},
+            "fit_filter must be .*, got 'nonsense', which names the unknown column",
+        ),
     ],
 )
 def test_a_sample_that_is_none(uri, fields, message):
@@ -301,9 +307,9 @@ def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, coll
 def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, collection):
     big = {**FULL, "codec": "residual"}
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)
-    legal = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
-    filter = "representations.full_residual_4.codec.num_centroids"
-    with pytest.raises(SpecError, match=f"{filter}: 256 is too large; legal: {legal}"):
+    rule = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
+    field = "representations.full_residual_4.codec.num_centroids"
+    with pytest.raises(SpecError, match=f"{field} must be {rule}, got 256"):
         make_index(spec)
     assert Index(str(tmp_path / "index")).representations() == {}
 
@@ -311,13 +317,15 @@ def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, 
 def test_other_settings_and_damaged_codebooks_are_refused(uri):
     name = "residual"
     with pytest.raises(
-        SpecError, match=rf"representations.{name}.codec: .* differs from the index"
+        SpecError,
+        match=rf"representations.{name}.codec must be .* as in the index, unless"
+        rf" `id` is set",
     ):
         run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
     artefact = Index(str(uri)).representation(name).codec_artefact
     other = Index(str(uri)).representation("pooled_residual").codec_artefact
     shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
-    with pytest.raises(SpecError, match="holds another artefact"):
+    with pytest.raises(SpecError, match="contains another artefact"):
         open_index(str(uri)).load(name)
-    with pytest.raises(SpecError, match="holds another artefact"):
+    with pytest.raises(SpecError, match="contains another artefact"):
         run_recompress(uri, RESIDUAL)

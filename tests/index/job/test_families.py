@@ -188,7 +188,7 @@ def test_weights_that_cannot_be_loaded_are_the_encoders_model(
         "representations": [{"compressor": "none"}],
     }
     spec, resources = config.parse(IndexSpec, given), IndexResources()
-    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+    with pytest.raises(config.SpecError, match="encoder.model must be .*cannot be loaded"):
         job.run(spec, resources, job="1", report=lambda line: None)
-    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+    with pytest.raises(config.SpecError, match="encoder.model must be .*cannot be loaded"):
         dry_run(spec, resources, None, lambda line: None)

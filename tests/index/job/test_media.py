@@ -310,7 +310,7 @@ def test_a_truncated_video_is_indexed_and_named(cluster, tmp_path):
         (
             "minilm",
             FULL,
-            "encoder: 'minilm' reads text; legal: an encoder of .*image.* images gives",
+            "encoder must be an encoder of .*image.* images, got 'minilm', which reads text",
         ),
         ("minilm", {"compressor": "none", "of": "title"}, "representations.0.of: 'title'"),
     ],

@@ -71,9 +71,11 @@ def test_what_is_no_query(photos, index_uri):
         (Composed(" ", of["3.png"]), "at least one word"),
         (Composed(TEXT, b"GIF89a"), "cannot be read"),
     ):
-        with pytest.raises(SpecError, match=f"^query: .*{said}"):
+        with pytest.raises(SpecError, match=f"^query must be .*{said}"):
             searcher.search(query)
-    with pytest.raises(SpecError, match="is not read by MiniLM; legal: a text$"):
+    with pytest.raises(
+        SpecError, match="^query must be a text, got .*, which is not supported by MiniLM$"
+    ):
         open_index(index_uri).search(Composed(TEXT, of["3.png"]))
 
 
@@ -98,6 +100,6 @@ def test_as_a_job_where_the_encoder_reads_texts_alone(photos, index_uri, capsys)
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, [index_uri, TEXT, "--image", str(folder / "photos" / "3.png")])
     assert exit.value.code == 2
-    said = "query: 'a text and a picture together' is not read by MiniLM; legal: a text"
+    said = "query must be a text, got 'a text with an image', which is not supported by MiniLM"
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[-1]) == ("", f"error: {said}")  # behind a bar of the library's

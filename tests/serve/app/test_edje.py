@@ -69,9 +69,9 @@ def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
 @pytest.fixture(scope="module")
 def url(serving, uri, model) -> str:
     settings = {
-        "indexes": {"photos": {"uri": uri, "shards": 2, "edje": model}},
-        "limits": {"pairs": 40},
-        "seconds": {"reload": 0.5},
+        "indexes": {"photos": {"uri": uri, "num_shards": 2, "edje": model}},
+        "limits": {"max_rerank_pairs": 40},
+        "reload_interval_s": 0.5,
     }
     return serving(settings, "edje")
 
@@ -95,7 +95,10 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
         assert hit.first_stage.rank == about.first_rank
         assert hit.first_stage.score == pytest.approx(about.first_score, abs=1e-5)
         assert hit.edje.logit == (about.joint and pytest.approx(about.joint, abs=1e-4))
-        assert (hit.edje.num_cut, hit.edje.problem or "") == (about.num_cut, about.problem)
+        assert (hit.edje.num_truncated_tokens, hit.edje.problem or "") == (
+            about.num_truncated_tokens,
+            about.problem,
+        )
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 90) -> None:
@@ -116,7 +119,7 @@ def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
         reranker = Reranker(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **HOW)
         assert found.reranked and {"edje", "total"} < set(found.milliseconds)
-        cut = max(hit.reranked.num_cut for hit in expected)
+        cut = max(hit.reranked.num_truncated_tokens for hit in expected)
         assert found.warnings == ([CUT.format("texts of hits", cut)] if cut else [])
         assert_same(found.hits, expected)
         flagged |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
@@ -181,12 +184,12 @@ def test_a_text_that_is_cut_is_warned_of(client, searcher, model):
     long = f"{TEXT} {TEXT}"
     found = client.search(long, rerank={"by": "edje"}, **HOW)
     assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **HOW))
-    most = max(hit.edje.num_cut for hit in found.hits)
+    most = max(hit.edje.num_truncated_tokens for hit in found.hits)
     assert most and found.warnings == [CUT.format("queries", most)]
     assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
 
 
-def test_what_is_not_legal_names_its_field(client, url, photos):
+def test_an_invalid_request_names_its_field(client, url, photos):
     image = base64.b64encode(photos["1.png"]).decode()
     with httpx2.Client(base_url=url, timeout=30) as http:
         for change, field, says in (
@@ -196,10 +199,10 @@ def test_what_is_not_legal_names_its_field(client, url, photos):
             (
                 {"rerank": {"by": "edje", "rerank_depth": 41}},
                 "rerank.rerank_depth",
-                "legal: 40 at most",
+                "at most 40 items, got 41",
             ),
-            ({"query": {"vectors": [[1.0] * 32]}}, "query", "'vectors' is not legal; legal: a tex"),
-            ({"query": {"image": image, "text": "x"}}, "query", "a text and a picture together"),
+            ({"query": {"vectors": [[1.0] * 32]}}, "query", "must be a text or an image for edje"),
+            ({"query": {"image": image, "text": "x"}}, "query", "a text with an image"),
             ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ):
             body = {"query": TEXT, "rerank": {"by": "edje"}, **HOW, **change}
@@ -218,7 +221,7 @@ def test_what_is_not_legal_names_its_field(client, url, photos):
             body = {"query": TEXT, "item_ids": ["1.png"], "by": "edje", **change}
             error = http.post("/v1/rerank", json=body).json()["error"]
             assert error["field"] == field, error
-    with pytest.raises(ServerError, match="a text and a picture together"):
+    with pytest.raises(ServerError, match="a text with an image"):
         client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **HOW)
     with pytest.raises(ValidationError, match="it means nothing but to `by: vectors`"):
         client.search(TEXT, rerank={"by": "edje", "representation": "hpool_4"})
@@ -238,9 +241,13 @@ def test_what_a_server_is_started_with_is_looked_at(uri, dual, model, tmp_path):
 
     start(model)
     other = edje_of(tmp_path / "other", dual, seed=1)
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has no edje.json"):
+    with pytest.raises(SpecError, match=r"indexes.i.edje must be .*has no edje.json"):
         start(str(tmp_path))
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has the adapter .*, not that of the"):
+    with pytest.raises(
+        SpecError,
+        match=r"indexes.i.edje must be .*the index's adapter .* has"
+        r" the adapter",
+    ):
         start(other)
 
 
@@ -297,7 +304,7 @@ def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dt
     served = parse(ServedIndex, {"uri": uri, "edje": model, "edje_precision": precision})
     spec = stages.JointRanker(served, Scale())._reranker.joint.spec
     assert spec.dtype == dtype and (spec.quantise == "int8") == (precision == "int8")
-    with pytest.raises(SpecError, match="edje_precision: 'int4' .*legal: .*int8"):
+    with pytest.raises(SpecError, match="edje_precision must be one of .*int8.*, got 'int4'"):
         parse(ServedIndex, {"uri": uri, "edje_precision": "int4"})
 
 
@@ -347,5 +354,9 @@ def test_new_versions(client, url, uri, model):
     assert not found.reranked and "not reranked" in found.warnings[0]
     assert found.hits == client.search(TEXT, k=3, **HOW).hits
     assert is_ready(url)
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* cannot be used: there are none"):
+    with pytest.raises(
+        SpecError,
+        match=r"indexes.i.edje must be .*null for an index without"
+        r" rerank_tokens, got ",
+    ):
         _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": uri, "edje": model}}}))

@@ -36,8 +36,9 @@ def uri(index_uri, tmp_path_factory) -> str:
 def url(serving, uri) -> str:
     settings = {
         "indexes": {"i": {"uri": uri}},
-        "limits": {"in_flight": 4},
-        "seconds": {"reload": 0.5, "rerank": 1},
+        "limits": {"max_in_flight_requests": 4},
+        "reload_interval_s": 0.5,
+        "timeouts": {"rerank_s": 1},
     }
     return serving(settings, "faults")
 
@@ -170,7 +171,7 @@ def test_another_index_in_its_place(briefly, index_uri, tmp_path):
     while lance.dataset(other).version < lance.dataset(items).version:
         lance.dataset(other).update_metadata({"n": str(lance.dataset(other).version)})
     assert lance.dataset(other).version == lance.dataset(items).version
-    settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}, "seconds": {"reload": 0.5}}
+    settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}, "reload_interval_s": 0.5}
     url = briefly(settings, "replaced")
     with Client(url, tries=10) as client:
         assert client.indexes()[0].num_items == 8
@@ -190,9 +191,9 @@ def cpu_of(deployment: str) -> float:
 
 @pytest.mark.parametrize("how", ["gives up", "is too late"])
 def test_queries_that_nobody_waits_for_are_not_encoded(briefly, uri, how):
-    seconds = {"encode": 3 if how == "is too late" else 120}
-    settings = {"indexes": {"i": {"uri": uri}}, "seconds": seconds}
-    url = briefly({**settings, "limits": {"batch_chars": 400_000}}, "waits")
+    timeouts = {"encode_s": 3 if how == "is too late" else 120}
+    settings = {"indexes": {"i": {"uri": uri}}, "timeouts": timeouts}
+    url = briefly({**settings, "limits": {"max_batch_chars": 400_000}}, "waits")
     slow = {"queries": ["漢" * 4_000] * 60}  # a minute and more
     with httpx2.Client(timeout=60) as http:
         wait_until(lambda: http.post(f"{url}/v1/search", json=SEARCH).status_code == 200)
@@ -215,8 +216,8 @@ def test_a_key_with_slow_requests_delays_nobody(briefly, uri, tmp_path):
     lance.dataset(str(tmp_path / "index" / ITEMS)).update({"text": f"'{text}'"})
     write_keys(tmp_path / "keys.yaml", {"mr_greedy": {"name": "a"}, "mr_other": {"name": "b"}})
     settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}}
-    settings |= {"keys": str(tmp_path / "keys.yaml"), "seconds": {"filter": 3, "encode": 60}}
-    url = briefly({**settings, "limits": {"batch_chars": 400_000}}, "greedy")
+    settings |= {"keys": str(tmp_path / "keys.yaml"), "timeouts": {"filter_s": 3, "encode_s": 60}}
+    url = briefly({**settings, "limits": {"max_batch_chars": 400_000}}, "greedy")
     condition = " AND ".join(f"text NOT ILIKE '%over%never{i}%'" for i in range(130))
     body = {**SEARCH, "k": 1}
 
@@ -305,7 +306,7 @@ def test_errors_have_one_form_while_a_process_is_started_again(url, what):
 
 
 def test_a_stage_that_takes_too_long(briefly, uri):
-    url = briefly({"indexes": {"i": {"uri": uri}}, "seconds": {"encode": 0.001}}, "hasty")
+    url = briefly({"indexes": {"i": {"uri": uri}}, "timeouts": {"encode_s": 0.001}}, "hasty")
     response = httpx2.post(f"{url}/v1/search", json=SEARCH, timeout=30)
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "timeout"

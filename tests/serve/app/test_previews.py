@@ -108,7 +108,7 @@ def test_a_frame_of_a_clip(http, seconds):
 
 
 def test_a_sound(http):
-    response = preview(http, SOUND, what="sound")
+    response = preview(http, SOUND, media="audio")
     assert response.status_code == 200 and response.headers["content-type"] == "audio/wav"
     samples, rate = soundfile.read(io.BytesIO(response.content))
     assert len(samples) == pytest.approx(3 * rate, rel=0.01)
@@ -118,14 +118,14 @@ def test_a_sound(http):
 
 @pytest.mark.parametrize(
     ("item_id", "parameters"),
-    [(LETTER, {}), (SOUND, {}), (PHOTO, {"what": "sound"}), ("nobody", {}), ("../said.jsonl", {})],
+    [(LETTER, {}), (SOUND, {}), (PHOTO, {"media": "audio"}), ("nobody", {}), ("../said.jsonl", {})],
 )
 def test_what_has_none(http, item_id, parameters):
     refused(preview(http, item_id, **parameters), 404, "not_found")
 
 
-def test_what_is_not_legal(http):
-    for parameters in ({"what": "smell"}, {"seconds": -1}, {"seconds": "nan"}):
+def test_an_invalid_request(http):
+    for parameters in ({"media": "smell"}, {"seconds": -1}, {"seconds": "nan"}):
         refused(preview(http, CLIP, **parameters), 422, "invalid_argument")
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_legal(http):
         (PAGE, "pages/a.pdf", {}),
         (PHOTO, "photos/red.png", {}),
         (CLIP, "clips/clip.mp4", {}),
-        (SOUND, "sound/talk.wav", {"what": "sound"}),
+        (SOUND, "sound/talk.wav", {"media": "audio"}),
     ],
 )
 def test_a_file_that_moved_or_is_another_one_now(http, folder, item_id, file, parameters):

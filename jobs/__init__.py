@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import secrets
 import select
 import signal
@@ -94,15 +95,22 @@ def _said(error: object, code: int) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options may stand anywhere; what is wrong is one sentence and exit code 2."""
+    """A parser that accepts options anywhere and exits with code 2 on invalid arguments."""
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses a command line, that of this process if it is None."""
         return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong and ends the process."""
-        self.exit(BAD_INPUT, f"error: {message}; see --help\n")
+        """Prints what is wrong, with the closest valid name, and exits."""
+        self.exit(BAD_INPUT, f"error: {message}{self._close_match(message)}; see --help\n")
+
+    def _close_match(self, message: str) -> str:
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            return config.close_match(choice[1], re.findall(r"'([^']*)'", choice[2]))
+        if option := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            return config.close_match(option[1], self._option_string_actions)
+        return ""
 
 
 def parser(doc: str) -> Parser:
@@ -152,15 +160,15 @@ def check_paths(spec: Mapping[str, Any]) -> None:
         try:
             check_index(index)
         except SpecError as error:
-            raise SpecError("fit_index", index, error.legal, error.problem) from None
+            raise error.at("fit_index") from None
 
 
 def check_outputs(outputs: Sequence[str], field: str) -> None:
     """Raises `SpecError` if a folder holds no results of `jobs.evaluate`."""
     for output in outputs:
         if "://" not in output and not Path(config.absolute(output), "results.json").exists():
-            legal = "the output folder of jobs.evaluate"
-            raise SpecError(field, output, legal, "holds no results.json")
+            rule = "the output folder of jobs.evaluate"
+            raise SpecError(field, output, rule, "contains no results.json")
 
 
 def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
@@ -187,7 +195,7 @@ def positive(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: an integer >= 1")
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return number
 
 
@@ -263,8 +271,8 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     except Exception as error:  # TimeoutError, ConnectionError, RuntimeError and others
         reason = config.first_line(error)
         if address:
-            legal = f"the address of a running Ray cluster ({reason})"
-            raise SpecError("RAY_ADDRESS", address, legal, "cannot be joined") from None
+            rule, problem = "the address of a running Ray cluster", f"cannot be joined ({reason})"
+            raise SpecError("RAY_ADDRESS", address, rule, problem) from None
         raise JobError(f"Ray cannot be started on this machine: {reason}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -283,8 +291,8 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        legal = f"the address of a running Ray cluster ({error})"
-        raise SpecError("RAY_ADDRESS", address, legal, "cannot be reached") from None
+        rule, problem = "the address of a running Ray cluster", f"cannot be reached ({error})"
+        raise SpecError("RAY_ADDRESS", address, rule, problem) from None
 
 
 @contextlib.contextmanager

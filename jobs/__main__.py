@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jobs
+from pipeline import config
 
 
 def verbs() -> dict[str, str]:
@@ -31,7 +32,8 @@ def main() -> None:
         listing = "\n".join(f"  {name:10} {about}" for name, about in there.items())
         unknown = asked and asked[0] not in ("-h", "--help", "help")
         if unknown:
-            print(f"error: {asked[0]!r} is not a verb", file=sys.stderr)
+            match = config.close_match(asked[0], there)
+            print(f"error: unknown command {asked[0]!r}{match}", file=sys.stderr)
         print(f"maxray VERB ...\n\n{listing}", file=sys.stderr if unknown else sys.stdout)
         sys.exit(2 if unknown else 0)
     verb = sys.argv.pop(1)

@@ -28,7 +28,9 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
     vectors = read_query_vectors(args.query_vectors)
     if args.save_maps and len(vectors) > 1:
         problem = f"holds {len(vectors):,} queries"
-        raise SpecError("query-vectors", args.query_vectors, "one with --save-maps", problem)
+        raise SpecError(
+            "query-vectors", args.query_vectors, "a file of one query with --save-maps", problem
+        )
     return vectors
 
 
@@ -51,14 +53,14 @@ def _read_image(uri: str) -> bytes:
     """
     import fsspec
 
-    legal = f"a PNG, JPEG or WebP file of {MAX_IMAGE_BYTES:,} bytes at most"
+    rule = f"a PNG, JPEG or WebP file of {MAX_IMAGE_BYTES:,} bytes at most"
     try:
         with fsspec.open(uri) as file:
             data = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
-        raise SpecError("image", uri, legal, f"cannot be read ({error})") from None
+        raise SpecError("image", uri, rule, f"cannot be read ({error})") from None
     if len(data) > MAX_IMAGE_BYTES:
-        raise SpecError("image", uri, legal, "is too large")
+        raise SpecError("image", uri, rule, "is too large")
     return data
 
 
@@ -70,5 +72,5 @@ def check_vectors(searcher: Searcher, queries: Mapping[str, AnyQuery], name: str
         except SpecError as error:
             if error.field != "query":  # the index is corrupted
                 raise
-            problem = f"holds {error.value}"
-            raise SpecError("query-vectors", query_id, error.legal, problem) from None
+            problem = f"has {error.value}"
+            raise SpecError("query-vectors", query_id, error.rule, problem) from None

@@ -71,7 +71,7 @@ class _Run:
 
         if reranker is not None:
             reranker.check(searcher.index, list(queries.values()))
-            options = replace(options, rerank_depth=reranker.pool)
+            options = replace(options, rerank_depth=reranker.rerank_depth)
         self._searcher, self._queries, self._options = searcher, queries, options
         self._reranker = reranker
         self._needs_encoder = all(isinstance(q, str | bytes | Composed) for q in queries.values())

@@ -75,7 +75,7 @@ def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
     given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
     for option, value in given.items():
         if value:
-            raise SpecError(option, value, f"left out: {args.table} says it")
+            raise SpecError(option, value, f"omitted, because {args.table} defines it")
     spec = config.load(binding_table.TableSpec, args.table, args.overrides)
     binding_table.check(spec)
     rows = binding_table.measure(spec, pairs, jobs.say)

@@ -26,7 +26,7 @@ Writes into the spec's `output`: report.html (everything, on one page), metrics.
 table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
 jobs.compare reads; where there is what they show also index_utilisation.png, quality_retention.png
 (budgets that are ratios), osr_by_layer.png (methods at several single layers),
-reranking_by_pool.png (a reranker with several pools), diagnostics_quality.png, kinds.csv and
+reranking_by_depth.png (a reranker at several depths), diagnostics_quality.png, kinds.csv and
 categories.csv. What was computed stays in cells/: the next run computes only what is new or
 changed. Bytes per item are of the stored numbers: of the vectors only, and of everything (with
 assignments and the token positions that mark words).
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.report.summary import summary
     from pipeline.report.tables import table
     from pipeline.report.text import aligned
-    from pipeline.search.maps import hit_maps
+    from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
     evaluation = run(spec, lambda line: print(line, flush=True), hit_maps)

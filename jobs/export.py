@@ -1,7 +1,7 @@
 """Exports a representation of an index: ids, vectors and items, for other software.
 
     python -m jobs.export out/cranfield/index out/hpool_32.parquet --representation hpool_32
-    python -m jobs.export INDEX OUTPUT.parquet --representation full --where "modality = 'text'"
+    python -m jobs.export INDEX OUTPUT.parquet --representation full --filter "modality = 'text'"
     python -m jobs.export INDEX s3://bucket/export --representation minilm_pooled --format npy
 
 Parquet is one file with the columns `id`, `vectors`, `parent_id`, `title`, `text` and the rest of
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--representation", required=True, help="a column of vectors, see jobs.status"
     )
     parser.add_argument("--format", choices=["parquet", "npy"], default="parquet")
-    parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
+    parser.add_argument("--filter", metavar="SQL", help="SQL condition that items must satisfy")
     parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
     args = parser.parse(arguments)
     check_index(args.index)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.output,
         args.representation,
         form=args.format,
-        where=args.where,
+        filter=args.filter,
         overwrite=args.overwrite,
         report=jobs.say,
     )

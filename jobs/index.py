@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse(arguments)
     if args.remove_missing and args.limit:
-        parser.error("--remove-missing needs the whole listing: leave --limit out")
+        parser.error("--remove-missing cannot be combined with --limit")
 
     from pipeline.index import job
     from pipeline.index.checks import check

@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.grounding import check_phrases, read_phrases
-    from pipeline.search.maps import phrase_sheet
+    from pipeline.search.map_sheets import phrase_sheet
     from pipeline.search.searcher import open_index
 
     check_writable(args.out, "OUT", as_file=True)
     phrases = [p for p in read_phrases(args.phrases) if not args.items or p.item_id in args.items]
     phrases = phrases[: args.count]
     if not phrases:
-        raise SpecError("items", args.items, f"items of the phrases in {args.phrases}")
+        raise SpecError("items", args.items, f"the ids of items with phrases in {args.phrases}")
     columns = []
     for uri, *names in args.indexes:
         searcher = open_index(uri)

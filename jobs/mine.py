@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
     data_class = TRAINING_DATA.load(spec.name)
     if not issubclass(data_class, RowData):
-        raise SpecError("queries", spec.name, "data of files", "has no documents with ids")
+        raise SpecError("queries", spec.name, "training data with document ids", "has none")
     spec = spec.model_copy(update={"hard_negatives": None})  # they may be what is to be written
     data = data_class(spec, batch_size=1, seed=0)
     mined = mine(

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)  # options with several values do not mix with others
     if len(args.outputs) < 2:
-        parser.error("at least two OUT are needed")
+        parser.error("at least two OUT are required")
     jobs.check_outputs(args.outputs, "OUT")
 
     from pipeline.atomic import check_writable

@@ -4,7 +4,7 @@
     python -m jobs.recompress SPEC.yaml index=s3://bucket/cranfield
 
 Compressors and codecs that learn are fitted on `fit_items` of the index; fit_index=URI draws them
-from another index, and fit_where=FILTER from some items.
+from another index, and fit_filter=FILTER from some items.
 
 Run it again to go on after a stop, or to fill in rows that were indexed since.
 """

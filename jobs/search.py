@@ -3,11 +3,11 @@
     python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
     python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
     python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
-    python -m jobs.search INDEX "a query" --group-by parent --where "modality = 'text'"
+    python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
-    python -m jobs.search INDEX "a query" --score single --rerank edje=out/edje/model --pool 20
+    python -m jobs.search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
     python -m jobs.search INDEX --image photo.jpg
     python -m jobs.search INDEX "but in red" --image photo.jpg
     python -m jobs.search INDEX --query-vectors query.npy
@@ -19,9 +19,9 @@ below stand the box or the seconds of each passage. With --json each hit is a li
 matches and passages (docs/explanations.md).
 With --run it writes a run in TREC's form instead, and says how many queries were encoded and scored
 a second. With --actors the index is searched in so many parts, each in a Ray actor.
-With --rerank the best hits (10, or --pool) are put into the order of EDJE's joint encoder, which
-reads the query with what its adapter made of each, see jobs.backfill; for a picture with the texts
-of the hits. A hit that it cannot read keeps its place and says so.
+With --rerank the best hits (10, or --rerank-depth) are put into the order of EDJE's joint encoder,
+which reads the query with what its adapter made of each, see jobs.backfill; for a picture with the
+texts of the hits. A hit that it cannot read keeps its place and says so.
 With --save-maps it also writes each hit with the matching words highlighted, by the whole query and
 by each of its tokens: the page, the photo, the frame or the waveform of the speech, as PNG with a
 legend; and the numbers as JSON. With --save-sheet it writes one PNG of the hits side by side; with
@@ -80,17 +80,17 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     args = parser.parse(arguments)
     for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if given and (args.run or args.queries or args.json):
-            parser.error(f"{option} is for one query, without --run and --json")
-    for option in ("pool", "add_first_stage", "precision"):
+            parser.error(f"{option} requires a single query and no --run or --json")
+    for option in ("rerank_depth", "add_first_stage", "precision"):
         if getattr(args, option) and not args.rerank:
-            parser.error(f"--{option.replace('_', '-')} is for --rerank edje=FOLDER")
+            parser.error(f"--{option.replace('_', '-')} requires --rerank edje=FOLDER")
     if args.save_sheet and not (args.query and not args.image):
-        parser.error("--save-sheet is for a query in words")
+        parser.error("--save-sheet requires a text query")
     if args.json and args.run:
-        parser.error("--json is of printed hits, without --run")
+        parser.error("--json cannot be combined with --run")
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
         several = "QUERY, --image or both, --queries and --query-vectors"
-        parser.error(f"one of {several} is needed, and only one")
+        parser.error(f"exactly one of {several} is required")
     check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
@@ -109,7 +109,7 @@ def _options(args: Namespace) -> SearchOptions:
         score=args.score,
         weights=tuple(args.weights),
         group_by=args.group_by,
-        where=args.where,
+        filter=args.filter,
         ids=args.ids and read_ids(args.ids, "ids"),
         parents=args.parents and read_ids(args.parents, "parents"),
     )
@@ -134,11 +134,12 @@ def _reranker(args: Namespace) -> Reranker | None:
         return None
     name, _, folder = args.rerank.partition("=")
     if name != "edje" or not folder:
-        raise SpecError("rerank", args.rerank, "edje=FOLDER, that of a trained EDJE")
-    from pipeline.schema import POOL
+        raise SpecError("rerank", args.rerank, "edje=FOLDER, where FOLDER holds a trained EDJE")
+    from pipeline.schema import DEFAULT_RERANK_DEPTH
     from pipeline.search.rerank import Reranker
 
-    return Reranker(folder, args.pool or POOL, args.add_first_stage, args.precision)
+    depth = args.rerank_depth or DEFAULT_RERANK_DEPTH
+    return Reranker(folder, depth, args.add_first_stage, args.precision)
 
 
 @contextlib.contextmanager
@@ -232,12 +233,14 @@ def _parser() -> jobs.Parser:
         help="of the two in the hybrid score; default: 1 1",
     )
     parser.add_argument("--group-by", choices=["parent"], help="the best item of each parent only")
-    parser.add_argument("--where", metavar="SQL", help="a Lance filter over the items' columns")
+    parser.add_argument("--filter", metavar="SQL", help="SQL condition that items must satisfy")
     parser.add_argument("--ids", metavar="FILE", help="search these items alone: an id a line")
     parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
     parser.add_argument("--version", type=int, help="an older version of the index")
     parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
-    parser.add_argument("--pool", type=jobs.positive, help="hits that are reranked; default: 10")
+    parser.add_argument(
+        "--rerank-depth", type=jobs.positive, help="number of reranked hits; default: 10"
+    )
     parser.add_argument(
         "--add-first-stage", action="store_true", help="add its score to the reranker's"
     )

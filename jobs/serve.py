@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import (
+    MissingField,
     SpecError,
     Stopped,
     check_exists,
@@ -80,7 +81,7 @@ def _parser() -> jobs.Parser:
 def _port(text: str) -> int:
     number = jobs.positive(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: 1 to 65535")
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text!r}")
     return number
 
 
@@ -92,8 +93,9 @@ def _settings(args: Any) -> ServeSpec:
     for uri in uris:
         name = name_of(uri)
         if name in named:
-            legal = "indexes in folders of different names, or --spec with a name for each"
-            raise SpecError("indexes", uri, legal, f"is a second one called {name}")
+            note = "; rename its folder, or name each index in a file for --spec"
+            problem = f"is another index named {name}"
+            raise SpecError("indexes", uri, "an index with a unique name", problem, note)
         named[name] = {"uri": uri}
         check_index(uri)
     if args.spec:
@@ -108,12 +110,11 @@ def _settings(args: Any) -> ServeSpec:
         given["keys"] = args.keys
     if args.spec:
         if named:
-            problem = "cannot be combined with --spec"
-            raise SpecError("indexes", uris[0], "either indexes or --spec", problem)
+            raise SpecError("indexes", uris[0], "omitted when --spec is given")
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
     if not named:
-        raise SpecError("indexes", None, "the URI of an index, or --spec", "is missing")
+        raise MissingField("indexes", None, "the URI of an index, unless --spec is given")
     return parse(ServeSpec, override(given, overrides))
 
 
@@ -133,16 +134,16 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
     from pipeline.serve.settings import is_loopback
 
     if not (settings.keys or is_loopback(host)):
-        legal = "127.0.0.1, or any with --keys and a file of access keys"
-        raise SpecError("host", host, legal, "lets anybody in")
+        rule = "a loopback address unless --keys is given"
+        raise SpecError("host", host, rule, "allows access without a key")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        legal = "an address of this machine, and a port that is free"
-        raise SpecError("port", f"{host}:{port}", legal, f"cannot be used ({error})") from None
+        rule = "an address of this machine and a free port"
+        raise SpecError("port", f"{host}:{port}", rule, f"cannot be used ({error})") from None
 
 
 def _check_indexes(settings: ServeSpec) -> None:
@@ -156,11 +157,11 @@ def _check_indexes(settings: ServeSpec) -> None:
         for name in served.preload:
             searcher.representation(name)
         if served.edje is not None:
-            from pipeline.rerank.edje import about_of
+            from pipeline.rerank.edje import read_metadata
             from pipeline.search.rerank import check_stored
 
             field = f"indexes.{index}.edje"
-            check_stored(about_of(served.edje, field), served.edje, searcher.index, field)
+            check_stored(read_metadata(served.edje, field), served.edje, searcher.index, field)
     check_folder(settings.evaluations)
     if settings.keys:
         Keys(settings.keys)

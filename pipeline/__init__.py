@@ -1,11 +1,13 @@
 """Maxray: fixed-budget multi-vector indexes for text, pages, images, video and audio."""
 
-__version__ = "0.1.0"
+from typing import Any
 
-__all__ = ["Composed", "open_index"]
+from pipeline.version import __version__
+
+__all__ = ["Composed", "__version__", "open_index"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # Lazy, so that `import pipeline` needs neither Ray nor Lance (the core runs without them).
     if name == "open_index":
         from pipeline.search.searcher import open_index

@@ -45,9 +45,11 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        raise SpecError(field, uri, "a path under folders", f"lies under the file {there}")
+        raise SpecError(field, uri, "a path below a folder", f"is below the file {there}")
     if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
-        raise SpecError(field, uri, f"a writable path ({there} is not)", "cannot be written")
+        raise SpecError(
+            field, uri, "a writable path", f"cannot be written ({there} is not writable)"
+        )
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -29,39 +31,120 @@ from pydantic import (
 
 from pipeline.extras import require_storage
 
-#: Characters of a value in a message.
+#: Maximum number of characters of a value shown in a message.
 MOST_SHOWN = 400
 
 
-class SpecError(ValueError):
-    """A user's input is not legal: names the field, the value and what is legal.
+def close_match(name: object, names: Iterable[str]) -> str:
+    """Returns "; did you mean 'NAME'?" for the most similar of `names`, else an empty string.
 
-    Jobs print it as one sentence and exit with code 2.
+    >>> close_match("hpol", ["hpool", "samer"])
+    "; did you mean 'hpool'?"
+    >>> close_match("x", ["hpool", "samer"])
+    ''
+    """
+    matches = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+class SpecError(ValueError):
+    """Invalid user input. The message names the field, the rule it breaks and the value.
+
+    Jobs print the message and exit with code 2.
+
+    Args:
+        field: Dotted path of the field.
+        value: The value given.
+        rule: What the value must be, a phrase that follows "must be".
+        problem: What is wrong with the value, a verb phrase that follows "which".
+        note: Text that follows the value or problem as is, such as " (line 3)".
 
     >>> str(SpecError("num_vectors", 0, "an integer >= 1"))
-    'num_vectors: 0 is not legal; legal: an integer >= 1'
+    'num_vectors must be an integer >= 1, got 0'
+    >>> str(SpecError("path", "x", "an existing file", "does not exist"))
+    "path must be an existing file, got 'x', which does not exist"
 
-    Of a long value the message has the beginning and the end.
+    Long values are shortened to their beginning and end.
 
     >>> len(str(SpecError("query", "a" * 1_000_000, "a text of at most 512 tokens"))) < 500
     True
     """
 
-    def __init__(self, field: str, value: Any, legal: str, problem: str = "is not legal"):
-        self.field, self.value, self.legal, self.problem = field, value, legal, problem
-        shown = repr(value)
-        if len(shown) > MOST_SHOWN:  # a query may be a book
-            half = MOST_SHOWN // 2
-            shown = f"{shown[:half]} ... {shown[-half:]}"
-        super().__init__(f"{field}: {shown} {problem}; legal: {legal}")
+    def __init__(
+        self, field: str, value: Any, rule: str, problem: str | None = None, note: str = ""
+    ):
+        self.field, self.value, self.rule = field, value, rule
+        self.problem, self.note = problem, note
+        super().__init__(self._message())
 
-    def __reduce__(self):  # crosses process boundaries in Ray
-        return SpecError, (self.field, self.value, self.legal, self.problem)
+    @classmethod
+    def unknown_name(
+        cls, field: str, value: Any, names: Iterable[str], problem: str | None = None
+    ) -> SpecError:
+        """Returns the error for a value that is not one of `names`, with the closest of them.
+
+        >>> str(SpecError.unknown_name("score", "lat", ["late", "single"]))
+        "score must be one of late, single, got 'lat'; did you mean 'late'?"
+        """
+        names = list(names)
+        rule = f"one of {', '.join(names)}" if len(names) > 1 else repr("".join(names))
+        return cls(field, value, rule, problem, close_match(value, names))
+
+    def _message(self) -> str:
+        problem = f", which {self.problem}" if self.problem else ""
+        return f"{self.field} must be {self.rule}, got {_shown(self.value)}{problem}{self.note}"
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[Any, ...]]:
+        """Pickles the error as it was before Ray wrapped it on its way out of a task."""
+        error = getattr(self, "cause", self)
+        return type(error), (error.field, error.value, error.rule, error.problem, error.note)
+
+    def at(self, field: str) -> SpecError:
+        """Returns the same error for another field."""
+        kind, (_, *arguments) = self.__reduce__()
+        return kind(field, *arguments)
 
     def below(self, prefix: str) -> SpecError:
-        """The same error, seen from the spec that holds this one under `prefix`."""
-        field = ".".join(part for part in (prefix, self.field) if part)
-        return SpecError(field, self.value, self.legal, self.problem)
+        """Returns the same error as seen from the spec that holds this one under `prefix`."""
+        return self.at(".".join(part for part in (prefix, self.field) if part))
+
+    def _location(self) -> str:
+        parent = self.field.rpartition(".")[0]
+        return f" in {parent}" if parent else ""
+
+
+class UnknownField(SpecError):
+    """A spec has a field that does not exist; `rule` lists the valid fields."""
+
+    def _message(self) -> str:
+        name = self.field.rpartition(".")[2]
+        match = close_match(name, self.rule.split(", ")) or ";"
+        return f"unknown field {name!r}{self._location()}{match} valid fields: {self.rule}"
+
+
+class RenamedField(SpecError):
+    """A spec has a field that was renamed; `rule` is the present name."""
+
+    def _message(self) -> str:
+        name = self.field.rpartition(".")[2]
+        return f"field {name!r}{self._location()} was renamed to {self.rule!r}"
+
+
+class MissingField(SpecError):
+    """A spec lacks a required field; `rule` says what it must be, where that is known."""
+
+    def _message(self) -> str:
+        name = self.field.rpartition(".")[2]
+        rule = f"; it must be {self.rule}" if self.rule else ""
+        return f"field {name!r} is required{self._location()}{rule}"
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    if len(shown) > MOST_SHOWN:  # a query may be a book
+        half = MOST_SHOWN // 2
+        shown = f"{shown[:half]} ... {shown[-half:]}"
+    return shown
 
 
 class JobError(RuntimeError):
@@ -84,10 +167,12 @@ class Spec(BaseModel):
     >>> parse(Budget, {"size": 8})
     Traceback (most recent call last):
     ...
-    pipeline.config.SpecError: size: 8 is the former name of num_vectors; legal: num_vectors
+    pipeline.config.RenamedField: field 'size' was renamed to 'num_vectors'
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+    )
     renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
@@ -96,11 +181,9 @@ class Spec(BaseModel):
         if isinstance(data, Mapping):
             for key, value in data.items():
                 if key in cls.renamed and key not in cls.model_fields:
-                    new = cls.renamed[key]
-                    raise SpecError(str(key), value, new, f"is the former name of {new}")
+                    raise RenamedField(str(key), value, cls.renamed[key])
                 if key not in cls.model_fields:
-                    legal = ", ".join(cls.model_fields)
-                    raise SpecError(str(key), value, legal, "stands under an unknown key")
+                    raise UnknownField(str(key), value, ", ".join(cls.model_fields))
         return data
 
     @field_validator("*", mode="wrap")
@@ -122,29 +205,31 @@ class ComponentSpec(Spec):
 
 
 def absolute(uri: str) -> str:
-    """A local path made absolute (workers may run elsewhere); a URI with a scheme as it is.
+    """Returns a local path made absolute (workers may run elsewhere), or a URI unchanged.
 
     Raises:
-        SpecError: the path begins with ~ and the name of nobody.
+        SpecError: The path begins with ~ and the name of an unknown user.
     """
     try:
         return uri if "://" in uri else str(Path(uri).expanduser().absolute())
     except RuntimeError:
-        raise SpecError("", uri, "a path, or ~/ and a path", "names no user's home") from None
+        raise SpecError(
+            "", uri, "a path whose ~ can be expanded", "names an unknown user"
+        ) from None
 
 
-def check_exists(path: str, field: str, legal: str = "the path of an existing file") -> None:
+def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
     """Checks that a local path exists; a URI with a scheme is not looked at.
 
     Commands call it for all paths they are given before they import anything slow.
 
     Raises:
-        SpecError: For `field`: nothing exists at the path.
+        SpecError: Nothing exists at the path; the error names `field`.
     """
     with within(field):
         location = absolute(path)
     if "://" not in location and not Path(location).exists():
-        raise SpecError(field, path, legal, "does not exist")
+        raise SpecError(field, path, rule, "does not exist")
 
 
 def _uri(value: str) -> str:
@@ -178,7 +263,8 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
     >>> parse(Budget, {"num_vector": 3})
     Traceback (most recent call last):
     ...
-    pipeline.config.SpecError: num_vector: 3 stands under an unknown key; legal: num_vectors
+    pipeline.config.UnknownField: unknown field 'num_vector'; did you mean 'num_vectors'? valid \
+fields: num_vectors
     """
     try:
         return spec_class.model_validate(data)
@@ -194,10 +280,29 @@ def describe(error: ValidationError) -> SpecError:
     if isinstance(cause, SpecError):
         return cause.below(field)
     if first["type"] == "missing":
-        return SpecError(field, None, "a value (the field is required)", "is missing")
-    legal = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    legal = legal.replace("a valid list", "a list").replace("a valid dictionary", "a mapping")
-    return SpecError(field or "spec", first["input"], legal)
+        return MissingField(field, None, "")
+    field = field or "spec"
+    if first["type"] == "literal_error":
+        expected = first["ctx"]["expected"]
+        names = re.findall(r"'([^']*)'", expected)
+        if len(names) == len(re.split(", | or ", expected)):  # else some are not names
+            return SpecError.unknown_name(field, first["input"], names)
+    return SpecError(field, first["input"], rule_text(first["msg"]))
+
+
+def rule_text(message: str) -> str:
+    """Returns one of pydantic's messages as a phrase that follows "must be".
+
+    >>> rule_text("Input should be a valid integer, unable to parse string as an integer")
+    'an integer'
+    >>> rule_text("List should have at least 1 item after validation, not 0")
+    'a list with at least 1 item'
+    """
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    message = re.sub(r"^(\w+) should have ", lambda kind: f"a {kind[1].lower()} with ", message)
+    message = re.sub(r" after validation, not \d+$|, unable to parse .*", "", message)
+    message = message.replace("a valid dictionary", "a mapping").replace("a valid int", "an int")
+    return message.replace("a valid ", "a ")
 
 
 class _NoKeyTwice(yaml.SafeLoader):
@@ -211,7 +316,7 @@ class _NoKeyTwice(yaml.SafeLoader):
         ]
         for key in keys:
             if keys.count(key) > 1:
-                problem = f"the key {key!r} stands twice"
+                problem = f"duplicate key {key!r}"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -228,7 +333,7 @@ def load(
         what: Name of the file's role, for error messages.
 
     Raises:
-        SpecError: The file is missing or not a YAML mapping, or a field is not valid.
+        SpecError: The file is missing or not a YAML mapping, or a field is invalid.
     """
     return parse(spec_class, override(read(path, what), overrides))
 
@@ -238,7 +343,7 @@ def read(path: str, what: str) -> dict[str, Any]:
 
     Raises:
         MissingExtra: The package of its storage is not installed.
-        SpecError: for `what`: the file is missing or not a YAML mapping.
+        SpecError: The file is missing or not a YAML mapping; the error names `what`.
     """
     require_storage(path)
     try:
@@ -247,9 +352,10 @@ def read(path: str, what: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise SpecError(what, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
-        raise SpecError(what, path, f"a readable YAML file ({_one_line(error)})") from None
+        problem = f"cannot be read ({_one_line(error)})"
+        raise SpecError(what, path, "a YAML file", problem) from None
     if not isinstance(data, dict):
-        raise SpecError(what, path, "a YAML mapping of fields to values", "holds no mapping")
+        raise SpecError(what, path, "a YAML file with a mapping of fields to values", "has none")
     return data
 
 
@@ -265,12 +371,12 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals or not path:
-            raise SpecError("override", assignment, "dotted.field=value")
+            raise SpecError("override", assignment, "of the form dotted.field=value")
         try:
             value = yaml.load(value, _NoKeyTwice)
         except yaml.YAMLError as error:
-            legal = f"a value in YAML's form ({_one_line(error)})"
-            raise SpecError(path, value, legal, "cannot be read") from None
+            problem = f"cannot be parsed ({_one_line(error)})"
+            raise SpecError(path, value, "a YAML value", problem) from None
         _assign(data, path, value, assignment)
     return data
 
@@ -296,8 +402,9 @@ def _child(node: Any, part: str, assignment: str) -> Any:
         return node[part]
     if isinstance(node, list) and part.isdigit() and int(part) < len(node):
         return node[int(part)]
-    legal = f"an index below {len(node)}" if isinstance(node, list) else "a field of a mapping"
-    raise SpecError("override", assignment, f"{legal} at {part!r}")
+    problem = f"has {part!r} where the spec has "
+    problem += f"a list of {len(node)}" if isinstance(node, list) else "no mapping"
+    raise SpecError("override", assignment, "of the form dotted.field=value", problem)
 
 
 def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from pipeline.config import Spec, SpecError, parse
+from pipeline.config import MissingField, Spec, SpecError, parse
 from pipeline.extras import explained
 
 if TYPE_CHECKING:  # only the types: the registry imports no component before it is used
@@ -56,15 +56,15 @@ class Registry(Generic[T]):
             SpecError: No component has the name, or its package is not installed.
         """
         if name not in self._all:
-            raise SpecError("name", name, ", ".join(self.names()), f"is not one of the {self.kind}")
+            raise SpecError.unknown_name("name", name, self.names())
         module, _, attribute = self._all[name].partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             if (missing := explained(error)) is not error:
                 raise missing from None
-            legal = f"an installed component ({error.name!r} is not installed)"
-            raise SpecError("name", name, legal, "cannot be imported") from error
+            problem = f"needs the missing module {error.name!r}"
+            raise SpecError("name", name, "an installed component", problem) from error
 
     def spec_class(self, name: str) -> type[ComponentSpec]:
         """Returns the class of the component's specs."""
@@ -77,9 +77,9 @@ class Registry(Generic[T]):
             return value
         value = {"name": value} if isinstance(value, str) else value
         if isinstance(value, Mapping) and "name" not in value:
-            raise SpecError("name", None, ", ".join(self.names()), "is missing")
+            raise MissingField("name", None, f"one of {', '.join(self.names())}")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
-            raise SpecError("name", value, ", ".join(self.names()), "names no component")
+            raise SpecError("name", value, f"one of {', '.join(self.names())}")
         return parse(self.spec_class(value["name"]), value)
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
@@ -186,7 +186,7 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
 def _resolve_source(value: Any) -> ComponentSpec:
     """A source, or a list of sources that are read as one."""
     if value == []:
-        raise SpecError("", [], "a source, or a list of at least one")
+        raise SpecError("", [], "a source or a non-empty list of sources")
     return SOURCES.resolve(
         {"name": "several", "sources": value} if isinstance(value, list) else value
     )

@@ -281,8 +281,8 @@ class Parts:
 
 #: What EDJE's joint encoder may compute in; int8 on a CPU alone.
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
-#: How many items EDJE reranks where nobody says it (the paper's k).
-POOL = 10
+#: Default number of items that EDJE reranks (the paper's k).
+DEFAULT_RERANK_DEPTH = 10
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class Reranked:
         joint: the joint encoder's logit that query and hit match; None: it did not read the hit.
         num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
             if the query is an image.
-        problem: why a hit of the pool was not read; such a one keeps its first rank.
+        problem: why a hit within the rerank depth was not read; such a hit keeps its first rank.
     """
 
     first_rank: int

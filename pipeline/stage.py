@@ -43,10 +43,10 @@ class Resources(Spec):
     @model_validator(mode="after")
     def _pool(self) -> Resources:
         if self.min_actors > self.max_actors:
-            legal = f"at least min_actors, {self.min_actors}"
-            raise SpecError("max_actors", self.max_actors, legal)
+            rule = f"at least min_actors={self.min_actors}"
+            raise SpecError("max_actors", self.max_actors, rule)
         if self.num_gpus > 1 and self.num_gpus % 1:
-            raise SpecError("num_gpus", self.num_gpus, "a share of one GPU, or a whole number")
+            raise SpecError("num_gpus", self.num_gpus, "a whole number or less than 1")
         return self
 
     @property

@@ -55,11 +55,11 @@ class Tap(NamedTuple):
         parts = name.split("/")
         tap = cls(*parts) if len(parts) <= 3 else None
         if tap is None or tap.statistic not in STATISTICS or tap.heads not in HEADS:
-            legal = f"STATISTIC/HEADS/LAYERS of {', '.join(STATISTICS)} and {', '.join(HEADS)}"
-            raise SpecError("", name, legal, "names no tap")
+            rule = f"STATISTIC/HEADS/LAYERS with {', '.join(STATISTICS)} and {', '.join(HEADS)}"
+            raise SpecError("", name, rule)
         if not re.fullmatch(r"last|all|-?\d+(,-?\d+)*|[01](\.\d+)?-[01](\.\d+)?", tap.layers):
-            legal = f'layers as "last", "all", "2,3", or a window such as "{MIDDLE}"'
-            raise SpecError("", name, legal, "names no tap")
+            rule = f"STATISTIC/HEADS/LAYERS with layers last, all, 2,3 or a window such as {MIDDLE}"
+            raise SpecError("", name, rule)
         return tap
 
     @property
@@ -91,8 +91,8 @@ class Tap(NamedTuple):
         numbers = [int(number) for number in self.layers.split(",")]
         for number in numbers:
             if not -num_layers <= number < num_layers:
-                legal = f"{-num_layers} to {num_layers - 1} (the model has {num_layers} layers)"
-                raise SpecError("layers", number, legal)
+                rule = f"from {-num_layers} to {num_layers - 1} (the model has {num_layers} layers)"
+                raise SpecError("layers", number, rule)
         return tuple(sorted({number % num_layers for number in numbers}))
 
     def single(self, num_layers: int) -> tuple[Tap, ...]:

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 #: Data reads from top to bottom; a part imports only what stands above it, or its own.
 ORDER = [
-    ("extras",),
+    ("extras", "version"),
     ("config",),
     ("atomic", "checkpoint"),
     ("schema",),
@@ -91,7 +91,7 @@ for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_D
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens
-import pipeline.rerank.edje, pipeline.rerank.objectives, pipeline.rerank.pool
+import pipeline.rerank.edje, pipeline.rerank.objectives, pipeline.rerank.candidates
 import pipeline.train.loop, pipeline.train.contrastive, pipeline.synthetic.shapes_data
 import pipeline.train.edje
 there = {"ray", "lance", "sentence_transformers"} & set(sys.modules)

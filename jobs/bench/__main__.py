@@ -22,7 +22,7 @@ BENCHES = {
     "media": "the sources of video and sound against bare loops; memory; recognition",
     "pages": "the source of PDF pages against a bare loop; the memory of a long document",
     "pipeline": "the index job against a bare loop; resuming; the driver's memory",
-    "rerank": "pairs of text and item a second, and a pool's latency, beside a plain loop",
+    "rerank": "pairs of text and item a second, and the latency of a query, beside a plain loop",
     "serve": "searches over HTTP beside searches in process; load, crashes, new versions",
     "train": "an epoch with and without cached hidden states; LoRA on a large model",
 }

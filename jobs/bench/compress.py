@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise SpecError("device", "cuda", "cpu", "is not there")
+            raise SpecError("device", "cuda", "cpu", "is not available")
     for method in args.methods:
         COMPRESSORS.load(method.partition(",")[0])  # a wrong name is said before any work
     bench = Bench("compress", arguments, args.out)

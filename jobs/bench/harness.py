@@ -114,7 +114,7 @@ def parse_on_device(
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not on_gpu:
-        raise SpecError("device", "cuda", "cpu", "is not there")
+        raise SpecError("device", "cuda", "cpu", "is not available")
     return args
 
 

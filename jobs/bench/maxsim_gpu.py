@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SpecError("device", "cuda", "a machine with a CUDA device", "is not there")
+        raise SpecError("device", "cuda", "a CUDA device", "is not available")
     bench = Bench("maxsim_gpu", arguments, args.out)
     figures = measure(
         num_docs=args.documents,

@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for option in ("items", "sleeping_items"):
         if getattr(sizes, option) <= sizes.commit_items:
-            legal = f"more than commit_items ({sizes.commit_items}): steady state takes two commits"
-            raise SpecError(option, getattr(sizes, option), legal)
+            rule = f"more than commit_items ({sizes.commit_items}), two commits at least"
+            raise SpecError(option, getattr(sizes, option), rule)
     bench = Bench("pipeline", arguments, args.out)
     with tempfile.TemporaryDirectory(prefix="maxray-bench-") as folder:
         runs = Runs(Path(folder), args.resources.absolute())

@@ -9,7 +9,7 @@
 The model has the shape of MiniLM-L12-H384 and random weights, unless `--model` names another; what
 pairs read is random too. `paths`, of a CPU: `JointEncoder.scores` by each path, with the deviation
 of its scores from the loop's in float64. `passes`, of a GPU: a pass in bfloat16, of 64 tokens an
-item and of the local variant's 576, eager, compiled and as a CUDA graph. `latency`: a query's pool,
+item and of the local variant's 576, eager, compiled and as a CUDA graph. `latency`: one query,
 its text read too. The plain loop repeats a query's text for each pair and pads. `--study`: of EDJEs
 that were trained, quality, bytes and latency by their tokens (the paper's Figure 4 and Table 2).
 """
@@ -28,7 +28,7 @@ import torch
 import jobs
 from jobs.bench import maxsim, maxsim_gpu
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
-from jobs.bench.rerank_run import median_p95, milliseconds, random_pool, scores_on_cpu
+from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 from pipeline.config import SpecError, parse
 from pipeline.rerank.joint import JointEncoder, Texts, _Layers
 
@@ -59,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--text-tokens", type=jobs.positive, default=16)
     parser.add_argument("--queries", type=jobs.positive, default=4, help="of `paths`")
-    parser.add_argument("--pool", type=jobs.positive, nargs="+", default=[10, 64])
+    parser.add_argument("--rerank-depth", type=jobs.positive, nargs="+", default=[10, 64])
     parser.add_argument("--batch-tokens", type=jobs.positive, default=1 << 17, help="of `passes`")
     parser.add_argument("--calls", type=jobs.positive, default=30, help="of `latency`")
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     if args.device == "cpu" and on_gpu:
-        raise SpecError("device", "cpu", "cuda, or CUDA_VISIBLE_DEVICES= for the CPU's figures")
+        raise SpecError("device", "cpu", "cuda, unless CUDA_VISIBLE_DEVICES is empty")
     by_device = ["passes", "latency"] if on_gpu else ["paths"]
     if args.plot and not args.study:
-        raise SpecError("plot", str(args.plot), "null, or beside --study", "has nothing to draw")
+        raise SpecError("plot", str(args.plot), "used with --study")
     only = ["latency"] if args.latency else args.only or by_device
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")
@@ -167,9 +167,9 @@ def operations(joint: JointEncoder, num_tokens: int) -> int:
     return layers * qkv + ((layers - 1) * num_tokens + 1) * of_place
 
 
-def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, pool: int) -> float:
-    """Spearman's correlation of the orders of a query's pool, the mean over queries."""
-    both = [one.double().view(-1, pool).argsort(1).argsort(1) for one in (scores, reference)]
+def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, depth: int) -> float:
+    """Spearman's correlation of the orders of a query's candidates, the mean over queries."""
+    both = [one.double().view(-1, depth).argsort(1).argsort(1) for one in (scores, reference)]
     found = [torch.corrcoef(torch.stack(pair).double())[0, 1] for pair in zip(*both, strict=True)]
     return torch.stack(found).mean().item()
 
@@ -179,12 +179,13 @@ def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, pool: int) -> flo
 
 def paths(bench: Bench, args: Any) -> None:
     """Pairs a second on a CPU by each path, beside the plain loop, and how far scores are off."""
-    num_tokens, pool = (args.tokens or [64])[0], args.pool[0] if len(args.pool) == 1 else 16
+    num_tokens = (args.tokens or [64])[0]
+    depth = args.rerank_depth[0] if len(args.rerank_depth) == 1 else 16
     joints = {name: joint_encoder(args, **PATHS[name]) for name in _there()}
     first = joints["float32"]
     size = num_tokens + args.text_tokens
-    texts, tokens, mask, pairs = random_pool(
-        first, num_tokens, args.text_tokens, args.queries, pool
+    texts, tokens, mask, pairs = random_candidates(
+        first, num_tokens, args.text_tokens, args.queries, depth
     )
     read = first.read(texts)
     wide = tokens.float()
@@ -210,7 +211,7 @@ def paths(bench: Bench, args: Any) -> None:
         over_plain = base.over(taken)
         over_same_type = same.over(taken) if same is not taken else None
         max_off, mean_off = off.max().item(), off.mean().item()
-        ranks = ranks_agree(found[name], exact, pool)
+        ranks = ranks_agree(found[name], exact, depth)
         figures[name] = {
             "pairs_a_second": rate,
             "over_plain": over_plain,
@@ -221,10 +222,10 @@ def paths(bench: Bench, args: Any) -> None:
         }
         errors = f"{max_off:.1e}", f"{mean_off:.1e}"
         rows.append([name, rate, over_plain, over_same_type or "", *errors, f"{ranks:.4f}"])
-    spread = exact.view(-1, pool).std(dim=1).mean().item()
+    spread = exact.view(-1, depth).std(dim=1).mean().item()
     title = (
-        f"{len(pairs)} pairs of {num_tokens} + {args.text_tokens} tokens, pools of {pool}; scores"
-        f" of a pool spread by {spread:.2f} (standard deviation). {say}"
+        f"{len(pairs)} pairs of {num_tokens} + {args.text_tokens} tokens, rerank depth {depth};"
+        f" scores of a query spread by {spread:.2f} (standard deviation). {say}"
     )
     header = ["path", "pairs/s", "x plain float32", "x plain, same type"]
     header += ["off at most", "off, mean", "rank correlation"]
@@ -242,9 +243,9 @@ def passes(bench: Bench, args: Any) -> None:
     figures: dict[str, Any] = {}
     for num_tokens in args.tokens or [64, 576]:
         size = num_tokens + args.text_tokens
-        pool = max(args.pool)
-        num_queries = max(args.batch_tokens // size // pool, 1)
-        texts, *given = random_pool(joint, num_tokens, args.text_tokens, num_queries, pool)
+        depth = max(args.rerank_depth)
+        num_queries = max(args.batch_tokens // size // depth, 1)
+        texts, *given = random_candidates(joint, num_tokens, args.text_tokens, num_queries, depth)
         tokens, mask, pairs = (one.to(device) for one in given)
         read = joint.read(texts).to(joint.device)
         loop = plain(joint, torch.bfloat16, device)
@@ -283,15 +284,16 @@ def passes(bench: Bench, args: Any) -> None:
 
 
 def latency(bench: Bench, args: Any) -> None:
-    """Milliseconds from a query's text and its pool's cached tokens to scores, in turn."""
+    """Milliseconds from a query's text and its candidates' cached tokens to scores, in turn."""
     device, num_tokens = args.device, (args.tokens or [64])[0]
     names = _there() if device == "cpu" else ["float32", "bfloat16"]
     joints = {name: joint_encoder(args, **PATHS[name]) for name in names}
     first = joints["float32"]
     loop = plain(first, torch.float32, device)
     rows, figures = [], {}
-    for pool in args.pool:
-        texts, tokens, mask, pairs = random_pool(first, num_tokens, args.text_tokens, 1, pool)
+    for depth in args.rerank_depth:
+        given = random_candidates(first, num_tokens, args.text_tokens, 1, depth)
+        texts, tokens, mask, pairs = given
 
         def by_loop(texts=texts, tokens=tokens, pairs=pairs) -> torch.Tensor:
             read = first.read(texts).to(first.device)
@@ -306,10 +308,11 @@ def latency(bench: Bench, args: Any) -> None:
             taken = milliseconds(sides, args.calls)
         for name, times in taken.items():
             median, p95 = median_p95(times)
-            figures[f"{pool} {name}"] = {"milliseconds": times, "median": median, "p95": p95}
-            rows.append([str(pool), name, median, p95])
-    title = f"One query's pool, {num_tokens} + {args.text_tokens} tokens, {args.calls} calls each"
-    bench.add("latency", title, figures, table(["pool", "path", "median, ms", "p95, ms"], rows))
+            figures[f"{depth} {name}"] = {"milliseconds": times, "median": median, "p95": p95}
+            rows.append([str(depth), name, median, p95])
+    title = f"One query, {num_tokens} + {args.text_tokens} tokens, {args.calls} calls each"
+    columns = ["rerank depth", "path", "median, ms", "p95, ms"]
+    bench.add("latency", title, figures, table(columns, rows))
 
 
 def _there() -> list[str]:

@@ -11,8 +11,8 @@ from jobs.bench import maxsim
 from pipeline.rerank.joint import JointEncoder
 
 
-def random_pool(
-    joint: JointEncoder, num_tokens: int, num_text: int, num_queries: int, pool: int
+def random_candidates(
+    joint: JointEncoder, num_tokens: int, num_text: int, num_queries: int, depth: int
 ) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns texts, cached tokens (B, V, dim) in float16, their mask, and all pairs."""
     torch.manual_seed(2)
@@ -20,11 +20,11 @@ def random_pool(
     rare = min(1000, words // 4)  # at the ends of the vocabulary
     ids = torch.randint(rare, words - rare, (num_queries, num_text - 2))
     texts = [" ".join(joint.tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist()]
-    num_items = num_queries * pool
+    num_items = num_queries * depth
     tokens = torch.randn(num_items, num_tokens, joint.dim) * joint._words.weight.float().std().cpu()
     mask = torch.ones(num_items, num_tokens, dtype=torch.bool)
     rows = torch.arange(num_items)
-    return texts, tokens.half(), mask, torch.stack([rows // pool, rows], dim=1)
+    return texts, tokens.half(), mask, torch.stack([rows // depth, rows], dim=1)
 
 
 def scores_on_cpu(

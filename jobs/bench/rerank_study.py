@@ -1,4 +1,4 @@
-"""A study of EDJEs by their tokens: bytes, quality, and the latency of a query's pool."""
+"""A study of EDJEs by their tokens: bytes, quality, and the latency of a query."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from matplotlib.figure import Figure
 
 from jobs.bench.harness import Bench, table
-from jobs.bench.rerank_run import median_p95, milliseconds, random_pool, scores_on_cpu
+from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 from pipeline import config
 from pipeline.atomic import write_atomic
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
-from pipeline.rerank.edje import ABOUT, about_of, load_joint
+from pipeline.rerank.edje import METADATA, load_joint, read_metadata
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 
 #: What is learned of a row, and how the same is called of its first stage.
@@ -25,28 +25,28 @@ FIRST = "first stage "
 
 
 def study(bench: Bench, args: Any) -> None:
-    """For each row of a study its tokens, what they find, and how long a pool takes to read.
+    """For each row of a study its tokens, what they find, and how long a query takes.
 
     Rows are timed in turn, by their first seed's joint encoder, on random tokens.
     """
     spec = config.load(StudySpec, args.study, what="study")
-    runs = [run for run in runs_of(spec) if (_model(run) / ABOUT).is_file()]  # to their ends
+    runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # to their ends
     if not runs:
-        legal = "the spec of a study of EDJEs that jobs.train has run"
-        raise SpecError("study", args.study, legal, "has no trained EDJE")
+        rule = "the spec of a study of EDJEs that jobs.train has run"
+        raise SpecError("study", args.study, rule, "has no trained EDJE")
     rows = {row.name: row for row in rows_of(runs)}
     folders = {run.row: _model(run) for run in reversed(runs)}
     joints = {name: load_joint(folders[name], "study") for name in rows}
     tokens = {name: _num_tokens(folders[name], args) for name in rows}
     taken: dict[str, dict[int, list[float]]] = {name: {} for name in rows}
-    for pool in args.pool:
+    for depth in args.rerank_depth:
         sides = {}
         for name, joint in joints.items():
-            given = random_pool(joint, tokens[name], args.text_tokens, 1, pool)
+            given = random_candidates(joint, tokens[name], args.text_tokens, 1, depth)
             sides[name] = functools.partial(scores_on_cpu, joint, *given)
         with torch.inference_mode():
             for name, times in milliseconds(sides, args.calls).items():
-                taken[name][pool] = times
+                taken[name][depth] = times
     cells, figures = [], {}
     for name, row in rows.items():
         of_item = 2 * tokens[name] * joints[name].dim
@@ -56,7 +56,7 @@ def study(bench: Bench, args: Any) -> None:
             "seeds": len(row.after["R@1"]),
             **{m: {"mean": row.after[m].mean(), "sd": spread(row.after[m])} for m in MEASURES},
             **{f"{FIRST}{m}": row.after[FIRST + m].mean() for m in MEASURES},
-            "milliseconds": {str(pool): times for pool, times in taken[name].items()},
+            "milliseconds": {str(depth): times for depth, times in taken[name].items()},
         }
         found = [with_spread(row.after[measure]) for measure in MEASURES]
         waits = [median_p95(times) for times in taken[name].values()]
@@ -66,9 +66,9 @@ def study(bench: Bench, args: Any) -> None:
         )
     first = next(iter(rows.values()))
     before = [f"{first.after[FIRST + measure].mean():.3f}" for measure in MEASURES]
-    cells.insert(0, ["first stage", "", "", "", *before, *("" for _ in args.pool)])
+    cells.insert(0, ["first stage", "", "", "", *before, *("" for _ in args.rerank_depth)])
     header = ["row", "seeds", "tokens", "bytes an item", *MEASURES]
-    header += [f"pool of {pool}: median ms (p95)" for pool in args.pool]
+    header += [f"depth {depth}: median ms (p95)" for depth in args.rerank_depth]
     title = f"{spec.name}, {args.device}, {args.text_tokens} text tokens, {args.calls} calls each"
     bench.add("study", title, figures, table(header, cells))
     if args.plot:
@@ -93,9 +93,9 @@ def drawn(
         quality.errorbar(places, means, spreads, fmt="o-", color=color, capsize=3, label=label)
         before = rows[names[0]].after[FIRST + measure].mean()
         quality.axhline(before, color=color, dashes=(4, 3), linewidth=1, label="its first stage")
-    for pool in next(iter(taken.values())):
-        medians = [median_p95(taken[name][pool])[0] for name in names]
-        latency.plot(places, medians, "s-", color=next(colors), label=f"pool of {pool}, ms")
+    for depth in next(iter(taken.values())):
+        medians = [median_p95(taken[name][depth])[0] for name in names]
+        latency.plot(places, medians, "s-", color=next(colors), label=f"depth {depth}, ms")
     quality.set_ylabel("recall")
     latency.set_ylabel("ms a query")
     latency.set_ylim(bottom=0)
@@ -115,9 +115,9 @@ def _model(run: Run) -> Path:
 
 def _num_tokens(folder: Path, args: Any) -> int:
     """Of an item of one frame; the local variant's are said by the user."""
-    adapter = about_of(folder, "study")["adapter"]
+    adapter = read_metadata(folder, "study")["adapter"]
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]
     if args.tokens is None:
-        raise SpecError("tokens", None, "how many an item has in the local variant", "is missing")
+        raise MissingField("tokens", None, "the number of tokens per item in the local variant")
     return args.tokens[0]

@@ -51,7 +51,7 @@ from pipeline.search.searcher import Searcher, open_index
 from pipeline.tokens import lists_of, normalise
 
 COLUMN, K, NUM_VECTORS = "hpool_32_int8", 10, 32
-POOL, NUM_TOKENS = 10, 64
+RERANK_DEPTH, NUM_TOKENS = 10, 64
 CLIENTS = (1, 2, 4, 8, 16, 32)
 QUERIES = [
     "the lift of a wing in a propeller slipstream",
@@ -352,7 +352,7 @@ def kills(bench: Bench, server: Server, args: Any) -> None:
         for retries in (True, False):
             plain = dict(server.body)
             if deployment.startswith("Reranker"):
-                server.body = {**plain, "rerank": {"depth": 20, "representation": COLUMN}}
+                server.body = {**plain, "rerank": {"rerank_depth": 20, "representation": COLUMN}}
             wait = server.start_load(30, retries=retries, rate=rate)
             time.sleep(8)
             server.kill(deployment)
@@ -406,10 +406,10 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     """
     from pipeline.search.rerank import Reranker
 
-    searcher, reranker = open_index(server.uri), Reranker(edje, POOL)
+    searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)
     seconds = max(args.seconds / 6, 3)
     plain = server.body
-    reranked = {**plain, "rerank": {"by": "edje", "depth": POOL}}
+    reranked = {**plain, "rerank": {"by": "edje", "rerank_depth": RERANK_DEPTH}}
     rates: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):  # the first warms both
         for at_once in (1, 8, 32):
@@ -417,11 +417,11 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
             while time.perf_counter() < start + seconds:
                 searcher.search(queries, COLUMN, k=K, explain=False, rerank=reranker)
                 done += len(queries)
-            rate = POOL * done / (time.perf_counter() - start)
+            rate = RERANK_DEPTH * done / (time.perf_counter() - start)
             rates.setdefault(f"in process, {at_once} queries at once", []).append(rate)
         server.body = reranked
         for clients in (1, 8, 32):
-            rate = POOL * server.load(seconds, clients=clients).rate
+            rate = RERANK_DEPTH * server.load(seconds, clients=clients).rate
             rates.setdefault(f"over HTTP, {clients} clients", []).append(rate)
         server.body = plain
         if not repeat:
@@ -432,9 +432,9 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
         for where in ("in process", "over HTTP")
     }
     rows = [[name, own, own.over(best["in process"])] for name, own in pairs.items()]
-    text = table(["pool of 10", "pairs/s", "x the best in process"], rows)
+    text = table(["rerank depth 10", "pairs/s", "x the best in process"], rows)
 
-    load = 0.5 * best["over HTTP"].median / POOL
+    load = 0.5 * best["over HTTP"].median / RERANK_DEPTH
     rows, found = [], {}
     for name, body in (("search alone", plain), ("with reranking", reranked)):
         server.body = body

@@ -69,8 +69,8 @@ class Residual(Codec["Residual.Spec"]):
         import faiss  # of no use to what only stores or searches
 
         if len(sample_TD) < spec.num_centroids:
-            legal = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
-            raise SpecError("codec.num_centroids", spec.num_centroids, legal, "is too large")
+            rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
+            raise SpecError("codec.num_centroids", spec.num_centroids, rule)
         sample_TD = np.ascontiguousarray(sample_TD, dtype=np.float32)
         kmeans = faiss.Kmeans(
             sample_TD.shape[1],

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
+from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
@@ -94,8 +94,8 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         assert not self.needs_fit or self.artefact is not None, "fit first"
         for tap in self.needs_taps:
             if tap.name not in batch.taps:
-                there = ", ".join(batch.taps) or "none"
-                raise SpecError(f"taps of {self.spec.name}", tap.name, there, "is not in the batch")
+                field, problem = f"taps of {self.spec.name}", "is not in the batch"
+                raise SpecError.unknown_name(field, tap.name, batch.taps, problem)
         packed, order = pack_left(batch)
         # Distances and means are float32 also inside a training loop's half-precision region.
         with torch.autocast(batch.vectors.device.type, enabled=False):
@@ -137,10 +137,9 @@ class Budget(ComponentSpec):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if self.num_vectors is None and self.ratio is None:
-            raise SpecError("num_vectors", None, "an integer >= 1, or a `ratio`", "is missing")
+            raise MissingField("num_vectors", None, "an integer >= 1 unless ratio is given")
         if self.num_vectors is not None and self.ratio is not None:
-            legal = "num_vectors or ratio, not both"
-            raise SpecError("ratio", self.ratio, legal, "stands beside num_vectors")
+            raise SpecError("ratio", self.ratio, "null when num_vectors is given")
         return self
 
     def budgets(self, lengths: torch.Tensor) -> torch.Tensor:

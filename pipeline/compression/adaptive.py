@@ -66,11 +66,11 @@ class Adaptive(Compressor["Adaptive.Spec"]):
             method = data.get("method", "hpool")
             method = {"name": method} if isinstance(method, str) else method
             if isinstance(method, Mapping):
-                legal = f"no budget of its own, or num_vectors={data['num_vectors']}"
+                rule = f"omitted (the budget is num_vectors={data['num_vectors']})"
                 for field in ("num_vectors", "ratio"):
                     value = method.get(field)
                     if value is not None and (field, value) != ("num_vectors", data["num_vectors"]):
-                        raise SpecError(f"method.{field}", value, legal)
+                        raise SpecError(f"method.{field}", value, rule)
                 method = {**method, "num_vectors": data["num_vectors"]}
             return {**data, "method": method}
 
@@ -78,8 +78,8 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         def _has_a_budget_to_spread(self) -> Self:
             method = COMPRESSORS.build(self.method)
             if not isinstance(method, Budgeted) or method.needs_fit:
-                legal = "a method with a budget of vectors and nothing else to fit, such as hpool"
-                raise SpecError("method.name", self.method.name, legal)
+                rule = "a method with a vector budget that needs no fitting, such as hpool"
+                raise SpecError("method.name", self.method.name, rule)
             return self
 
     needs_fit = True

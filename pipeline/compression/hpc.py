@@ -81,7 +81,7 @@ class HPC(Budgeted["HPC.Spec"]):
 
         tokens = drawn(sample, spec.seed, TOKENS_PER_CENTROID * spec.num_centroids)
         if not len(tokens):
-            raise SpecError("sample", 0, "at least one token", "is the number of its tokens")
+            raise SpecError("sample", "0 tokens", "at least one token")
         kmeans = faiss.Kmeans(
             tokens.shape[1],
             min(spec.num_centroids, len(tokens)),

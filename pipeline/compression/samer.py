@@ -91,13 +91,12 @@ class SaMer(SeededCompressor):
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
             if len(set(self.axes)) < len(self.axes):
-                raise SpecError("axes", list(self.axes), "each of x, y and t at most once")
+                raise SpecError("axes", list(self.axes), "a list of different axes")
             if self.seconds_per_unit is not None and "t" not in self.axes:
-                legal = "null, or `t` among the axes"
-                raise SpecError("seconds_per_unit", self.seconds_per_unit, legal, "has no use")
+                rule = "null unless t is among the axes"
+                raise SpecError("seconds_per_unit", self.seconds_per_unit, rule)
             if self.object_prior and self.centroid != "soft":
-                legal = "false, or the centroid soft, whose weights it changes"
-                raise SpecError("object_prior", True, legal, f"has no use for {self.centroid}")
+                raise SpecError("object_prior", True, "false unless centroid is soft")
             return self
 
     def __init__(self, spec: Spec, artefact: None = None):
@@ -423,16 +422,16 @@ def object_labels(
         "is not finite": ~boxes_BM4.isfinite().all(dim=2),
         "is reversed": (high_BM2 < low_BM2).any(dim=2),
         "has no area": (high_BM2 == low_BM2).any(dim=2),
-        "reaches far out of the picture": ((low_BM2 < -1) | (high_BM2 > 2)).any(dim=2),
-        "lies outside the picture": ((high_BM2 <= 0) | (low_BM2 >= 1)).any(dim=2),
+        "extends far beyond the image": ((low_BM2 < -1) | (high_BM2 > 2)).any(dim=2),
+        "is outside the image": ((high_BM2 <= 0) | (low_BM2 >= 1)).any(dim=2),
     }
     for problem, is_so_BM in problems.items():
         bad = (is_so_BM & box_mask_BM).nonzero()
         if len(bad):
             row, box = bad[0].tolist()
-            legal = "x0 < x1 and y0 < y1, as shares of the picture, with a part of [0, 1] in each"
+            rule = "[x0, y0, x1, y1] relative to the image, x0 < x1 and y0 < y1, overlapping it"
             value = [round(number, 4) for number in boxes_BM4[row, box].tolist()]
-            raise SpecError("boxes", value, legal, f"(box {box} of item {row}) {problem}")
+            raise SpecError("boxes", value, rule, problem, f" (box {box} of item {row})")
     if boxes_BM4.shape[1] == 0:
         return torch.zeros(places_BN2.shape[:2], dtype=torch.int64, device=places_BN2.device)
     low_BM2, high_BM2 = low_BM2.clamp(0, 1), high_BM2.clamp(0, 1)

@@ -44,9 +44,9 @@ class Sap(Budgeted["Sap.Spec"]):
         def _check_layers(self):
             low, high = self.window
             if not 0 <= low <= high <= 1:
-                raise SpecError("window", [low, high], "two shares, 0 <= alpha <= beta <= 1")
+                raise SpecError("window", [low, high], "[alpha, beta] with 0 <= alpha <= beta <= 1")
             if self.layers == []:
-                raise SpecError("layers", [], "at least one layer, or none at all for the window")
+                raise SpecError("layers", [], "a non-empty list, or null to use the window")
             return self
 
     support_form = "indices"

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-import pipeline
 from pipeline.config import Spec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.serve import send
@@ -50,7 +49,7 @@ PIPE_BYTES = 1 << 20
 #: short clip, and the memory limit would be reached without any file being at fault.
 FILES_PER_PROCESS = 1000
 
-_ROOT = str(Path(pipeline.__file__).parents[1])
+_ROOT = str(Path(__file__).parents[2])
 _processes = threading.local()
 
 

@@ -396,10 +396,10 @@ class WindowReader:
         cuts = [0]
         for first in range(0, len(times), LOOKS_AT_ONCE):
             chunk = times[first : first + LOOKS_AT_ONCE]
-            indices, where = np.unique(self.shown_at(chunk), return_inverse=True)
+            indices, index_of_time = np.unique(self.shown_at(chunk), return_inverse=True)
             self._looks, (found, pixels) = self._read(self._looks, indices.tolist(), size)
             at_look = {index: pixels[row] for row, index in enumerate(found)}
-            for time, index in zip(chunk, indices[where], strict=True):
+            for time, index in zip(chunk, indices[index_of_time], strict=True):
                 if (look := at_look.get(int(index))) is None:
                     continue
                 if last is not None:

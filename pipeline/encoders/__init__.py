@@ -17,7 +17,7 @@ from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: What a query may be, and what each is called.
-QUERY_KINDS = {"text": "a text", "image": "a picture", "composed": "a text and a picture together"}
+QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
 
 
 class Attention(NamedTuple):
@@ -168,7 +168,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
             pictures: Contents of PNG, JPEG or WebP files, one per text.
 
         Raises:
-            SpecError: A part of a query is not valid, or the encoder reads no such queries.
+            SpecError: A part of a query is invalid, or the encoder reads no such queries.
         """
         raise self._not_read("composed")
 
@@ -217,10 +217,10 @@ def not_read(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
     """The error of a query of a kind that an encoder does not read.
 
     >>> str(not_read("composed", ["text", "image"], "X"))
-    "query: 'a text and a picture together' is not read by X; legal: a text, a picture"
+    "query must be a text or an image, got 'a text with an image', which is not supported by X"
     """
-    legal = ", ".join(QUERY_KINDS[each] for each in kinds) or "query vectors"
-    return SpecError("query", QUERY_KINDS[kind], legal, f"is not read by {encoder}")
+    rule = " or ".join(QUERY_KINDS[each] for each in kinds) or "query vectors"
+    return SpecError("query", QUERY_KINDS[kind], rule, f"is not supported by {encoder}")
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:

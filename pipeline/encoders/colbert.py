@@ -146,8 +146,8 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
                 raise SpecError(field, value, f"at most {most} (the model's positions)")
         least = reader.num_marks + 1
         if reader.usage.document_length < least:
-            legal = f"at least {least} (a token between the marks)"
-            raise SpecError("document_length", reader.usage.document_length, legal)
+            rule = f"at least {least} (one token between the marker tokens)"
+            raise SpecError("document_length", reader.usage.document_length, rule)
         if Path(spec.model).is_dir() or spec.projection is not None:
             projection_of(spec)  # of a model on the hub, the weights are not there yet
 
@@ -278,12 +278,12 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         require_one_of(spec, TOKENIZER_FILES)
         tokenizer = load_processor(spec, AutoTokenizer)
         if not tokenizer.is_fast:
-            legal = "a model with a fast tokenizer (one that gives character offsets)"
-            raise SpecError("model", spec.model, legal, "has none")
+            rule = "a model with a fast tokenizer (one that gives character offsets)"
+            raise SpecError("model", spec.model, rule, "has none")
         for name in ("cls_token_id", "sep_token_id", "mask_token_id"):
             if getattr(tokenizer, name) is None:
-                legal = f"a model whose tokenizer has a {name.removesuffix('_id')}"
-                raise SpecError("model", spec.model, legal, "has none")
+                rule = f"a model whose tokenizer has a {name.removesuffix('_id')}"
+                raise SpecError("model", spec.model, rule, "has none")
         self.tokenizer = tokenizer
         self.most = settings_of(spec, folder_of(spec, SETTINGS)).max_position_embeddings
         self._query_marker = self._ids_of(self.usage.query_prefix)
@@ -369,11 +369,11 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         """
         ids, spans = self._tokens_of(text)
         if not len(ids):
-            raise SpecError("query", text, "a text of which the tokenizer makes a token")
+            raise SpecError("query", text, "a text with at least one token")
         read = self._marked(self._query_marker, ids, spans)
         if len(read) > self.most:
-            legal = f"a text of at most {self.most} tokens with its marks"
-            raise SpecError("query", text, legal, f"has {len(read)}")
+            rule = f"a text of at most {self.most} tokens with its marker tokens"
+            raise SpecError("query", text, rule, f"has {len(read)} tokens")
         missing = max(0, self.usage.query_length - len(read)) if self.usage.augment else 0
         mask = self.tokenizer.mask_token_id
         sequence = {
@@ -408,8 +408,8 @@ def projection_folders(spec: ColBERT.Spec) -> list[Path]:
         settings = _json(spec, part / "config.json") or {}
         activation = settings.get("activation_function", IDENTITY)
         if activation != IDENTITY or settings.get("use_residual"):
-            legal = "a checkpoint whose projection is linear"
-            raise SpecError("model", spec.model, legal, f"has {part.name} of another kind")
+            rule = "a checkpoint whose projection is linear"
+            raise SpecError("model", spec.model, rule, f"has a different {part.name}")
     return found or [folder]
 
 
@@ -442,5 +442,5 @@ def _json(spec: ColBERT.Spec, path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
     except ValueError:
-        legal = f"a checkpoint with a legal {path.name}"
-        raise SpecError("model", spec.model, legal, "has another") from None
+        rule = f"a checkpoint with a valid {path.name}"
+        raise SpecError("model", spec.model, rule, "has an invalid one") from None

@@ -27,8 +27,8 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
     def __init__(self, spec: ColPali.Spec):
         super().__init__(spec)
         if self.processor.tokenizer.bos_token is None:
-            legal = "a checkpoint whose tokenizer has a bos_token"
-            raise SpecError("model", spec.model, legal, "has none")
+            rule = "a checkpoint whose tokenizer has a bos_token"
+            raise SpecError("model", spec.model, rule, "has none")
         self.query_ends = (self.processor.tokenizer.bos_token, "\n")
 
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:

@@ -114,15 +114,15 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         """Raises `SpecError` if the checkpoint is not there, is none, or lacks what is asked."""
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):
-            legal = "a checkpoint whose vision tower has its pooling head"
-            raise SpecError("model", spec.model, legal, "has none")
+            rule = "a checkpoint whose vision tower has a pooling head"
+            raise SpecError("model", spec.model, rule, "has none")
         layer_of(spec, settings)
         if spec.keep_class and settings.model_type != "clip":
-            legal = f"false (a {settings.model_type} has no class token)"
-            raise SpecError("keep_class", True, legal)
+            rule = f"false (a {settings.model_type} has no class token)"
+            raise SpecError("keep_class", True, rule)
         if spec.max_patches is not None and settings.model_type != "siglip2":
-            legal = f"null (a {settings.model_type} has a fixed grid)"
-            raise SpecError("max_patches", spec.max_patches, legal)
+            rule = f"null (a {settings.model_type} has a fixed grid)"
+            raise SpecError("max_patches", spec.max_patches, rule)
         cls.reader(spec).check()
 
     @classmethod
@@ -210,8 +210,8 @@ def layer_of(spec: Dual.Spec, settings: PretrainedConfig) -> int:
     num_layers = settings.vision_config.num_hidden_layers
     layer = EDJE_LAYERS[settings.model_type] if spec.layer is None else spec.layer
     if not -num_layers - 1 <= layer <= num_layers:
-        legal = f"-{num_layers + 1} to {num_layers} (the model has {num_layers} layers)"
-        raise SpecError("layer", layer, legal)
+        rule = f"from -{num_layers + 1} to {num_layers} (the model has {num_layers} layers)"
+        raise SpecError("layer", layer, rule)
     return layer % (num_layers + 1)
 
 
@@ -253,9 +253,9 @@ class DualReader(Reader["Dual.Spec"]):
             what, fit = "pictures", (vision.num_channels, vision.image_size, vision.image_size)
         if given != fit:
             wanted, made = (" x ".join(map(str, shape)) for shape in (fit, given))
-            legal = f"a checkpoint whose image processor makes {what} of {wanted} numbers"
+            rule = f"a checkpoint whose image processor makes {what} of {wanted} numbers"
             problem = f"has one that makes {what} of {made} numbers"
-            raise SpecError("model", self.spec.model, legal, problem)
+            raise SpecError("model", self.spec.model, rule, problem)
 
     def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
         """A sequence a picture.
@@ -340,7 +340,9 @@ class DualReader(Reader["Dual.Spec"]):
         )
         ids, is_text = read["input_ids"][0], read["attention_mask"][0].bool()
         if len(ids) > most:
-            raise SpecError("query", text, f"a text of at most {most} tokens", f"has {len(ids)}")
+            raise SpecError(
+                "query", text, f"a text of at most {most} tokens", f"has {len(ids)} tokens"
+            )
         form = text_form(self.settings)
         kind = torch.where(is_text, text_kinds(tokenizer, ids), SPECIAL)
         keep = torch.zeros_like(is_text)

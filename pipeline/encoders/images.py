@@ -30,14 +30,14 @@ def open_query_image(data: bytes) -> Image.Image:
     Raises:
         SpecError: The file is not an image, or cannot be read.
     """
-    legal = f"a file of {', '.join(PICTURES)}"
+    rule = f"an image file ({', '.join(PICTURES)})"
     try:
         Image.open(io.BytesIO(data), formats=PICTURES).close()
         seen = decode(data, max_pixels=MOST_PIXELS, max_input_pixels=MOST_INPUT_PIXELS)
     except Unreadable as error:
-        raise SpecError("query", "the picture", legal, f"cannot be read ({error})") from None
+        raise SpecError("query", "the image", rule, f"cannot be read ({error})") from None
     except (OSError, ValueError, SyntaxError):
-        raise SpecError("query", "the picture", legal, "cannot be read") from None
+        raise SpecError("query", "the image", rule, "cannot be read") from None
     with Image.open(io.BytesIO(seen["image"])) as picture:
         return picture.convert("RGB")
 

@@ -202,7 +202,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         try:
             read = self._text(QUERY_PROMPT, text)
         except Unreadable as error:
-            raise SpecError("query", text, "what the model reads", error.detail) from None
+            raise SpecError("query", text, "a readable input", note=f" ({error.detail})") from None
         return self.named(read, text)
 
 
@@ -221,8 +221,8 @@ def _tensors(
                     if found := wanted.fullmatch(name):
                         yield found, file.get_tensor(name)
         except SafetensorError as error:
-            legal = "a folder with safetensors files"
-            raise SpecError(field, value, legal, f"cannot be read ({error})") from None
+            rule = "a folder with safetensors files"
+            raise SpecError(field, value, rule, f"cannot be read ({error})") from None
 
 
 def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
@@ -234,9 +234,9 @@ def _projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
     wanted = re.compile(rf"{PROJECTOR}\.(weight|bias)")
     found = {name[1]: tensor for name, tensor in _tensors(folder, wanted, "model", spec.model)}
     if missing := {"weight", "bias"} - found.keys():
-        legal = "a checkpoint of a jina-embeddings-v4"
+        rule = "a jina-embeddings-v4 checkpoint"
         problem = f"has no weights {PROJECTOR}.{min(missing)}"
-        raise SpecError("model", spec.model, legal, problem)
+        raise SpecError("model", spec.model, rule, problem)
     width_out, width_in = found["weight"].shape
     projector = torch.nn.Linear(width_in, width_out)
     projector.load_state_dict(found)
@@ -259,19 +259,19 @@ def _products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Tensor, 
     Raises:
         SpecError: the adapter has none for the task, or is not of this kind.
     """
-    legal = "a LoRA adapter of jina-embeddings-v4 as peft writes it"
+    rule = "a LoRA adapter of jina-embeddings-v4 as peft writes it"
     where = spec.adapter or str(folder)
     try:
         settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     except ValueError:
         settings = None
     if not isinstance(settings, dict):
-        raise SpecError("adapter", where, legal, "has no legal adapter_config.json")
+        raise SpecError("adapter", where, rule, "has no valid adapter_config.json")
     if unknown := [way for way in OTHER_WAYS if settings.get(way)]:
-        raise SpecError("adapter", where, legal, f"has {unknown[0]}")
+        raise SpecError("adapter", where, rule, f"has the unsupported setting {unknown[0]}")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not rank or alpha is None:
-        raise SpecError("adapter", where, legal, "has no r and lora_alpha in its settings")
+        raise SpecError("adapter", where, rule, "has no r or lora_alpha in its settings")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     products: dict[str, dict[str, torch.Tensor]] = {}
     tasks = set()
@@ -281,12 +281,12 @@ def _products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Tensor, 
         if task == spec.task:
             products.setdefault(name, {})[which] = tensor
     if not tasks:
-        raise SpecError("adapter", where, legal, "has no tensors NAME.lora_A.TASK.weight")
+        raise SpecError("adapter", where, rule, "has no tensors NAME.lora_A.TASK.weight")
     if not products:
         problem = "has no adapter in the checkpoint"
-        raise SpecError("task", spec.task, ", ".join(sorted(tasks)), problem)
+        raise SpecError.unknown_name("task", spec.task, sorted(tasks), problem)
     if half := [name for name, both in products.items() if len(both) < 2]:
-        raise SpecError("adapter", where, legal, f"has one matrix of two for {half[0]}")
+        raise SpecError("adapter", where, rule, f"has only one of two matrices for {half[0]}")
     return {name: (both["A"], both["B"].float() * scale) for name, both in products.items()}
 
 
@@ -311,7 +311,7 @@ def add_adapter(
         own = re.sub(r"^layers\.", "language_model.layers.", name.removeprefix("model."))
         weight = getattr(modules.get(own), "weight", None)
         if weight is None or weight.shape != (len(up), down.shape[1]):
-            legal = f"an adapter of {spec.model}"
-            raise SpecError("adapter", spec.adapter, legal, f"changes {name}, which does not fit")
+            rule = f"an adapter of {spec.model}"
+            raise SpecError("adapter", spec.adapter, rule, f"has another shape for {name}")
         with torch.no_grad():
             weight += (up.to(weight.device) @ down.float().to(weight.device)).to(weight.dtype)

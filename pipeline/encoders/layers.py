@@ -16,7 +16,7 @@ from pipeline.tokens import normalise
 def _are_numbers(layer: Any) -> Any:
     each = layer if isinstance(layer, list | tuple) else [layer]
     if not each or not all(type(number) is int for number in each):
-        raise SpecError("", layer, "the number of a layer, or a list of such")
+        raise SpecError("", layer, "a layer number or a list of layer numbers")
     return layer
 
 
@@ -28,8 +28,8 @@ def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
     """Raises `SpecError` if a model of `depth` layers lacks one of these."""
     for number in (layer,) if isinstance(layer, int) else layer:
         if not -depth - 1 <= number <= depth:
-            legal = f"{-depth - 1} to {depth} (the model has {depth} layers)"
-            raise SpecError("layer", number, legal)
+            rule = f"from {-depth - 1} to {depth} (the model has {depth} layers)"
+            raise SpecError("layer", number, rule)
 
 
 def layer_states(

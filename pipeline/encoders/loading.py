@@ -45,7 +45,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: words, of no model at all.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
-LEGAL = "the path of an existing folder, or the hub name of a model"
+MODEL_RULE = "the path of an existing folder, or the hub name of a model"
 
 
 class CheckpointFields(config.Spec):
@@ -125,7 +125,7 @@ def folder_of(spec: Checkpoint, files: Iterable[str]) -> Path:
     Raises:
         SpecError: for `model`: it is no folder, and the hub does not give it.
     """
-    return find_checkpoint(spec.model, spec.revision, list(files), LEGAL)
+    return find_checkpoint(spec.model, spec.revision, list(files), MODEL_RULE)
 
 
 def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
@@ -139,21 +139,21 @@ def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
         return None
     files = list(files)
     try:
-        folder = find_checkpoint(adapter, None, files, LEGAL)
+        folder = find_checkpoint(adapter, None, files, MODEL_RULE)
     except SpecError as error:
-        raise SpecError("adapter", error.value, error.legal, error.problem) from None
+        raise error.at("adapter") from None
     if not (folder / "adapter_config.json").is_file():
-        legal = "a LoRA adapter as peft writes it"
-        raise SpecError("adapter", adapter, legal, "has no adapter_config.json")
+        rule = "a LoRA adapter as peft writes it"
+        raise SpecError("adapter", adapter, rule, "has no adapter_config.json")
     # Of an adapter on the hub they may not be there yet. peft would read a pickle instead.
     are_there = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
     if are_there and not (folder / ADAPTER_WEIGHTS).is_file():
-        legal = "an adapter with safetensors (pickled weights are not loaded)"
-        raise SpecError("adapter", adapter, legal, f"has no {ADAPTER_WEIGHTS}")
+        rule = "an adapter with safetensors (pickled weights are not loaded)"
+        raise SpecError("adapter", adapter, rule, f"has no {ADAPTER_WEIGHTS}")
     return folder
 
 
-def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfig:
+def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
     """Checks that a checkpoint can be loaded and returns its settings, without loading weights.
 
     Args:
@@ -166,37 +166,37 @@ def check_checkpoint(spec: CheckpointSpec, *model_types: str) -> PretrainedConfi
     folder = folder_of(spec, SETTINGS)
     settings = settings_of(spec, folder)
     if settings.model_type not in model_types:
-        legal = f"a checkpoint of the type {' or '.join(model_types)}"
-        raise SpecError("model", spec.model, legal, f"is a {settings.model_type}")
+        rule = f"a checkpoint of the type {' or '.join(model_types)}"
+        raise SpecError("model", spec.model, rule, f"is a {settings.model_type}")
     if Path(spec.model).is_dir() and not any(folder.glob("*.safetensors")):
-        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, legal, "has no safetensors file")
+        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, rule, "has no safetensors file")
     adapter_of(spec.adapter, ADAPTER_SETTINGS)
     return settings
 
 
-def settings_of(spec: CheckpointSpec, folder: Path) -> PretrainedConfig:
+def settings_of(spec: Checkpoint, folder: Path) -> PretrainedConfig:
     """What its config.json says.
 
     Raises:
         SpecError: there is none, or the library does not know the class.
     """
     if not (folder / "config.json").is_file():
-        legal = "a checkpoint with a config.json"
-        raise SpecError("model", spec.model, legal, "has no config.json")
+        rule = "a checkpoint with a config.json"
+        raise SpecError("model", spec.model, rule, "has no config.json")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        legal = f"a model that transformers can load ({_said(error)})"
-        raise SpecError("model", spec.model, legal, "cannot be loaded") from None
+        rule, problem = "a model that transformers can load", f"cannot be loaded ({_said(error)})"
+        raise SpecError("model", spec.model, rule, problem) from None
 
 
-def require_one_of(spec: CheckpointSpec, names: Sequence[str]) -> None:
+def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
     """Raises `SpecError` if a checkpoint has none of these files."""
     folder = folder_of(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):
-        legal = f"a checkpoint with one of {', '.join(names)}"
-        raise SpecError("model", spec.model, legal, "has none of the files that it needs")
+        rule = f"a checkpoint with one of {', '.join(names)}"
+        raise SpecError("model", spec.model, rule, "has none of them")
 
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
@@ -209,9 +209,9 @@ def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any)
     try:
         return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
     except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
-        legal = f"a checkpoint with the files of a {processor_class.__name__}"
+        rule = f"a checkpoint with a {processor_class.__name__}"
         problem = f"has no usable processor ({_said(error)})"
-        raise SpecError("model", spec.model, legal, problem) from None
+        raise SpecError("model", spec.model, rule, problem) from None
 
 
 class BoundedSpec(Checkpoint, Protocol):
@@ -237,8 +237,8 @@ def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> N
     ):
         given, wanted = getattr(images, own), getattr(vision, of_model)
         if given != wanted:
-            legal = f"a checkpoint whose image processor has {own} {wanted}, as its model has"
-            raise SpecError("model", spec.model, legal, f"has one of {given}")
+            rule = f"a checkpoint whose image processor has the model's {own}, {wanted}"
+            raise SpecError("model", spec.model, rule, f"has {own} {given}")
     least, most = images.size["shortest_edge"], images.size["longest_edge"]
     if least > most:
         if spec.max_pixels is None:
@@ -287,19 +287,19 @@ def load_model(
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if "out of memory" in str(error).lower():
             raise
-        legal = f"a checkpoint of a {model_class.__name__}"
-        raise SpecError("model", spec.model, legal, f"cannot be loaded ({_said(error)})") from None
+        rule = f"a {model_class.__name__} checkpoint"
+        raise SpecError("model", spec.model, rule, f"cannot be loaded ({_said(error)})") from None
     # In the place of both the library makes random ones up.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith(may_lack))
     if missing:
-        legal = f"a checkpoint of a {model_class.__name__}"
+        rule = f"a {model_class.__name__} checkpoint"
         problem = f"has no weights {', '.join(missing[:3])}"
-        raise SpecError("model", spec.model, legal, problem)
+        raise SpecError("model", spec.model, rule, problem)
     if found["mismatched_keys"]:
         name, there, wanted = min(found["mismatched_keys"])
         there, wanted = (" x ".join(map(str, shape)) for shape in (there, wanted))
-        legal = f"a checkpoint whose weights are of the shapes that its config.json says ({wanted})"
-        raise SpecError("model", spec.model, legal, f"has {name} of {there}")
+        rule = f"a checkpoint whose weights match its config.json ({wanted})"
+        raise SpecError("model", spec.model, rule, f"has {name} of shape {there}")
     adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merged(model, adapter, spec)
@@ -318,26 +318,24 @@ def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTraine
     extras.require("peft")
     from peft import PeftConfig, PeftModel
 
-    legal = f"a LoRA adapter of {spec.model}"
+    rule = f"a LoRA adapter of {spec.model}"
     try:
         settings = PeftConfig.from_pretrained(str(adapter))
         if settings.peft_type != "LORA":
             raise SpecError(
-                "adapter", spec.adapter, legal, f"is of peft's type {settings.peft_type}"
+                "adapter", spec.adapter, rule, f"has the peft type {settings.peft_type}"
             )
         tuned = PeftModel(model, settings)
         found = tuned.load_adapter(str(adapter), tuned.active_adapter)
     except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise SpecError(
-            "adapter", spec.adapter, legal, f"cannot be read ({_said(error)})"
-        ) from None
+        raise SpecError("adapter", spec.adapter, rule, f"cannot be read ({_said(error)})") from None
     # Layers without a weight would stay as they are, and weights without a layer be left out.
     for keys, problem in (
         (found.missing_keys, "has no weights"),
-        (found.unexpected_keys, "has weights of no layer of the model:"),
+        (found.unexpected_keys, "has weights of an unknown layer:"),
     ):
         if keys:
-            raise SpecError("adapter", spec.adapter, legal, f"{problem} {min(keys)}")
+            raise SpecError("adapter", spec.adapter, rule, f"{problem} {min(keys)}")
     return tuned.merge_and_unload()
 
 
@@ -364,15 +362,17 @@ def linear_in(
                 for name in {f"{prefix}weight", f"{prefix}bias"} & set(file.keys()):
                     found[name.removeprefix(prefix)] = file.get_tensor(name).float()
         except safetensors.SafetensorError as error:
-            legal = "a folder with safetensors files"
-            raise SpecError(field, value, legal, f"cannot be read ({error})") from None
+            rule = "a folder with safetensors files"
+            raise SpecError(field, value, rule, f"cannot be read ({error})") from None
     if "weight" not in found:
-        legal = f"a folder with {prefix}weight in a safetensors file"
-        raise SpecError(field, value, legal, f"has no projection in {folder.name}")
+        rule = f"a folder with {prefix}weight in a safetensors file"
+        raise SpecError(field, value, rule, f"has no projection in {folder.name}")
     weight = found["weight"]
     if weight.ndim != 2 or weight.shape[1] != width:
         shape = " x ".join(map(str, weight.shape))
-        raise SpecError(field, value, f"a projection of vectors of {width}", f"is of {shape}")
+        raise SpecError(
+            field, value, f"a projection of vectors of width {width}", f"has the shape {shape}"
+        )
     layer = torch.nn.Linear(width, len(weight), bias="bias" in found)
     layer.load_state_dict(found)
     return layer
@@ -420,8 +420,8 @@ def check_unchanged(folder: Path | str, field: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         trained = None
     if hashed(Path(folder), ["*.safetensors"]) != trained:
-        legal = "a folder as training wrote it"
-        raise SpecError(field, str(folder), legal, "has weights that were changed, or are damaged")
+        rule = "an unmodified output folder of training"
+        raise SpecError(field, str(folder), rule, "has modified or corrupted weights")
 
 
 def sha256(path: Path) -> str:

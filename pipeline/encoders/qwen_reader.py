@@ -67,8 +67,8 @@ class QwenReader(Reader[QwenSpecT]):
         self.vision_ends = self.ids_of(self.VISION_ENDS)
         self.ids_of(self.PADS)
         if not self.tokenizer.is_fast:
-            legal = "a model with a fast tokenizer (one that gives character offsets)"
-            raise SpecError("model", spec.model, legal, "has none")
+            rule = "a model with a fast tokenizer (one that gives character offsets)"
+            raise SpecError("model", spec.model, rule, "has none")
         pads = {getattr(settings, field) for field in self.PADS.values()}
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads
@@ -81,8 +81,8 @@ class QwenReader(Reader[QwenSpecT]):
             SpecError: The tokenizer has no such token.
         """
         if missing := [name for name in names if name not in self._marker_ids]:
-            legal = "a checkpoint with the tokenizer of a model of this family"
-            raise SpecError("model", self.spec.model, legal, f"has no token {missing[0]}")
+            rule = "a checkpoint with the tokenizer of this model family"
+            raise SpecError("model", self.spec.model, rule, f"has no token {missing[0]}")
         return [self._marker_ids[name] for name in names]
 
     def content_of(self, item: Mapping[str, Any]) -> tuple[list[Shown], str]:

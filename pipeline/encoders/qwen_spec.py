@@ -31,11 +31,11 @@ PLACES = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>
 
 def _check_prompt(prompt: str) -> str:
     if prompt.count(CONTENT) != 1:
-        raise SpecError("", prompt, f"a text with {CONTENT} in it once")
+        raise SpecError("", prompt, f"a text that contains {CONTENT} exactly once")
     for place in PLACES:
         if place in prompt:
-            legal = f"a text in which {CONTENT} alone stands for pictures and sound"
-            raise SpecError("", prompt, legal, f"has {place}")
+            rule = f"a text without other placeholders than {CONTENT}"
+            raise SpecError("", prompt, rule, f"contains {place}")
     return prompt
 
 

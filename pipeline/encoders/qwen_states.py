@@ -98,10 +98,10 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         """Encodes queries of a text and a picture each, in order.
 
         Raises:
-            SpecError: there is no query, or a part of one is not legal.
+            SpecError: There are no queries, or one is invalid.
         """
         if not texts or len(texts) != len(pictures):
-            raise SpecError("query", len(texts), "as many texts as pictures, and at least one")
+            raise SpecError("query", len(texts), "one text per image, and at least one")
         read = [
             self._read_by.composed(text, open_query_image(data))
             for text, data in zip(texts, pictures, strict=True)
@@ -242,4 +242,6 @@ class StatesReader(QwenReader[StatesSpecT]):
         try:
             return self._read(self.spec.query_prompt, *read, **options)
         except Unreadable as error:
-            raise SpecError("query", read[0], "what the model reads", error.detail) from None
+            raise SpecError(
+                "query", read[0], "a readable input", note=f" ({error.detail})"
+            ) from None

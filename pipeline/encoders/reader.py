@@ -51,7 +51,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
         Raises:
             SpecError: The model reads no image queries, or not this one.
         """
-        raise SpecError("query", "a picture", "a text", f"is not read by {self.spec.name}")
+        raise SpecError("query", "an image", "a text", f"is not supported by {self.spec.name}")
 
     def composed(self, text: str, picture: Image.Image) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a query text and an image, and a name for each kept position.
@@ -59,7 +59,9 @@ class Reader(ABC, Generic[CheckpointSpecT]):
         Raises:
             SpecError: The model reads no such queries, or not this one.
         """
-        raise SpecError("query", text, "a text", f"is not read with a picture by {self.spec.name}")
+        raise SpecError(
+            "query", text, "a text", f"cannot be combined with an image in {self.spec.name}"
+        )
 
     def note(self, item: Mapping[str, Any], read: Sequence[ModelInput]) -> dict[str, Any]:
         """Returns metadata about the content of an item that is missing from its sequences."""

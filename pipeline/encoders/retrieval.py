@@ -172,8 +172,8 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
         if processor.query_augmentation_token is None:
-            legal = "a checkpoint whose tokenizer has a pad_token"
-            raise SpecError("model", spec.model, legal, "has none")
+            rule = "a checkpoint whose tokenizer has a pad_token"
+            raise SpecError("model", spec.model, rule, "has none")
 
     @abstractmethod
     def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
@@ -207,8 +207,8 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         tokenizer = processor.tokenizer
         ids = ids_between(tokenizer, first + processor.query_prefix, text, suffix + last)
         if len(ids) > self.most:
-            legal = f"a text of at most {self.most} tokens with what is put around it"
-            raise SpecError("query", text, legal, f"has {len(ids)}")
+            rule = f"a text of at most {self.most} tokens with the prompt"
+            raise SpecError("query", text, rule, f"has {len(ids)} tokens")
         query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
         return query, token_names(tokenizer, query)
 

@@ -156,8 +156,8 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
             try:
                 read.append(self._read_by.picture(picture))
             except Unreadable as error:
-                legal = "a picture that the model reads"
-                raise SpecError("query", "the picture", legal, error.detail) from None
+                note = f" ({error.detail})"
+                raise SpecError("query", "the image", "a readable image", note=note) from None
         return self._queries(read)
 
     def _queries(self, read: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:

@@ -87,10 +87,10 @@ class Adapter(torch.nn.Module):
             SpecError: For `adapter`: there is none; it is for another dimension, number of layers
                 or encoder; or its weights are not those that training wrote.
         """
-        legal = f"a folder with the {FILE} of an adapter of {_said(width, num_layers)}"
+        rule = f"a folder with the {FILE} of an adapter of {_said(width, num_layers)}"
         path = Path(folder) / FILE
         if not path.is_file():
-            raise SpecError("adapter", folder, legal, f"has no {FILE}")
+            raise SpecError("adapter", folder, rule, f"has no {FILE}")
         check_unchanged(folder, "adapter")
         try:
             weights = safetensors.torch.load_file(path)
@@ -101,14 +101,14 @@ class Adapter(torch.nn.Module):
             own.load_state_dict(weights)
         except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
             problem = f"cannot be read ({str(error).splitlines()[0]})"
-            raise SpecError("adapter", folder, legal, problem) from None
+            raise SpecError("adapter", folder, rule, problem) from None
         there = own.linear.in_features, own.num_layers
         if there != (width, num_layers):
             problem = f"has one of {_said(*there)}"
-            raise SpecError("adapter", folder, legal, problem)
+            raise SpecError("adapter", folder, rule, problem)
         if encoder and trained_on and trained_on != encoder:
-            legal = "a folder with an adapter that was trained behind this encoder"
-            raise SpecError("adapter", folder, legal, "has one of another, or of another layer")
+            rule = "a folder with an adapter trained on this encoder and layer"
+            raise SpecError("adapter", folder, rule, "was trained on another")
         return own.eval().requires_grad_(False)
 
 
@@ -162,8 +162,8 @@ class Smart(Encoder["Smart.Spec"]):
         with config.within("encoder"):
             cls._inner_class(spec).check(spec.encoder)
         if not (Path(spec.adapter) / FILE).is_file():
-            legal = "a folder that training with `trains: adapter` wrote"
-            raise SpecError("adapter", spec.adapter, legal, f"has no {FILE}")
+            rule = "a folder written by training with `trains: adapter`"
+            raise SpecError("adapter", spec.adapter, rule, f"has no {FILE}")
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:

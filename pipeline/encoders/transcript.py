@@ -72,8 +72,8 @@ class Transcript(Encoder["Transcript.Spec"]):
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the model or a recogniser is not there, or none is named."""
         if not _parts(spec):
-            legal = "a recogniser of text here or of speech in `speech`, or the encoder minilm"
-            raise SpecError("ocr", None, legal, "leaves nothing to recognise")
+            rule = "a recogniser, unless `speech` is set or the encoder is minilm"
+            raise SpecError("ocr", None, rule, "leaves nothing to encode")
         cls.check_queries(spec)
         for field, part in _parts(spec):
             with within(field):

@@ -36,8 +36,8 @@ class Beir(Benchmark["Beir.Spec"]):
         qrels = read_qrels(posixpath.join(folder, "qrels", f"{self.spec.split}.tsv"))
         queries = {query_id: text for query_id, text in texts.items() if query_id in qrels}
         if not queries:
-            legal = "a benchmark whose judgments name its queries"
-            raise SpecError("benchmark.path", self.spec.path, legal, "has no judged query")
+            rule = "a benchmark with a judged query"
+            raise SpecError("benchmark.path", self.spec.path, rule, "has none")
         return JudgedQueries(
             queries,
             {query_id: qrels[query_id] for query_id in queries},
@@ -70,10 +70,10 @@ def read_qrels(path: str) -> dict[str, dict[str, int]]:
                 raise ValueError
             graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:
-            legal = "lines query-id<TAB>corpus-id<TAB>integer of 32 bits"
-            problem = f"stands in line {number} of {path}"
-            raise SpecError("benchmark.split", line[:80], legal, problem) from None
+            rule = "a line query-id<TAB>corpus-id<TAB>32-bit integer"
+            note = f" (line {number} of {path})"
+            raise SpecError("benchmark.split", line[:80], rule, note=note) from None
         if graded != int(grade):
-            problem = f"stands in line {number} of {path}, after another grade"
-            raise SpecError("benchmark.split", line[:80], "one grade for a document", problem)
+            rule, note = "the only grade of its document", f" (line {number} of {path})"
+            raise SpecError("benchmark.split", line[:80], rule, "differs from another", note)
     return qrels

@@ -23,10 +23,10 @@ LANGUAGE = "english"
 HAS_TEXT = "{} <> ''"
 
 
-def has_texts(index: Index, column: str = "text", where: str | None = None) -> bool:
+def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
     """Whether any item of the index has a text."""
-    where = both(where, HAS_TEXT.format(column))
-    return any(batch.num_rows for batch in index.batches(["item_id"], where=where))
+    filter = both(filter, HAS_TEXT.format(column))
+    return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
 
 class Bm25:
@@ -37,14 +37,14 @@ class Bm25:
     Items without a text are never hits, nor are items that share no word with the query.
     """
 
-    def __init__(self, index: Index, judged: str, column: str = "text", where: str | None = None):
+    def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
         """Reads the texts in a stream; only the ids and the postings stay in memory.
 
         Args:
             index: Index whose items are searched.
             judged: "parent" to rank parents by their best item, or "item" to rank items.
             column: Column that is searched, "text" or "caption".
-            where: Lance filter of the items; None for all of them.
+            filter: SQL condition of the items; None for all of them.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s
@@ -57,7 +57,7 @@ class Bm25:
         parent_ids: list[str] = []
         words: list[list[int]] = []
         columns = ["item_id", "parent_id", column]
-        for batch in index.batches(columns, where=both(where, HAS_TEXT.format(column))):
+        for batch in index.batches(columns, filter=both(filter, HAS_TEXT.format(column))):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
             words += self._words(batch[column].to_pylist(), update_vocab=True)

@@ -64,16 +64,20 @@ def compare(output_a: str, output_b: str) -> Comparison:
     """
     a, b = read_results(output_a, "OUT_A"), read_results(output_b, "OUT_B")
     if a.judgments != b.judgments:
-        legal = f"an evaluation on the judged queries of {output_a} ({a.benchmark})"
-        raise SpecError("OUT_B", output_b, legal, f"has other judged queries ({b.benchmark})")
+        rule = f"an evaluation on the judged queries of {output_a} ({a.benchmark})"
+        raise SpecError("OUT_B", output_b, rule, f"has other judged queries ({b.benchmark})")
     measures = [name for name in a.measures if name in b.measures]
     measures.sort(key=lambda name: name != a.headline)
     if not measures:
-        raise SpecError("OUT_B", output_b, f"one of {', '.join(a.measures)}", "shares no measure")
+        raise SpecError(
+            "OUT_B", output_b, f"an evaluation by {', '.join(a.measures)}", "has no such measure"
+        )
     rows_a, rows_b = ({r.name: r for r in evaluation.results} for evaluation in (a, b))
     both = [name for name in rows_a if name in rows_b]
     if not both:
-        raise SpecError("OUT_B", output_b, f"one of {', '.join(rows_a)}", "shares no row")
+        raise SpecError(
+            "OUT_B", output_b, f"an evaluation of {', '.join(rows_a)}", "has no such row"
+        )
     by_measure = {}
     for measure in measures:
         gains = [differences(rows_b[name], rows_a[name], measure) for name in both]

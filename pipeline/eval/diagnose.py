@@ -71,10 +71,10 @@ class Diagnoser:
         searcher: Searcher,
         judged: JudgedQueries,
         by: Literal["parent", "item"],
-        where: str | None,
+        filter: str | None,
         queries_of: Callable[[str], EncodedQueries | list[np.ndarray]],
     ):
-        self._searcher, self._judged, self._by, self._where = searcher, judged, by, where
+        self._searcher, self._judged, self._by, self._filter = searcher, judged, by, filter
         self._queries_of = queries_of
         self._chosen: dict[str, list[np.ndarray]] = {}
         self._whole: dict[str, list[np.ndarray]] = {}
@@ -155,8 +155,10 @@ class Diagnoser:
         ]
         index, column = self._searcher.index, f"{self._by}_id"
         taking_part = None
-        if self._where is not None:
-            ids = [b["item_id"].to_pylist() for b in index.batches(["item_id"], where=self._where)]
+        if self._filter is not None:
+            ids = [
+                b["item_id"].to_pylist() for b in index.batches(["item_id"], filter=self._filter)
+            ]
             taking_part = {item_id for batch in ids for item_id in batch}
         wanted = {document for documents in relevant for document in documents}
         rows: list[int] = []

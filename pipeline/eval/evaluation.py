@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import pipeline
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
@@ -53,6 +52,7 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
 from pipeline.search.searcher import Searcher, open_index
+from pipeline.version import __version__
 
 #: Number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
@@ -76,13 +76,13 @@ def run(
         extras.require("bm25s", "Stemmer")
     judged = BENCHMARKS.build(spec.benchmark).load()
     searcher = open_index(spec.index)
-    num_items = _count(searcher.index, spec.where)
-    level = judged_level(searcher.index, judged, spec.judged, spec.where)
+    num_items = _count(searcher.index, spec.filter)
+    level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
     ranker = Ranker(spec, judged, searcher)
     notes = list(_left_out(spec, judged, searcher.index))
     plan = list(planned_rows(spec, searcher))
-    if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.where):
+    if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
         notes.append(f"no item has a {spec.text}: there is no row of BM25")
@@ -94,14 +94,14 @@ def run(
 
     by_kind = {}
     if spec.kinds is not None:
-        by_kind = queries_by_kind(searcher.index, judged, spec.kinds, spec.judged, spec.where)
+        by_kind = queries_by_kind(searcher.index, judged, spec.kinds, spec.judged, spec.filter)
     phrases = _phrases(spec, searcher, plan)
     if isinstance(spec.grounding, Generated) and len(phrases) < spec.grounding.num_phrases:
         notes.append(f"grounding: {len(phrases)} phrases found in the items' texts")
         say(notes[-1])
     grounder = Grounder(searcher, phrases)
 
-    samples = _Samples(searcher.index, spec.where)
+    samples = _Samples(searcher.index, spec.filter)
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
     cells = Cells(spec.output)
     results, keys = [], {}
@@ -153,8 +153,8 @@ def run(
 class _Samples:
     """Compares the samples that representations were fitted on with the evaluated items."""
 
-    def __init__(self, index: Index, where: str | None):
-        self._index, self._where = index, where
+    def __init__(self, index: Index, filter: str | None):
+        self._index, self._filter = index, filter
 
     def fitted(self, representation: str) -> dict[str, Any]:
         """Returns what a representation was fitted on, see `Result.fitted`."""
@@ -170,7 +170,7 @@ class _Samples:
     @functools.cached_property
     def _evaluated_N(self) -> np.ndarray:
         """(N,) uint64 hashes of the evaluated items."""
-        batches = self._index.batches(CONTENT, where=self._where)
+        batches = self._index.batches(CONTENT, filter=self._filter)
         return np.concatenate([np.zeros(0, np.uint64), *map(content_hashes, batches)])
 
 
@@ -194,7 +194,7 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
         return []
     names = [row.representation for row in plan if row.score == "late"]
     if isinstance(spec.grounding, Generated):
-        return generate_phrases(spec.grounding, searcher.index, names, spec.where)
+        return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
     phrases = read_phrases(spec.grounding)
     check_phrases(phrases, searcher.index, names)
     return phrases
@@ -282,7 +282,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of this software, its dependencies and the platform."""
     packages = {"torch": "torch", "lance": "pylance", "ray": "ray", "transformers": "transformers"}
     return {
-        "maxray": pipeline.__version__,
+        "maxray": __version__,
         **{name: importlib.metadata.version(package) for name, package in packages.items()},
         "platform": f"{platform.platform()}, Python {platform.python_version()}",
     }
@@ -307,8 +307,12 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
 
 def _reranked(result: Result, second: RerankSpec) -> Result:
     """Returns the row of a reranker, given that of its first stage measured with it."""
-    how = {"model": second.model, "pool": second.pool, "add_first_stage": second.add_first_stage}
-    how |= {"precision": second.precision}
+    how = {
+        "model": second.model,
+        "pool": second.rerank_depth,
+        "add_first_stage": second.add_first_stage,
+        "precision": second.precision,
+    }
     return replace(
         result,
         representation=second.row,
@@ -323,16 +327,16 @@ def _reranked(result: Result, second: RerankSpec) -> Result:
     )
 
 
-def _count(index: Index, where: str | None) -> int:
+def _count(index: Index, filter: str | None) -> int:
     """Returns the number of evaluated items.
 
     Raises:
         SpecError: The filter is invalid or selects no item.
     """
-    with filtering(index, where) as condition:
+    with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
-    if where is not None and not number:
-        raise SpecError("where", where, "a filter that lets items through", "lets none through")
+    if filter is not None and not number:
+        raise SpecError("filter", filter, "a filter that matches items", "matches none")
     return number
 
 
@@ -354,14 +358,14 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
         if grade > 0
     }
     if not relevant:
-        legal = "judgments with a grade above 0 for at least one query"
-        raise SpecError("benchmark", spec.benchmark.name, legal, "has no relevant document")
+        rule = "a benchmark with a grade above 0 for at least one query"
+        raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
     hopeless = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
     if hopeless:
         yield f"{hopeless} queries have no relevant document and score 0 in every row"
     indexed = set()
     column = f"{spec.judged}_id"
-    for batch in index.batches([column], where=spec.where):
+    for batch in index.batches([column], filter=spec.filter):
         indexed |= relevant & set(batch[column].to_pylist())
     if missing := len(relevant) - len(indexed):
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"

@@ -144,8 +144,8 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
     """Title and beginning of the text of documents, by id; of a parent those of its first item."""
     texts: dict[str, tuple[str, str]] = {}
     if ids:
-        where = f"{id_column} IN ({', '.join(map(quote, sorted(ids)))})"
-        for batch in index.batches([id_column, "title", "text"], where=where):
+        filter = f"{id_column} IN ({', '.join(map(quote, sorted(ids)))})"
+        for batch in index.batches([id_column, "title", "text"], filter=filter):
             for row in batch.to_pylist():
                 title, text = row["title"] or "", row["text"] or ""
                 shown = snippet(text.removeprefix(title).lstrip(), [])

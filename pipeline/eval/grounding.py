@@ -158,16 +158,20 @@ def read_phrases(path: str) -> list[Phrase]:
             boxes = np.array(row["boxes"], float)
             item_id, text = row["item_id"], row["phrase"]
             whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
-            legal = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
+            is_valid = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
         except (ValueError, KeyError, TypeError):
-            legal = False
-        if not legal:
-            form = '{"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
-            raise SpecError("grounding", line[:80], form, f"stands in line {number} of {path}")
+            is_valid = False
+        if not is_valid:
+            note = f" (line {number} of {path})"
+            form = (
+                'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
+            )
+            raise SpecError("grounding", line[:80], form, note=note)
         inside = bool(((boxes >= 0) & (boxes <= 1)).all())
         if not inside or not (boxes[:, :2] < boxes[:, 2:]).all():
+            note = f" (line {number} of {path})"
             limits = "boxes with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
-            raise SpecError("grounding", row["boxes"], limits, f"stands in line {number} of {path}")
+            raise SpecError("grounding", row["boxes"], limits, note=note)
         phrases.append(Phrase(item_id, text, boxes.tolist()))
     if not phrases:
         raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
@@ -181,14 +185,14 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
     there = {row["item_id"]: row for row in index.items(wanted, ["item_id", *columns]).to_pylist()}
     for item_id in wanted:
         if item_id not in there:
-            raise SpecError("grounding", item_id, "items of the index", "is not in the index")
+            raise SpecError("grounding", item_id, "the id of an item in the index")
         if not any(_has_boxes(there[item_id][column]) for column in columns):
-            legal = "items with stored places of their tokens (keep_positions), such as pages"
-            raise SpecError("grounding", item_id, legal, "has no places of tokens")
+            rule = "an item with stored token positions (keep_positions)"
+            raise SpecError("grounding", item_id, rule, "has none")
 
 
 def generate_phrases(
-    spec: Generated, index: Index, names: Sequence[str], where: str | None
+    spec: Generated, index: Index, names: Sequence[str], filter: str | None
 ) -> list[Phrase]:
     """Phrases of the items' own words, and the boxes of their tokens.
 
@@ -202,8 +206,8 @@ def generate_phrases(
     found: list[Phrase] = []
     for info in infos[:1]:
         spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
-        has = both(where, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
-        ids = [i for batch in index.batches(["item_id"], where=has) for i in batch[0].to_pylist()]
+        has = both(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
+        ids = [i for batch in index.batches(["item_id"], filter=has) for i in batch[0].to_pylist()]
         order = rng.permutation(len(ids)).tolist()
         for start in range(0, len(order), spec.num_phrases):
             if len(found) >= spec.num_phrases:
@@ -216,8 +220,8 @@ def generate_phrases(
                 drawn = words.phrases(spec.num_words, per_item, rng)
                 found += [Phrase(row["item_id"], text, boxes) for text, boxes in drawn]
     if not found:
-        legal = "a file of phrases, or an index of pages or photos with places of their words"
-        raise SpecError("grounding", spec.num_phrases, legal, "finds no item with such words")
+        rule = "a file of phrases, unless the index has word positions"
+        raise SpecError("grounding", spec.num_phrases, rule, "finds no item with words")
     return found[: spec.num_phrases]
 
 

@@ -16,7 +16,7 @@ METADATA = "metadata."
 
 
 def queries_by_kind(
-    index: Index, judged: JudgedQueries, kinds: str, by: str, where: str | None
+    index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
     """Groups query ids by the kinds of their relevant documents, kinds in order.
 
@@ -36,11 +36,11 @@ def queries_by_kind(
     is_key = kinds.startswith(METADATA)
     column = "metadata" if is_key else kinds
     if not is_key and kinds not in columns:
-        legal = f"{', '.join(columns)}, or {METADATA}KEY"
-        raise SpecError("kinds", kinds, legal, "is no column of text")
+        rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("kinds", kinds, rule, "is not a text column")
     key, keys = kinds.removeprefix(METADATA), set()
     kinds_of: dict[str, set[str]] = {}
-    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), where=where):
+    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
         values = batch[column].to_pylist()
         for document, value in zip(batch[f"{by}_id"].to_pylist(), values, strict=True):
             if is_key:
@@ -49,8 +49,8 @@ def queries_by_kind(
                 value = fields.get(key)
             kinds_of.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
-        legal = ", ".join(f"{METADATA}{name}" for name in sorted(keys)) or "a column: no metadata"
-        raise SpecError("kinds", kinds, legal, "is in no item's metadata")
+        names = [f"{METADATA}{name}" for name in sorted(keys)]
+        raise SpecError.unknown_name("kinds", kinds, names, "is not in the metadata of any item")
     groups: dict[str, list[str]] = {}
     for query_id in judged.queries:
         relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]

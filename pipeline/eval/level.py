@@ -13,7 +13,10 @@ Level = Literal["parent", "item"]
 
 
 def judged_level(
-    index: Index, judged: JudgedQueries, asked: Literal["auto", "parent", "item"], where: str | None
+    index: Index,
+    judged: JudgedQueries,
+    asked: Literal["auto", "parent", "item"],
+    filter: str | None,
 ) -> Level:
     """Returns the level on which judgments are read.
 
@@ -24,7 +27,7 @@ def judged_level(
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         asked: Level in the spec, or `auto`.
-        where: Filter of the items that take part.
+        filter: Filter of the items that take part.
 
     Raises:
         SpecError: For `judged`: no judged id is in the index at the level that is asked for; or,
@@ -33,7 +36,7 @@ def judged_level(
     named = {document for grades in judged.qrels.values() for document in grades}
     items: set[str] = set()
     parents: Counter[str] = Counter()
-    for batch in index.batches(["item_id", "parent_id"], where=where):
+    for batch in index.batches(["item_id", "parent_id"], filter=filter):
         items |= named & set(batch["item_id"].to_pylist())
         parents.update(parent for parent in batch["parent_id"].to_pylist() if parent in named)
     found = {"parent": set(parents), "item": items}
@@ -41,16 +44,15 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judgments that name items or parents of the index (with `where`, of those that it"
-            " lets through)",
-            f"finds none of the {len(named):,} judged ids in the index",
+            "a level whose ids are in the index (and match `filter`)",
+            f"has none of the {len(named):,} judged ids",
         )
     if asked != "auto":
         if not found[asked]:
             (other,) = {"parent", "item"} - {asked}
             number = f"{len(found[other]):,} of the {len(named):,} judged ids"
-            problem = f"finds no judged id in the index; {number} are {other}s"
-            raise SpecError("judged", asked, f"judged={other}", problem)
+            problem = f"matches no judged id ({number} are {other}s)"
+            raise SpecError("judged", asked, f"{other}", problem)
         return asked
     only_items, only_parents = items - found["parent"], found["parent"] - items
     if only_items and not only_parents:
@@ -61,8 +63,8 @@ def judged_level(
         raise SpecError(
             "judged",
             asked,
-            "judged=parent or judged=item",
-            f"is ambiguous: of {len(named):,} judged ids {len(parents):,} are parents and"
-            f" {len(items):,} are items",
+            "parent or item",
+            f"is ambiguous (of {len(named):,} judged ids, {len(parents):,} are parents and"
+            f" {len(items):,} are items)",
         )
     return "parent"

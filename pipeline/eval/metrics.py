@@ -38,16 +38,16 @@ def parse_measure(name: str) -> ir_measures.Measure:
     Raises:
         SpecError: no such measure, or none that can be computed with these parameters.
     """
-    legal = f"names of ir-measures such as {', '.join(DEFAULT_MEASURES)}"
+    rule = f"an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
     try:
         measure = ir_measures.parse_measure(name)
         measure.validate_params()
     except (NameError, ValueError, TypeError, AssertionError):
-        raise SpecError("measures", name, legal) from None
+        raise SpecError("measures", name, rule) from None
     if measure.NAME not in OWN and not PROVIDERS.supports(measure):
-        raise SpecError("measures", name, legal, "cannot be computed")
+        raise SpecError("measures", name, rule, "is not supported")
     if measure.params.get("cutoff", 1) < 1:  # of which trec_eval ends the process
-        raise SpecError("measures", name, legal)
+        raise SpecError("measures", name, rule)
     return measure
 
 
@@ -217,6 +217,6 @@ def read_run(uri: str) -> dict[str, dict[str, float]]:
             query_id, _, document_id, _, score, _ = line.split()
             run.setdefault(_unword(query_id), {})[_unword(document_id)] = float(score)
         except ValueError:
-            legal = "query Q0 document rank score tag"
-            raise SpecError("run", line[:80], legal, f"stands in line {number} of {uri}") from None
+            rule, note = "a line `query Q0 document rank score tag`", f" (line {number} of {uri})"
+            raise SpecError("run", line[:80], rule, note=note) from None
     return run

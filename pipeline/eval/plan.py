@@ -30,14 +30,14 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     Raises:
         SpecError: A representation is missing, or lacks single vectors that a score needs.
     """
-    names = spec.representations or _filled(searcher.index, spec.where)
+    names = spec.representations or _filled(searcher.index, spec.filter)
     if not names:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
     infos = [searcher.representation(name) for name in names]
     for info in infos:
         needy = [score for score in spec.scores if score != "late"]
         if needy and info.pooled_column is None:
-            problem = f"needs single vectors, and {info.name} has none"
+            problem = f"needs the single vectors that {info.name} lacks"
             raise SpecError("scores", needy[0], "late", problem)
     scores = spec.scores or SCORES
     if SINGLE in scores:
@@ -61,16 +61,16 @@ def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -
     info = searcher.representation(name)
     score: Score = second.score or (SINGLE if info.pooled_column else "late")
     if score != "late" and info.pooled_column is None:
-        problem = f"needs single vectors, and {name} has none"
+        problem = f"needs the single vectors that {name} lacks"
         raise SpecError("rerank.score", score, "late", problem)
     return Row(name, score, second)
 
 
-def _filled(index: Index, where: str | None) -> list[str]:
+def _filled(index: Index, filter: str | None) -> list[str]:
     """Returns the representations that at least one item has."""
-    filled = {name: both(where, f"`{name}` IS NOT NULL") for name in index.representations()}
+    filled = {name: both(filter, f"`{name}` IS NOT NULL") for name in index.representations()}
     return [
         name
         for name, has in filled.items()
-        if any(batch.num_rows for batch in index.batches(["item_id"], where=has))
+        if any(batch.num_rows for batch in index.batches(["item_id"], filter=has))
     ]

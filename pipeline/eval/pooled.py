@@ -27,14 +27,14 @@ def pool(outputs: Sequence[str]) -> Evaluation:
     for place, output in enumerate(outputs):
         if judgments[place] in judgments[:place]:
             problem = f"has the judged queries of {outputs[judgments.index(judgments[place])]}"
-            raise SpecError("OUT", output, "evaluations of different collections", problem)
+            raise SpecError("OUT", output, "an evaluation of another collection", problem)
     first, *others = evaluations
     measures = [m for m in first.measures if all(m in other.measures for other in others)]
     rows = [{row.name: row for row in evaluation.results} for evaluation in evaluations]
     names = [name for name in rows[0] if all(name in its for its in rows[1:])]
     if not measures or not names:
         lacks = "row" if measures else "measure"
-        raise SpecError("OUT", list(outputs), "evaluations of the same rows", f"share no {lacks}")
+        raise SpecError("OUT", list(outputs), f"evaluations with a common {lacks}", "have none")
     return replace(
         first,
         headline=first.headline if first.headline in measures else measures[0],
@@ -95,8 +95,8 @@ def retention_p_values(rows: Sequence[Result], methods: Sequence[str]) -> list[d
     """
     for name in methods:
         if all(row.method != name for row in rows):
-            legal = f"of {', '.join(dict.fromkeys(row.method for row in rows))}"
-            raise SpecError("against", name, legal)
+            valid = dict.fromkeys(row.method for row in rows)
+            raise SpecError.unknown_name("against", name, valid)
     retentions = {row.name: retained(row) for row in rows}
     return [_p_values(rows, retentions, method) for method in methods]
 

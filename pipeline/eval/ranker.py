@@ -76,7 +76,7 @@ class Ranker:
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,
-            **({"where": self._spec.where} if self._spec.where else {}),
+            **({"where": self._spec.filter} if self._spec.filter else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
             **({"rerank": self._decides(row.rerank)} if row.rerank else {}),
         )
@@ -89,7 +89,7 @@ class Ranker:
         """
         if spec.row not in self._rerankers:
             loaded = self._joint(spec)
-            self._rerankers[spec.row] = loaded.with_pool(spec.pool, spec.add_first_stage)
+            self._rerankers[spec.row] = loaded.with_depth(spec.rerank_depth, spec.add_first_stage)
         return self._rerankers[spec.row]
 
     def _joint(self, spec: RerankSpec) -> Reranker:
@@ -103,7 +103,7 @@ class Ranker:
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
             except SpecError as error:  # of one of several
                 field = f"rerank.{self._spec.rerank.index(spec)}.model"
-                raise SpecError(field, error.value, error.legal, error.problem) from None
+                raise error.at(field) from None
             self._joints[which] = reranker
         return self._joints[which]
 
@@ -111,7 +111,8 @@ class Ranker:
         """Returns everything that the output of a second stage depends on."""
         index, reranker = self._searcher.index, self.reranker(spec)
         stored = index.content_key([RERANK_TOKENS])
-        decides = [stored, reranker.about["fingerprints"], spec.pool, spec.add_first_stage]
+        fingerprints = reranker.metadata["fingerprints"]
+        decides = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
         return [*decides, spec.precision] if spec.precision else decides
 
     def weights(self, score: str) -> list[float] | None:
@@ -131,7 +132,7 @@ class Ranker:
             made=[fitting_key(info) for info in infos],
             vectors=self._vectors_hash,
             judgments=self.judgments,
-            where=self._spec.where,
+            where=self._spec.filter,
         )
 
     def diagnosis(self, representation: str) -> Diagnosis:
@@ -143,7 +144,7 @@ class Ranker:
                 self._searcher,
                 self._judged,
                 spec.judged,
-                spec.where,
+                spec.filter,
                 lambda name: self._queries(name, everyone),
             )
         return self._diagnoser.diagnose(representation)
@@ -151,7 +152,7 @@ class Ranker:
     @property
     def _filtered(self) -> list[str]:
         """Columns that the filter may read."""
-        return ITEM.names if self._spec.where else []
+        return ITEM.names if self._spec.filter else []
 
     def cell(self, row: Row) -> Cell:
         """Ranks every query by a row: all in one batch, then some one at a time."""
@@ -178,10 +179,10 @@ class Ranker:
 
     def _all_sizes(self, row: Row) -> dict[str, float]:
         """Returns the sizes of what a row reads per item, with the tokens of a reranker."""
-        index, where = self._searcher.index, self._spec.where
-        sizes = _sizes(index, row, where)
+        index, filter = self._searcher.index, self._spec.filter
+        sizes = _sizes(index, row, filter)
         if row.rerank is not None:
-            tokens = stored_tokens(index, where)
+            tokens = stored_tokens(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
             sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
@@ -200,7 +201,7 @@ class Ranker:
 
     def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
-        ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.where)
+        ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
         return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
 
@@ -209,7 +210,7 @@ class Ranker:
         assert row.score != BM25
         self._searcher.load(name, row.score)
         second, texts = row.rerank, list(self._judged.queries.values())
-        depth = self._spec.k if second is None else max(self._spec.k, second.pool)
+        depth = self._spec.k if second is None else max(self._spec.k, second.rerank_depth)
         how = {"k": depth, **self._how(row.score)}
 
         def rank(places: Sequence[int]) -> list[dict[str, float]]:
@@ -224,7 +225,7 @@ class Ranker:
         return rank
 
     def _how(self, score: str) -> dict[str, Any]:
-        how = {"score": score, "group_by": self._group_by, "where": self._spec.where}
+        how = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
         return {**how, "weights": self.weights(score) or EQUAL}
 
     def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
@@ -245,8 +246,8 @@ def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
     vectors = read_query_vectors(spec.query_vectors)
     for query_id in judged.queries:
         if query_id not in vectors:
-            legal = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, legal, "is judged and has no vectors")
+            rule = "vectors for every judged query"
+            raise SpecError("query_vectors", query_id, rule, "has none")
     return [vectors[query_id] for query_id in judged.queries]
 
 
@@ -270,11 +271,11 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
     return [row.representation, *info.token_columns, *pooled]
 
 
-def _sizes(index: Index, row: Row, where: str | None) -> dict[str, float]:
+def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns vectors and bytes per item of what a row's score reads."""
     sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("late", "hybrid"):
-        there = stored(index, row.representation, where)
+        there = stored(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(there[kind]) for name, kind in zip(SIZES, parts, strict=True)}
     if row.score in (SINGLE, "hybrid"):

@@ -83,9 +83,9 @@ class Result:
         diagnosis: what the diagnostics say; None for other than late rows, and without them.
         grounding: the grounding measures by name; empty where they were not asked for.
         weights: of the single and the late score in a hybrid one; None where they are equal.
-        first_stage: of a reranker, the row that gives it its pool; it is held against that.
-        rerank: of a reranker, its model, pool, precision, and whether the first stage's score is
-            added.
+        first_stage: Of a reranker, the row of its first stage, which it is compared with.
+        rerank: Of a reranker, its `model`, `pool` (the rerank depth), `precision` and
+            `add_first_stage`.
         fitted: what the compressor or codec was fitted on: `num_items`, how many of these are
             `evaluated`, and the `origin` of a separate sample; the numbers are None where an older
             version did not record them. Empty if nothing was fitted.
@@ -395,16 +395,16 @@ def read_results(output: str, field: str) -> Evaluation:
     Raises:
         SpecError: for `field`: there is none, or it is damaged.
     """
-    legal = "the output folder of jobs.evaluate"
+    rule = "the output folder of jobs.evaluate"
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = json.load(file)
         results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
-        raise SpecError(field, output, legal, f"holds no {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise SpecError(field, output, legal, f"holds a damaged {RESULTS}") from None
+        raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 
 def _result(row: dict[str, Any]) -> Result:

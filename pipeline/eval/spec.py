@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -11,8 +12,8 @@ from pipeline.eval.grounding import Generated
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
-from pipeline.schema import POOL, Precision
-from pipeline.search.options import EQUAL, LEGAL_WEIGHTS, Score, Weights, are_weights
+from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
+from pipeline.search.options import EQUAL, WEIGHTS_RULE, Score, Weights, are_weights
 
 
 class RerankSpec(Spec):
@@ -20,7 +21,7 @@ class RerankSpec(Spec):
 
     Attributes:
         model: the folder of an EDJE, whose adapter's tokens are in the index.
-        pool: how many items (of parents, each the best) of the first stage are reranked.
+        rerank_depth: Number of first-stage items that are reranked; of a parent only the best.
         add_first_stage: whether its score is added.
         precision: in which the joint encoder computes; null: as its folder says.
         representation, score: the first stage; default: the single score if there is one, else the
@@ -28,9 +29,11 @@ class RerankSpec(Spec):
         label: what the row is called; default: of the above, such as edje_10 or edje_10_int8.
     """
 
+    renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
+
     name: Literal["edje"] = "edje"
     model: Uri
-    pool: PositiveInt = POOL
+    rerank_depth: PositiveInt = DEFAULT_RERANK_DEPTH
     add_first_stage: bool = False
     precision: Precision | None = None
     representation: str | None = None
@@ -40,7 +43,7 @@ class RerankSpec(Spec):
     @property
     def row(self) -> str:
         """The name of its row."""
-        parts = [EDJE, str(self.pool)]
+        parts = [EDJE, str(self.rerank_depth)]
         if self.add_first_stage:
             parts.append("added")
         if self.precision:
@@ -66,8 +69,8 @@ class EvaluateSpec(Spec):
             auto: the level at which their ids are in the index.
         bm25: whether BM25 over the items' texts has a row.
         text: what BM25 reads: the texts, or the captions.
-        where: a Lance filter over the items' columns, such as "source = 'letters'": the benchmark
-            is about these items alone, and no others are searched.
+        filter: SQL condition on the item columns, such as "source = 'letters'". Only the items that
+            satisfy it are searched and judged.
         diagnostics: whether late rows are diagnosed: score retention, use of the vectors, evenness
             and similarity; takes about as long again as ranking.
         grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
@@ -76,6 +79,8 @@ class EvaluateSpec(Spec):
         kinds: an item column such as modality, or metadata.KEY: the report has a table by kind of
             the relevant documents; null for none.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
 
     index: str
     benchmark: BenchmarkSpec
@@ -89,7 +94,7 @@ class EvaluateSpec(Spec):
     judged: Literal["auto", "parent", "item"] = "auto"
     bm25: bool = True
     text: Literal["text", "caption"] = "text"
-    where: str | None = None
+    filter: str | None = None
     diagnostics: bool = True
     grounding: Generated | str | None = None
     kinds: str | None = None
@@ -101,28 +106,28 @@ class EvaluateSpec(Spec):
         names = [each.row for each in rerank]
         for name in names:
             if names.count(name) > 1:
-                raise SpecError("", name, "a different `label` for each", "is named twice")
+                raise SpecError("", name, "unique (set a different `label`)", "occurs twice")
         return rerank
 
     @field_validator("measures")
     @classmethod
     def _some_measure(cls, names: list[str]) -> list[str]:
         if not names:
-            raise SpecError("", names, "at least one name of ir-measures")
+            raise SpecError("", names, "a list of at least one ir-measures name")
         return names
 
     @field_validator("weights", mode="before")
     @classmethod
-    def _legal_weights(cls, weights: Any) -> Any:
+    def _check_weights(cls, weights: Any) -> Any:
         if not are_weights(weights):
-            raise SpecError("", weights, LEGAL_WEIGHTS)
+            raise SpecError("", weights, WEIGHTS_RULE)
         return weights
 
     @model_validator(mode="after")
     def _weights_of_something(self) -> EvaluateSpec:
         if self.weights != EQUAL and self.scores and "hybrid" not in self.scores:
-            problem = "mean nothing without the score hybrid"
-            raise SpecError("weights", list(self.weights), "hybrid among the scores", problem)
+            rule = f"{list(EQUAL)} unless hybrid is among the scores"
+            raise SpecError("weights", list(self.weights), rule)
         return self
 
     @model_validator(mode="after")
@@ -130,5 +135,5 @@ class EvaluateSpec(Spec):
         for name in self.measures:  # a name that is no measure says so itself
             depth = parse_measure(name).params.get("cutoff", 0)
             if depth > self.k:
-                raise SpecError("k", self.k, f"at least {depth}, for {name}")
+                raise SpecError("k", self.k, f"at least {depth} for {name}")
         return self

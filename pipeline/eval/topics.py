@@ -32,7 +32,7 @@ def lines_of(path: str, field: str) -> Iterator[tuple[int, str]]:
     except FileNotFoundError:
         raise SpecError(field, path, "the path of an existing file", "does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(field, path, f"a readable UTF-8 file ({error})") from None
+        raise SpecError(field, path, "a UTF-8 file", f"cannot be read ({error})") from None
 
 
 def read_queries(path: str, field: str = "queries") -> dict[str, str]:
@@ -45,10 +45,10 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     for number, line in lines_of(path, field):
         query_id, text = _query(line)
         if not query_id or not text or not text.strip() or _SURROGATES.search(query_id + text):
-            legal = 'lines {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
-            raise SpecError(field, line[:80], legal, f"stands in line {number} of {path}")
+            rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
+            raise SpecError(field, line[:80], rule, note=f" (line {number} of {path})")
         if query_id in queries:
-            raise SpecError(field, query_id, "each id once", f"is there twice (line {number})")
+            raise SpecError(field, query_id, "a unique id", "occurs twice", f" (line {number})")
         queries[query_id] = text
     if not queries:
         raise SpecError(field, path, "a file with at least one query", "is empty")
@@ -144,24 +144,24 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     Raises:
         SpecError: for `field`: no such file, or one of another form.
     """
-    legal = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
+    rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
     try:
         with fsspec.open(path, "rb") as file:
             if path.endswith(".npy"):
                 return {"1": np.load(file, allow_pickle=False)}
             table = pq.read_table(file, columns=["id", "vectors"])
     except FileNotFoundError:
-        raise SpecError(field, path, legal, "does not exist") from None
+        raise SpecError(field, path, rule, "does not exist") from None
     except (OSError, ValueError, EOFError, pa.ArrowException):
-        raise SpecError(field, path, legal) from None
+        raise SpecError(field, path, rule) from None
     ids = [str(query_id) for query_id in table["id"].to_pylist()]
     if not ids or table["id"].null_count:
-        raise SpecError(field, path, "at least one query, each with an id")
+        raise SpecError(field, path, "a file of at least one query, each with an id")
     for query_id, number in Counter(ids).most_common(1):
         if number > 1:
-            raise SpecError(field, query_id, "each id once", "is there twice")
+            raise SpecError(field, query_id, "a unique id", "occurs twice")
     try:
         vectors = [np.array(value, dtype=np.float32) for value in table["vectors"].to_pylist()]
     except (ValueError, TypeError):
-        raise SpecError(field, path, legal) from None
+        raise SpecError(field, path, rule) from None
     return dict(zip(ids, vectors, strict=True))

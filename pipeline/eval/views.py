@@ -80,13 +80,13 @@ def in_scans(evaluation: Evaluation) -> set[str]:
 
 
 @dataclass(frozen=True)
-class PoolScan:
-    """Rows of one reranker behind one first stage that differ in their pool alone.
+class DepthScan:
+    """Rows of one reranker and first stage that differ only in the rerank depth.
 
     Attributes:
         name: of both, with the precision, and whether the first stage's score is added.
         first: its row.
-        rows: by pool, ascending.
+        rows: Rows by rerank depth, ascending.
     """
 
     name: str
@@ -94,8 +94,8 @@ class PoolScan:
     rows: dict[int, Result]
 
 
-def pool_scans(evaluation: Evaluation) -> list[PoolScan]:
-    """Every reranker that was measured with two or more pools."""
+def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
+    """Returns a scan per reranker that was measured at two or more rerank depths."""
     found: dict[tuple[str, str, str, bool], dict[int, Result]] = {}
     for row in evaluation.results:
         if how := row.rerank:
@@ -109,7 +109,7 @@ def pool_scans(evaluation: Evaluation) -> list[PoolScan]:
         if len(own) > 1:
             words = ["EDJE", model * several, precision, f"after {first}"]
             name = " ".join(filter(None, words)) + ", scores added" * added
-            scans.append(PoolScan(name, rows[first], dict(sorted(own.items()))))
+            scans.append(DepthScan(name, rows[first], dict(sorted(own.items()))))
     return scans
 
 

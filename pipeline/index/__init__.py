@@ -18,7 +18,7 @@ PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 
 def no_index(uri: str) -> SpecError:
     """The error of a URI that should be that of an index."""
-    return SpecError("index", uri, "the URI of an index made by jobs.index", "holds no index")
+    return SpecError("index", uri, "the URI of an index made by jobs.index", "contains no index")
 
 
 def check_index(uri: str) -> None:

@@ -72,8 +72,8 @@ def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.
     stored.pop(SAMPLE_ITEMS, None)
     for key, value in about.items():
         if there.get(key) != value:
-            legal = f"{there.get(key)}, for which it was fitted"
-            raise SpecError(f"artefact {name}.{key}", value, legal, "is not what it is for")
+            rule = f"{there.get(key)}, for which it was fitted"
+            raise SpecError(f"artefact {name}.{key}", value, rule)
     return stored
 
 
@@ -91,17 +91,18 @@ def load_sample(index: str, name: str) -> Sample | None:
 
 def _read(index: str, name: str) -> dict[str, np.ndarray]:
     path = _path(index, name)
-    legal = f"artefact {name} in it; bring {path} back from a copy, or make the columns anew"
+    rule = f"an index with the artefact {name}"
+    note = f"; restore {path} from a copy or rebuild the columns"
     try:
         with fsspec.open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
     # What numpy and zipfile say of a damaged file; NotImplementedError is a RuntimeError.
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError):
-        raise SpecError("index", index, legal, "is damaged") from None
+        raise SpecError("index", index, rule, "is corrupted", note) from None
     if _hash(stored) != name:
-        problem = f"is damaged: the file {name}.npz holds another artefact"
-        raise SpecError("index", index, legal, problem)
+        problem = f"is corrupted ({name}.npz contains another artefact)"
+        raise SpecError("index", index, rule, problem, note)
     return stored
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
 from pipeline.index import listing, tasks, unit_reader
 from pipeline.index.checks import check, refuse_other_encoders
 from pipeline.index.columns import RERANK_TOKENS, every_representation
@@ -59,16 +59,16 @@ def run(
         lease_seconds: Lifetime of the lease without renewal.
 
     Raises:
-        SpecError: The index, its source or the EDJE is not valid, or of another encoder.
+        SpecError: The index, its source or the EDJE is invalid, or has another encoder.
         LeaseHeld: Another job writes to the index.
         Stopped: SIGTERM arrived; finished work is committed and the lease is released.
     """
     check(spec)
     if spec.rerank is None:
-        raise SpecError("rerank", None, "the folder of an EDJE, as `rerank=FOLDER`", "is missing")
+        raise MissingField("rerank", None, "the folder of an EDJE (rerank=FOLDER)")
     if not len(Index(spec.index)):
-        legal = "an index that has rows; run `python -m jobs.index` with this spec"
-        raise SpecError("index", spec.index, legal, "is empty")
+        note = "; run `python -m jobs.index` with this spec first"
+        raise SpecError("index", spec.index, "an index with rows", "is empty", note)
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer

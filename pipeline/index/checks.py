@@ -31,12 +31,12 @@ def check(spec: IndexSpec) -> None:
         encoder.check(spec.encoder)
     if spec.rerank is not None:
         if "content" not in aspects:
-            legal = "null, or a representation `of: content`, which it reads"
-            raise SpecError("rerank", spec.rerank, legal)
+            rule = "null unless a representation is `of: content`"
+            raise SpecError("rerank", spec.rerank, rule)
         edje_of(spec.rerank)
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
     if "vectors" in encoder.needs and source_dim and encoder_dim != source_dim:
-        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as source.dim")
+        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, the value of source.dim")
     _check_taps(spec, encoder.attention(spec.encoder))
     for source in filter(None, (spec.source, spec.fit.source)):
         for each in SOURCES.load(source.name).leaf_specs(source):
@@ -46,8 +46,8 @@ def check(spec: IndexSpec) -> None:
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
     """Raises `SpecError` if the profile spreads an encoder over GPUs that cannot be spread."""
     if resources.device_map and not ENCODERS.load(spec.encoder.name).can_be_spread:
-        legal = f"none (the encoder {spec.encoder.name} is not spread over GPUs)"
-        raise SpecError("device_map", resources.device_map, legal)
+        rule = f"null (the encoder {spec.encoder.name} runs on one GPU)"
+        raise SpecError("device_map", resources.device_map, rule)
 
 
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
@@ -56,8 +56,8 @@ def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
         known = set(Index(spec.index).rejects()["reason"].to_pylist())
         for reason in reasons:
             if reason not in known:
-                legal = ", ".join(sorted(known)) or "none: nothing is rejected"
-                raise SpecError("--retry-rejects", reason, legal, "is no reason in the index")
+                problem = "is not a reason in the index"
+                raise SpecError.unknown_name("--retry-rejects", reason, sorted(known), problem)
 
 
 def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
@@ -71,9 +71,8 @@ def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
             raise SpecError(
                 "encoder",
                 encoder_info.name,
-                f"the encoder with which {name!r} was made (fingerprint {fingerprint}; this one"
-                f" has {encoder_info.fingerprint})",
-                "differs from the index's",
+                f"the encoder of {name!r} (fingerprint {fingerprint})",
+                f"has the fingerprint {encoder_info.fingerprint}",
             )
 
 
@@ -86,9 +85,9 @@ def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
         for tap in taps:
             if attention is None or tap.statistic not in attention.statistics:
                 given = ", ".join(attention.statistics) if attention else "no attention"
-                legal = f"methods that need no more than what the encoder gives: {given}"
-                problem = f"is not given by the encoder {spec.encoder.name}"
-                raise SpecError(field, tap.name, legal, problem)
+                rule = f"attention statistics that the encoder provides ({given})"
+                problem = f"is not provided by the encoder {spec.encoder.name}"
+                raise SpecError(field, tap.name, rule, problem)
             with within(field):
                 tap.numbers(attention.num_layers)
 
@@ -102,10 +101,10 @@ def _check_source(spec: IndexSpec, source: str) -> None:
     if "caption" in gives and "caption" in aspects:
         return
     if "content" not in aspects:
-        legal = "content, for sources without captions"
-        raise SpecError("representations.of", "caption", legal, f"is nothing that {source} gives")
+        problem = f"is not provided by the source {source}"
+        raise SpecError("representations.of", "caption", "content", problem)
     missing = set(encoder.needs_of(spec.encoder)) - set(gives)
     if missing or not set(reads) & set(gives):
-        legal = f"an encoder of {' or '.join(gives)}, which the source {source} gives"
+        rule = f"an encoder of {' or '.join(gives)}, as provided by the source {source}"
         problem = f"reads {', '.join(sorted(missing or reads))}"
-        raise SpecError("encoder", spec.encoder.name, legal, problem)
+        raise SpecError("encoder", spec.encoder.name, rule, problem)

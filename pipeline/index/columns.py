@@ -62,10 +62,11 @@ class Representation(Spec):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if value and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
-            raise SpecError("", value, "lower-case letters, digits and _, a letter first")
+            raise SpecError("", value, "lower-case letters, digits and _, starting with a letter")
         if value in TAKEN or value.endswith(COMPANIONS):
-            legal = f"none of {', '.join(TAKEN)}, and no ending {', '.join(COMPANIONS)}"
-            raise SpecError("", value, legal, "is the name of another column")
+            taken, endings = ", ".join(TAKEN), ", ".join(COMPANIONS)
+            rule = f"a name other than {taken}, without an ending {endings}"
+            raise SpecError("", value, rule, "is reserved")
         return value
 
     @model_validator(mode="after")
@@ -179,7 +180,7 @@ def every_representation(spec: ListsRepresentations) -> list[Representation]:
     """The listed representations and those of the sweeps, each name once.
 
     Raises:
-        SpecError: none at all, two of the same name, or a swept one that is not legal.
+        SpecError: There is none, two have the same name, or a swept one is invalid.
     """
     every = list(spec.representations)
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
@@ -187,12 +188,14 @@ def every_representation(spec: ListsRepresentations) -> list[Representation]:
             with within("sweep"):
                 every.append(parse(Representation, fields))
     if not every:
-        raise SpecError("representations", [], "at least one, here or in `sweep`")
+        raise SpecError(
+            "representations", [], "a non-empty list, unless `sweep` has representations"
+        )
     names = [r.id for r in every]
     for name in names:
         if names.count(name) > 1:
-            legal = "a different `id` for each"
-            raise SpecError("representations", name, legal, "is named twice")
+            rule = "unique (set a different `id`)"
+            raise SpecError("representations", name, rule, "occurs twice")
     return every
 
 
@@ -325,8 +328,7 @@ def refuse_other_settings(
         raise SpecError(
             f"representations.{representation.id}.{name}",
             value,
-            f"{value_there} as in the index, or another `id`",
-            "differs from the index's",
+            f"{value_there} as in the index, unless `id` is set to another name",
         )
 
 

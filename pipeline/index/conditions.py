@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import types
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, close_match
 from pipeline.index.reader import quote
 from pipeline.schema import metadata_of
 
-LEGAL = "a condition in SQL over the items' columns, such as modality = 'text'"
+FILTER_RULE = "a condition in SQL over the items' columns, such as modality = 'text'"
 
 #: Lance evaluates a chain of operators by recursion, and a long one would end the process.
 MAX_OPERATORS = 400
@@ -81,25 +81,25 @@ class _Word(NamedTuple):
         return self.text.upper()
 
 
-def condition_sql(where: str, schema: pa.Schema) -> str:
+def condition_sql(filter: str, schema: pa.Schema) -> str:
     r"""Returns the SQL of a filter over the columns of a schema.
 
     >>> condition_sql('Title = "it\'s" AND (n+1)::int<3', pa.schema({"title": "str", "n": "i8"}))
     "`title` = 'it''s' AND ( `n` + 1 ) :: int < 3"
 
     Raises:
-        SpecError: for `where`: it does not parse, and where; it names an unknown column or
+        SpecError: For `filter`: it does not parse; it names an unknown column or
             function; it is longer or deeper than a filter may be.
     """
-    return _Parser(where, schema).sql()
+    return _Parser(filter, schema).sql()
 
 
 class _Parser:
     """Recognises a condition by recursive descent; `_out` is the SQL of what it has recognised."""
 
-    def __init__(self, where: str, schema: pa.Schema):
-        self._where, self._schema = where, schema
-        self._words = list(_split_words(where))
+    def __init__(self, filter: str, schema: pa.Schema):
+        self._filter, self._schema = filter, schema
+        self._words = list(_split_words(filter))
         self._next = 0
         self._out: list[str] = []
         self._num_operators = self._num_values = 0
@@ -146,13 +146,13 @@ class _Parser:
         word = self._word
         if expected.startswith("AND, OR") and word is not None and word.depth:
             expected = "a closing bracket"
-        return _unparsed(self._where, word, expected)
+        return _unparsed(self._filter, word, expected)
 
     def _operator(self) -> None:
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
-            legal = f"at most {MAX_OPERATORS} operators; many values as column IN ('a', 'b', ...)"
-            raise _too_long(self._where, legal)
+            rule = f"a filter of at most {MAX_OPERATORS} operators (for many values use IN)"
+            raise _too_long(self._filter, rule)
 
     # -- conditions --------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class _Parser:
         name = word.text[1:-1].lower()
         is_alone = self._next == first + 1
         if is_alone and word.text[0] == '"' and name in set(filterable(self._schema)):
-            raise _unparsed(self._where, word, f"`{name}` for the column, '{name}' for a text")
+            raise _unparsed(self._filter, word, f"`{name}` for the column, '{name}' for a text")
 
     def _pattern(self) -> None:
         """Takes a literal pattern: one out of a column would be compiled for every item."""
@@ -270,7 +270,9 @@ class _Parser:
         if word is None or not self._is_literal():
             raise self._expected("a value")
         if len(word.text) > MAX_LITERAL_CHARS:
-            raise _too_long(self._where, f"texts of at most {MAX_LITERAL_CHARS:,} characters")
+            raise _too_long(
+                self._filter, f"a filter with strings of at most {MAX_LITERAL_CHARS:,} characters"
+            )
         mark = word.text[0]
         if mark in "'\"":
             self._emit(quote(word.text[1:-1].replace(mark * 2, mark)))
@@ -286,7 +288,9 @@ class _Parser:
         while True:
             self._num_values += 1
             if self._num_values > MAX_VALUES:
-                raise _too_long(self._where, f"at most {MAX_VALUES:,} values in lists")
+                raise _too_long(
+                    self._filter, f"a filter with at most {MAX_VALUES:,} values in lists"
+                )
             self._take("-")
             self._literal()
             if not self._take(","):
@@ -311,9 +315,11 @@ class _Parser:
         """A function, named by `word`, and its arguments; only functions of lists take lists."""
         name = word.text.lower()
         if name not in FUNCTIONS + LIST_FUNCTIONS:
-            legal = f"the functions {', '.join(FUNCTIONS + LIST_FUNCTIONS)}"
-            problem = f"calls an unknown function, {word.text!r}, character {word.start + 1}"
-            raise SpecError("where", self._where, legal, problem)
+            names = FUNCTIONS + LIST_FUNCTIONS
+            rule = f"a filter with the functions {', '.join(names)}"
+            problem = f"calls the unknown function {word.text!r} at character {word.start + 1}"
+            note = close_match(name, names)
+            raise SpecError("filter", self._filter, rule, problem, note)
         self._operator()
         self._emit(name)
         self._need("(")
@@ -354,12 +360,14 @@ class _Parser:
         self._out.append(".".join(f"`{name}`" for name in names))
         if field is not None and (any_column or _is_comparable(field, lists)):
             return
-        place = f"{names[-1]!r}, character {path[len(names) - 1].start + 1}"
-        problem = f"names an unknown column, {place}"
+        place = f"{names[-1]!r} at character {path[len(names) - 1].start + 1}"
+        problem = f"names the unknown column {place}"
         if field is not None:
             problem = f"compares a column that can only be tested for NULL, {place}"
-        legal = ", ".join(filterable(self._schema))
-        self._unknown = self._unknown or SpecError("where", self._where, legal, problem)
+        columns = filterable(self._schema)
+        rule = f"a filter on {', '.join(columns)}"
+        note = close_match(names[-1], columns) if field is None else ""
+        self._unknown = self._unknown or SpecError("filter", self._filter, rule, problem, note)
 
     def _name(self) -> _Word:
         word = self._word
@@ -369,7 +377,7 @@ class _Parser:
         return word
 
 
-def _split_words(where: str) -> Iterator[_Word]:
+def _split_words(filter: str) -> Iterator[_Word]:
     """The words, strings and signs of a filter.
 
     Raises:
@@ -377,29 +385,29 @@ def _split_words(where: str) -> Iterator[_Word]:
             too deeply, or what no filter has: comments, parameters and strings with a prefix.
     """
     depth = 0
-    for match in _WORDS.finditer(where):
+    for match in _WORDS.finditer(filter):
         word = _Word(match[0], match.start(), depth)
         if match["open_ended"]:
-            raise _unparsed(where, word, f"another {word.text} behind it")
+            raise _unparsed(filter, word, f"another {word.text} after it")
         if match["refused"]:
-            raise _unparsed(where, word, "neither comments, parameters nor prefixes of strings")
+            raise _unparsed(filter, word, "no comments, parameters or string prefixes")
         if word.text == ")" and not depth:
-            raise _unparsed(where, word, "AND, OR or the end")
+            raise _unparsed(filter, word, "AND, OR or the end")
         yield word
         depth += (word.text in "([") - (word.text in ")]")
         if depth > MAX_DEPTH:
-            raise _too_long(where, f"brackets that are nested at most {MAX_DEPTH} deep")
+            raise _too_long(filter, f"a filter with brackets nested at most {MAX_DEPTH} deep")
 
 
-def _unparsed(where: str, word: _Word | None, expected: str) -> SpecError:
+def _unparsed(filter: str, word: _Word | None, expected: str) -> SpecError:
     """The error of a filter that goes wrong at a word; None for its end."""
-    at = f"near {word.text!r}, character {word.start + 1}" if word else "at its end"
-    return SpecError("where", where, f"{LEGAL} (there: {expected})", f"does not parse {at}")
+    at = f"near {word.text!r} at character {word.start + 1}" if word else "at its end"
+    return SpecError("filter", filter, FILTER_RULE, f"does not parse {at} (expected {expected})")
 
 
-def _too_long(where: str, legal: str) -> SpecError:
+def _too_long(filter: str, rule: str) -> SpecError:
     """The error of a filter that is beyond a limit."""
-    return SpecError("where", f"{where[:60]}...", legal, "is too long")
+    return SpecError("filter", f"{filter[:60]}...", rule, "is too long")
 
 
 def _field_at(schema: pa.Schema, path: list[_Word]) -> tuple[pa.Field | None, list[str]]:

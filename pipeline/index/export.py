@@ -51,7 +51,7 @@ def export(
     representation: str,
     *,
     form: Form = "parquet",
-    where: str | None = None,
+    filter: str | None = None,
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> int:
@@ -68,7 +68,7 @@ def export(
         output: Path or URI of the file or folder to write.
         representation: Searchable column, or one of single vectors, which count as lists of one.
         form: Format of the export.
-        where: Lance SQL filter over the items' columns.
+        filter: SQL condition over the items' columns.
         overwrite: Replaces an existing export.
         report: Called with one progress line at a time.
 
@@ -82,10 +82,10 @@ def export(
     index = Index(uri)
     metadata = _metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
-    condition = both(where, f"`{representation}` IS NOT NULL")
-    num_items = _count(index, condition, where, representation)
+    condition = both(filter, f"`{representation}` IS NOT NULL")
+    num_items = _count(index, condition, filter, representation)
     record = {**metadata, "index": absolute(uri), "version": index.version}
-    record |= {"representation": representation, "where": where, "items": num_items}
+    record |= {"representation": representation, "where": filter, "items": num_items}
     with _unfinished(filesystem, path) as unfinished:
         writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
         num_done, last = 0, time.monotonic()
@@ -105,8 +105,8 @@ def _metadata(index: Index, representation: str) -> dict[str, Any]:
     """Returns the stored metadata of a column of vectors."""
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
     if representation not in columns:
-        valid = ", ".join(columns) or "none yet"
-        raise SpecError("representation", representation, valid, "is not in the index")
+        problem = "is not in the index"
+        raise SpecError.unknown_name("representation", representation, columns, problem)
     return metadata_of(index.schema.field(representation))
 
 
@@ -117,10 +117,10 @@ def _is_exportable(index: Index, column: str) -> bool:
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
     """The file system and path to write to, if that is possible and allowed."""
     if not output.strip("/ "):
-        raise SpecError("output", output, "a path or URI", "names nothing to write")
+        raise SpecError("output", output, "a path or URI", "names no file or folder")
     if form == "parquet" and not output.lower().endswith(".parquet"):
-        legal = "a path that ends in .parquet, or --format npy for a folder"
-        raise SpecError("output", output, legal)
+        rule = "a path that ends in .parquet, unless --format npy is given"
+        raise SpecError("output", output, rule)
     require_storage(output)
     try:
         filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
@@ -128,30 +128,32 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     except OSError:
         raise
     except Exception as error:  # each storage has errors of its own library
-        legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"
-        raise SpecError("output", output, legal, "cannot be reached") from None
+        problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
+        raise SpecError("output", output, "a reachable URI", problem) from None
     check_writable(output, "output", as_file=form == "parquet")
     if not is_there:
         return filesystem, path
     if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
         if names - set(NPY_FILES):
-            legal = "a new path, or an export to overwrite"
-            raise SpecError("output", output, legal, "is a folder that holds something else")
+            rule = "a new path, or an export to overwrite"
+            raise SpecError("output", output, rule, "is a folder with other files")
         overwrite = overwrite or not names
     if not overwrite:
-        raise SpecError("output", output, "a new path, or --overwrite", "is there already")
+        raise SpecError("output", output, "a new path unless --overwrite is given", "exists")
     return filesystem, path
 
 
-def _count(index: Index, condition: str, where: str | None, representation: str) -> int:
-    with filtering(index, where):
+def _count(index: Index, condition: str, filter: str | None, representation: str) -> int:
+    with filtering(index, filter):
         num_items = index.dataset.count_rows(condition)
     if num_items == 0:
-        if where is not None:
-            raise SpecError("where", where, "a filter", "lets through no item with vectors")
-        legal = "a representation that holds vectors"
-        raise SpecError("representation", representation, legal, "is empty")
+        if filter is not None:
+            raise SpecError(
+                "filter", filter, "a filter that matches items with vectors", "matches none"
+            )
+        rule = "a representation with vectors"
+        raise SpecError("representation", representation, rule, "is empty")
     return num_items
 
 
@@ -161,7 +163,7 @@ def _rows(
     """(items, their vectors (T, D), how many each has), batch by batch."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
     codec = None if name in index.pooled_columns else index.codec(name)
-    batches = index.batches([*columns, name], where=condition, batch_rows=BATCH_ROWS)
+    batches = index.batches([*columns, name], filter=condition, batch_rows=BATCH_ROWS)
     for batch in batches:
         if codec is None:
             numbers = batch[name].flatten().to_numpy(zero_copy_only=False)

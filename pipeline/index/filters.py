@@ -15,33 +15,33 @@ import lance
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.index.conditions import LEGAL, condition_sql, filterable
+from pipeline.index.conditions import FILTER_RULE, condition_sql, filterable
 from pipeline.index.reader import Index, first_line
 
-__all__ = ["LEGAL", "check_filter", "filterable", "filtering", "matching_ids"]
+__all__ = ["FILTER_RULE", "check_filter", "filterable", "filtering", "matching_ids"]
 
 _IS_ABOUT_FILES = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
 
 
-def check_filter(index: Index, where: str) -> str:
+def check_filter(index: Index, filter: str) -> str:
     """The SQL of a filter that Lance is to execute; looks at no item.
 
     Raises:
-        SpecError: for `where`: as `condition_sql`; it is no condition; Lance cannot plan it.
+        SpecError: For `filter`: as `condition_sql`; it is no condition; Lance cannot plan it.
     """
-    if not isinstance(where, str) or not where.strip():
-        raise SpecError("where", where, LEGAL)
-    sql = condition_sql(where, index.schema)
+    if not isinstance(filter, str) or not filter.strip():
+        raise SpecError("filter", filter, FILTER_RULE)
+    sql = condition_sql(filter, index.schema)
     problem = _problem(index, sql)
     if problem is None:
         return sql
     if "does not return a boolean" in problem:
-        raise SpecError("where", where, LEGAL, "is neither true nor false of an item")
-    raise _unusable(where, ValueError(problem))
+        raise SpecError("filter", filter, FILTER_RULE, "does not evaluate to true or false")
+    raise _unusable(filter, ValueError(problem))
 
 
 @contextlib.contextmanager
-def filtering(index: Index, where: str | None) -> Iterator[str | None]:
+def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
     """Items are filtered inside, by the SQL that is yielded; None for no filter.
 
     What comes of the filter and what of damaged files is told apart.
@@ -51,38 +51,38 @@ def filtering(index: Index, where: str | None) -> Iterator[str | None]:
             are missing or damaged.
     """
     with index.reading():
-        sql = None if where is None else check_filter(index, where)
+        sql = None if filter is None else check_filter(index, filter)
         try:
             yield sql
         except (ValueError, OSError) as error:
             # By its class alone Lance does not tell one from the other.
-            if where is None or "Error applying filter" not in str(error):
+            if filter is None or "Error applying filter" not in str(error):
                 raise
-            raise _unusable(where, error) from None
+            raise _unusable(filter, error) from None
 
 
 def matching_ids(
-    index: Index, where: str, fragments: Sequence[lance.LanceFragment] | None = None
+    index: Index, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
 ) -> pa.ChunkedArray:
     """Returns the ids of the items that a filter lets through, of some fragments or of all.
 
     Raises:
         SpecError: As `filtering`.
     """
-    with filtering(index, where) as condition:
+    with filtering(index, filter) as condition:
         scanner = index.dataset.scanner(columns=["item_id"], filter=condition, fragments=fragments)
         return scanner.to_table()["item_id"]
 
 
-def _unusable(where: str, error: Exception) -> SpecError:
+def _unusable(filter: str, error: Exception) -> SpecError:
     line = first_line(error).removeprefix("Invalid user input: ")
-    return SpecError("where", where, f"{LEGAL} ({line})", "cannot be worked out")
+    return SpecError("filter", filter, FILTER_RULE, f"cannot be evaluated ({line})")
 
 
-def _problem(index: Index, where: str) -> str | None:
+def _problem(index: Index, filter: str) -> str | None:
     """What Lance says against a filter that it plans and does not run."""
     try:
-        index.dataset.scanner(columns=["item_id"], filter=where).explain_plan()
+        index.dataset.scanner(columns=["item_id"], filter=filter).explain_plan()
     except (ValueError, RuntimeError) as error:
         if _IS_ABOUT_FILES.search(str(error)):
             raise OSError(str(error)) from None  # as `reading` expects it

@@ -358,7 +358,7 @@ def _malformed(column: str, error: Exception) -> SpecError:
     """Returns the error of a column whose metadata cannot be parsed."""
     if isinstance(error, ValidationError):
         cause = describe(error)
-        detail = f"{cause.field} must be {cause.legal}"
+        detail = f"{cause.field} must be {cause.rule}"
     else:
         detail = f"{type(error).__name__}: {error}"
-    return SpecError("index", column, f"a column with whole metadata ({detail})", "is malformed")
+    return SpecError("index", column, "a column with valid metadata", f"is malformed ({detail})")

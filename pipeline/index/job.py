@@ -266,7 +266,10 @@ def finish(context: Context) -> None:
         f" + rejected {rejected:,}{gone}; {progress.commits} commits"
     )
     if progress.listed != progress.indexed + rejected + progress.gone:
-        raise JobError("the sum does not hold: items were lost on the way; run it again")
+        accounted = f"indexed {progress.indexed:,} + rejected {rejected:,}{gone}"
+        raise JobError(
+            f"accounting check failed: listed {progress.listed:,} != {accounted}; rerun the job"
+        )
     truncated = ray.get(tasks.truncated_files.remote(spec))
     progress.truncated = len(truncated)
     if truncated:

@@ -73,17 +73,17 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
         raise SpecError(
             "representations",
             added[0].id,
-            f"{', '.join(columns_with_role(schema, 'search'))}; add it with"
-            f" `python -m jobs.recompress {spec.index}`, then index on",
-            "is not in this index, which has rows already",
+            f"one of {', '.join(columns_with_role(schema, 'search'))}",
+            "is not in this index, which has rows",
+            f"; add it with `python -m jobs.recompress {spec.index}`, then resume indexing",
         )
     if spec.rerank and RERANK_TOKENS in schema.names:
         refuse_other_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []
     elif rerank and not is_empty:
-        legal = "null; add it with `python -m jobs.backfill` and this very spec, then index on"
-        problem = f"would add {RERANK_TOKENS} to this index, which has rows already"
-        raise SpecError("rerank", spec.rerank, legal, problem)
+        problem = f"would add {RERANK_TOKENS} to an index that has rows"
+        note = "; add it with `python -m jobs.backfill` and this spec, then resume indexing"
+        raise SpecError("rerank", spec.rerank, "null", problem, note)
     learned = {}
     for r in wanted:
         if r.id in schema.names:
@@ -95,8 +95,8 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
     for column in missing:
         tap = metadata_of(column).get("tap")
         if tap and not is_empty:
-            legal = "the attention that the index keeps, or a new index"
-            raise SpecError("keep_taps", tap, legal, "is not in this index, which has rows")
+            rule = "attention that the index stores, unless the index is new"
+            raise SpecError("keep_taps", tap, rule, "is not in this index")
     return ColumnPlan(
         encoder_info,
         learned,

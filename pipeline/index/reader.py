@@ -72,15 +72,15 @@ def check_location(uri: str) -> None:
         return
     check_writable(uri, "index")
     if exists(uri) and not holds_parts(uri):
-        raise SpecError("index", uri, "an index, or a new or empty folder", "holds something else")
+        raise SpecError("index", uri, "an index, or a new or empty folder", "has other contents")
 
 
 def _check_scheme(uri: str) -> str:
     """The scheme of an index's URI, if it is one that an index may have."""
     scheme, separator, _ = uri.partition("://")
     if separator and scheme not in SCHEMES:
-        legal = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
-        raise SpecError("index", uri, legal, f"has the scheme {scheme}")
+        rule = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
+        raise SpecError("index", uri, rule, f"has the scheme {scheme}")
     return scheme if separator else "file"
 
 
@@ -98,15 +98,17 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     except (ValueError, OSError, OverflowError) as error:
         if version is not None:
             last = open_dataset(uri).version
-            legal = f"1 to {last}, as far as they are kept"
-            raise SpecError("version", version, legal, "is not a version of the index") from None
+            rule = f"a stored version from 1 to {last}"
+            raise SpecError("version", version, rule, "does not exist") from None
         if holds_parts(uri):
             raise SpecError(
-                "index", uri, f"a whole index ({first_line(error)})", "is damaged"
+                "index", uri, "an intact index", f"is corrupted ({first_line(error)})"
             ) from None
         raise no_index(uri) from None
     if newest_format(dataset.schema) > FORMAT_VERSION:
-        raise SpecError("index", uri, f"format {FORMAT_VERSION} or older", "has a newer format")
+        raise SpecError(
+            "index", uri, f"an index of format {FORMAT_VERSION} or older", "has a newer format"
+        )
     return dataset
 
 
@@ -132,8 +134,8 @@ def check_whole(uri: str, dataset: lance.LanceDataset) -> None:
         ("have another size", [n for n, size in named.items() if size and size != there.get(n)]),
     ):
         if files:
-            legal = f"a whole index ({len(files)} of {len(named)} data files {problem})"
-            raise SpecError("index", uri, legal, "is damaged")
+            detail = f"is corrupted ({len(files)} of {len(named)} data files {problem})"
+            raise SpecError("index", uri, "an intact index", detail)
 
 
 def exists(uri: str) -> bool:
@@ -158,8 +160,8 @@ def _reaching(uri: str) -> Iterator[None]:
     except (OSError, MissingExtra):
         raise
     except Exception as error:
-        legal = f"a URI that can be reached ({type(error).__name__}: {first_line(error)})"
-        raise SpecError("index", uri, legal, "cannot be reached") from None
+        problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
+        raise SpecError("index", uri, "a reachable URI", problem) from None
 
 
 def first_line(error: Exception) -> str:
@@ -176,8 +178,8 @@ def reading(uri: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        legal = f"a whole index ({first_line(error)})"
-        raise SpecError("index", uri, legal, "is damaged") from None
+        problem = f"is corrupted ({first_line(error)})"
+        raise SpecError("index", uri, "an intact index", problem) from None
 
 
 class Edition(NamedTuple):
@@ -235,8 +237,7 @@ class Index:
         """
         infos = self.representations()
         if name not in infos:
-            valid = ", ".join(infos) or "none yet"
-            raise SpecError("representation", name, valid, "is not in the index")
+            raise SpecError.unknown_name("representation", name, infos, "is not in the index")
         return infos[name]
 
     @functools.cached_property
@@ -278,7 +279,7 @@ class Index:
             return every
         place, number = shard
         if number < 1 or not 0 <= place < number:
-            raise SpecError("shard", shard, "(i, n) with n >= 1 and 0 <= i < n")
+            raise SpecError("shard", shard, "a pair (i, n) with n >= 1 and 0 <= i < n")
         rows = np.array([fragment.count_rows() for fragment in every], np.int64)
         # Where the middle of each fragment lies among all rows says which run it is in.
         middles = 2 * rows.cumsum() - rows
@@ -289,7 +290,7 @@ class Index:
         self,
         columns: Sequence[str],
         *,
-        where: str | None = None,
+        filter: str | None = None,
         batch_rows: int = 1024,
         fragments: Sequence[lance.LanceFragment] | None = None,
         with_address: bool = False,
@@ -299,7 +300,7 @@ class Index:
 
         Args:
             columns: Columns to read.
-            where: Lance SQL filter.
+            filter: SQL condition.
             batch_rows: Maximum number of rows per batch.
             fragments: Fragments to read, ascending; all by default.
             with_address: Adds a column `_rowaddr`, whose lower half is the offset of a row in its
@@ -311,7 +312,7 @@ class Index:
         """
         scanner = self.dataset.scanner(
             columns=list(columns),
-            filter=where,
+            filter=filter,
             batch_size=batch_rows,
             scan_in_order=True,
             fragments=fragments,
@@ -322,7 +323,7 @@ class Index:
             yield from scanner.to_batches()
 
     def tokens(
-        self, representation: str, *, where: str | None = None, batch_rows: int = 1024
+        self, representation: str, *, filter: str | None = None, batch_rows: int = 1024
     ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
         """The token vectors of the rows that have any.
 
@@ -332,9 +333,9 @@ class Index:
         """
         dim = self.representation(representation).dim
         codec = self.codec(representation)
-        where = both(where, f"`{representation}` IS NOT NULL")
+        filter = both(filter, f"`{representation}` IS NOT NULL")
         ids = ["item_id", "parent_id"]
-        for batch in self.batches([*ids, representation], where=where, batch_rows=batch_rows):
+        for batch in self.batches([*ids, representation], filter=filter, batch_rows=batch_rows):
             yield batch.select(ids), *codec.decode(batch[representation], dim)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
@@ -392,7 +393,7 @@ def open_edition(uri: str, edition: Edition) -> Index:
     """
     index = Index(uri, edition.version)
     if index.edition != edition:
-        raise SpecError("index", uri, "the index that is served", "is another one now")
+        raise SpecError("index", uri, "the index being served", "was replaced by another")
     return index
 
 
@@ -428,13 +429,13 @@ def with_ids(item_ids: Iterable[str]) -> str:
     return f"item_id IN ({', '.join(map(quote, item_ids))})"
 
 
-def both(where: str | None, condition: str) -> str:
+def both(filter: str | None, condition: str) -> str:
     """A Lance filter of the rows that an optional filter lets through and that meet a condition.
 
     >>> both(None, "text <> ''"), both("a = 1 OR b = 2", "text <> ''")
     ("text <> ''", "(a = 1 OR b = 2) AND text <> ''")
     """
-    return f"({where}) AND {condition}" if where else condition
+    return f"({filter}) AND {condition}" if filter else condition
 
 
 def quote(text: str) -> str:

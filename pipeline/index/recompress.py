@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import lance
 import numpy as np
@@ -49,7 +50,9 @@ log = logging.getLogger("maxray.recompress")
 
 
 class RecompressSpec(Spec):
-    """What `jobs.recompress` computes."""
+    """Spec of `jobs.recompress`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 
     index: Uri
     source: str = "full"  # the representation that holds every token
@@ -59,7 +62,7 @@ class RecompressSpec(Spec):
     fit_items: PositiveInt = 256  # on which compressors and codecs that need it are fitted
     fit_seed: int = Field(0, ge=0, lt=2**32)
     fit_index: Uri | None = None  # an index with a separate calibration sample; None: this one
-    fit_where: str | None = None  # a Lance filter of the items that the sample is drawn from
+    fit_filter: str | None = None  # SQL condition on the items of the sample
 
 
 class RecompressResources(Spec):
@@ -79,7 +82,7 @@ def run(
     """Runs the job to its end in a Ray cluster that is connected already.
 
     Raises:
-        SpecError: the index, its source column or a representation is not legal.
+        SpecError: the index, its source column or a representation is invalid.
         LeaseHeld: another job writes to the index.
         Stopped: SIGTERM came; what was finished is committed and the lease is free.
     """
@@ -88,8 +91,8 @@ def run(
     encoder_info, aspect = stored_encoder(index, spec.source)
     for r in wanted:
         if r.of != aspect:
-            legal = f"{aspect}, that of which {spec.source} holds the tokens"
-            raise SpecError(f"representations.{r.id}.of", r.of, legal)
+            rule = f"{aspect}, as in {spec.source}"
+            raise SpecError(f"representations.{r.id}.of", r.of, rule)
     check_taps(index, encoder_info.for_field(aspect), wanted)
     learning = [r for r in wanted if needs_fit(r)]
     if learning:
@@ -130,10 +133,12 @@ def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
     """
     there = index.representations()
     if source not in there:
-        raise SpecError("source", source, ", ".join(there) or "none yet", "is not in the index")
+        raise SpecError.unknown_name("source", source, there, "is not in the index")
     info = there[source]
     if not info.is_uncompressed:
-        raise SpecError("source", source, "a representation by the compressor none", "lacks tokens")
+        raise SpecError(
+            "source", source, "a representation of the compressor none", "is compressed"
+        )
     return info.encoder, info.field
 
 
@@ -145,11 +150,9 @@ def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Represe
             ones = tap.single(encoder_info.num_layers) if encoder_info.num_layers else ()
             if not ones or any(encoder_info.tap_column(one) not in schema.names for one in ones):
                 there = ", ".join(tap_names(schema)) or "none"
-                legal = (
-                    f"attention that the index keeps ({there}); index with"
-                    f" `keep_taps: [{tap.statistic}/{tap.heads}/all]` to keep it"
-                )
-                raise SpecError(f"representations.{name}", tap.name, legal, "is not kept")
+                rule = f"attention that the index stores ({there})"
+                note = f"; index with `keep_taps: [{tap.statistic}/{tap.heads}/all]` to store it"
+                raise SpecError(f"representations.{name}", tap.name, rule, note=note)
 
 
 def check_sample(
@@ -162,15 +165,15 @@ def check_sample(
             index = Index(spec.fit_index)
             others, other = stored_encoder(index, spec.source)
             if (others.fingerprint, other) != (encoder_info.fingerprint, aspect):
-                legal = f"an index whose {spec.source} is of the same encoder, and of {aspect}"
-                raise SpecError("fit_index", spec.fit_index, legal, "is of another one")
+                rule = f"an index whose {spec.source} has the same encoder and `of: {aspect}`"
+                raise SpecError("fit_index", spec.fit_index, rule, "has another")
             check_taps(index, others.for_field(aspect), wanted)
-    if spec.fit_where is not None:
-        with _naming("fit_where", spec.fit_where):
-            there = matching_ids(index, spec.fit_where)
+    if spec.fit_filter is not None:
+        with _naming("fit_filter", spec.fit_filter):
+            there = matching_ids(index, spec.fit_filter)
         if not len(there):
-            legal = "a filter that lets items through"
-            raise SpecError("fit_where", spec.fit_where, legal, "lets none through")
+            rule = "a filter that matches items"
+            raise SpecError("fit_filter", spec.fit_filter, rule, "matches none")
 
 
 @contextlib.contextmanager
@@ -179,7 +182,7 @@ def _naming(field: str, value: str) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        raise SpecError(field, value, error.legal, error.problem) from None
+        raise SpecError(field, value, error.rule, error.problem, error.note) from None
 
 
 def columns_left(
@@ -314,7 +317,7 @@ def _fit(
             with_taps(batch, taps, encoder_info) for _, batch in batches_of(table, encoder_info)
         )
 
-    origin = {"index": spec.fit_index, "where": spec.fit_where}
+    origin = {"index": spec.fit_index, "where": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
     learned = fit(representation, sample, spec.fit_seed)
     return learned._replace(sample=Sample(origin, content_N))
@@ -324,9 +327,9 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
     """Returns a seeded sample of the rows, in the order of the index."""
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
-    if spec.fit_where is not None:
+    if spec.fit_filter is not None:
         every = dataset.to_table(columns=["item_id"])["item_id"]
-        there = matching_ids(index, spec.fit_where).combine_chunks()
+        there = matching_ids(index, spec.fit_filter).combine_chunks()
         rows = np.flatnonzero(pa.compute.is_in(every, there).to_numpy())
     chosen = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
     return dataset.take(np.sort(chosen).tolist(), columns=columns)

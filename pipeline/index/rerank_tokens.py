@@ -30,10 +30,10 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
     """
     edje = edje_of(folder)
     if edje["vision"]["fingerprint"] != encoder_info.fingerprint:
-        legal = f"an EDJE of the encoder {encoder_info.spec['name']} with the index's settings"
-        legal += f" (fingerprint {encoder_info.fingerprint})"
-        problem = f"reads another encoder (fingerprint {edje['vision']['fingerprint']})"
-        raise SpecError("rerank", folder, legal, problem)
+        rule = f"an EDJE of the index's encoder, {encoder_info.spec['name']}"
+        rule += f" (fingerprint {encoder_info.fingerprint})"
+        problem = f"was trained on another encoder (fingerprint {edje['vision']['fingerprint']})"
+        raise SpecError("rerank", folder, rule, problem)
     metadata = {
         "format_version": FORMAT_VERSION,
         "role": "rerank",
@@ -48,10 +48,10 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
 
 
 def edje_of(folder: str) -> dict[str, Any]:
-    """What the folder of an EDJE says of itself; see `pipeline.rerank.edje.about_of`."""
-    from pipeline.rerank.edje import about_of  # it needs transformers, and most jobs do not
+    """What the folder of an EDJE says of itself; see `pipeline.rerank.edje.read_metadata`."""
+    from pipeline.rerank.edje import read_metadata  # it needs transformers, and most jobs do not
 
-    return about_of(folder, "rerank")
+    return read_metadata(folder, "rerank")
 
 
 def refuse_other_adapter(folder: str, stored: RerankInfo) -> None:

@@ -72,7 +72,7 @@ class Session:
             # Whatever failed first, in this process or in a task: this is the cause.
             with contextlib.suppress(OSError, ValueError):
                 self._end()
-            problem = "was deleted while the job was writing to it; rerun the job to build it anew"
+            problem = "was deleted while the job was writing to it; rerun the job to rebuild it"
             raise JobError(f"the index {self.index} {problem}") from None
         self._end()
         with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     }
 
 
-def stored(index: Index, representation: str, where: str | None = None) -> dict[str, Any]:
+def stored(index: Index, representation: str, filter: str | None = None) -> dict[str, Any]:
     """What a representation takes, of all items or of those that a Lance filter lets through.
 
     Returns:
@@ -58,7 +58,7 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
     num_rows = num_filled = num_vectors = 0
     num_bytes: Counter[str] = Counter()
     columns = [representation, *others]
-    for batch in index.batches(columns, where=where):
+    for batch in index.batches(columns, filter=filter):
         filled = np.asarray(pc.is_valid(batch[representation]))
         num_rows += batch.num_rows
         num_filled += int(filled.sum())
@@ -83,7 +83,7 @@ def stored(index: Index, representation: str, where: str | None = None) -> dict[
     }
 
 
-def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | None:
+def stored_tokens(index: Index, filter: str | None = None) -> dict[str, Any] | None:
     """What `rerank_tokens` takes, as `stored` has it of a representation; None without them.
 
     Returns:
@@ -93,7 +93,7 @@ def stored_tokens(index: Index, where: str | None = None) -> dict[str, Any] | No
     if info is None:
         return None
     num_rows = num_filled = num_tokens = 0
-    for batch in index.batches([RERANK_TOKENS], where=where):
+    for batch in index.batches([RERANK_TOKENS], filter=filter):
         num_rows += batch.num_rows
         num_filled += batch.num_rows - batch[RERANK_TOKENS].null_count
         num_tokens += pc.sum(pc.list_value_length(batch[RERANK_TOKENS])).as_py() or 0

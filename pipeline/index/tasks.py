@@ -94,7 +94,7 @@ def truncated_files(spec: IndexSpec) -> list[str]:
     names = ", ".join(map(quote, spec.build_source().collections))
     rows = Index(spec.index).batches(
         ["parent_id", "metadata"],
-        where=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
+        filter=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
     )
     files = {row["parent_id"]: json.loads(row["metadata"]) for b in rows for row in b.to_pylist()}
     return [
@@ -131,10 +131,10 @@ def fit_representation(
                         hashes.update(content_N[rows].tolist())
                         yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
-            legal = "a source with at least one item that can be read"
-            problem = f"has nothing to fit {representation.id} on"
+            rule = "a source with at least one readable item"
+            problem = f"has none to fit {representation.id} on"
             field = "fit.source" if drawn.source else "source"
-            raise SpecError(field, job.source.name, legal, problem)
+            raise SpecError(field, job.source.name, rule, problem)
 
     learned = fit(representation, sample, drawn.seed)
     origin = {"source": dump(drawn.source)} if drawn.source else {}

@@ -77,8 +77,8 @@ class IndexWriter:
     def _take(self) -> None:
         held = Lease.of(self.dataset)
         if held and not held.is_free(time.time()):
-            legal = "one writer at a time; wait for it or stop it"
-            raise LeaseHeld("index", self.uri, legal, f"is being written by {held.describe()}")
+            problem, note = f"is being written by {held.describe()}", "; wait for it or stop it"
+            raise LeaseHeld("index", self.uri, "an index without a writer", problem, note)
         epoch = held.epoch + 1 if held else 1
         lease = Lease.for_this_process(self._owner, epoch, time.time() + self.ttl, self.job)
         try:
@@ -86,7 +86,7 @@ class IndexWriter:
         except (OSError, CommitConflictError) as error:
             if not _overtaken(error):
                 raise SpecError(
-                    "index", self.uri, f"a writable URI ({first_line(error)})", "cannot be written"
+                    "index", self.uri, "a writable URI", f"cannot be written ({first_line(error)})"
                 ) from None
             winner = Lease.of(open_dataset(self.uri))
             who = winner.describe() if winner else "another job"
@@ -287,7 +287,7 @@ def open_or_create(uri: str) -> LanceDataset:
                 # Another job was the first.
         elif not holds_parts(uri):
             raise SpecError(
-                "index", uri, "an index, or a new or empty folder", "holds something else"
+                "index", uri, "an index, or a new or empty folder", "has other contents"
             )
         for _ in range(10):  # another job may be making it at this moment
             with contextlib.suppress(SpecError):
@@ -296,5 +296,5 @@ def open_or_create(uri: str) -> LanceDataset:
         return open_dataset(uri)
     except OSError as error:
         raise SpecError(
-            "index", uri, f"a writable URI ({first_line(error)})", "cannot be written"
+            "index", uri, "a writable URI", f"cannot be written ({first_line(error)})"
         ) from None

@@ -15,15 +15,15 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     Correlation,
-    PoolScan,
+    DepthScan,
     Scan,
     common_budget,
     correlations,
+    depth_scans,
     in_scans,
     late_rows,
     layer_scans,
     line_name,
-    pool_scans,
     retention_lines,
     retention_measure,
     side_by_side,
@@ -100,14 +100,14 @@ def drawings(evaluation: Evaluation) -> Iterator[Drawing]:
             draws,
             lambda: _layers(evaluation, scans),
         )
-    if pools := pool_scans(evaluation):
+    if rerank_scans := depth_scans(evaluation):
         yield _single(
-            "reranking_by_pool",
-            "Quality and latency by the reranker's pool",
+            "reranking_by_depth",
+            "Quality and latency by the rerank depth",
             f"{evaluation.headline} with so many of the first stage's best put into order (EDJE, "
             "figure 5), and the median milliseconds of a query that comes alone, both stages "
             "together. The lines across are the first stages.",
-            lambda: _pools(evaluation, pools),
+            lambda: _rerank_depths(evaluation, rerank_scans),
         )
     found = [correlation for correlation in correlations(evaluation) if len(correlation.rows) > 1]
     if found:
@@ -193,26 +193,26 @@ def _retention(evaluation: Evaluation) -> Figure:
     return figure
 
 
-def _pools(evaluation: Evaluation, scans: Sequence[PoolScan]) -> Figure:
+def _rerank_depths(evaluation: Evaluation, scans: Sequence[DepthScan]) -> Figure:
     figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     quality, latency = figure.subplots(1, 2)
     for scan, style in zip(scans, STYLES, strict=False):
-        pools, rows = list(scan.rows), list(scan.rows.values())
+        depths, rows = list(scan.rows), list(scan.rows.values())
         drawn = {**style, "markeredgecolor": "white", "label": scan.name}
         for panel, values, first in (
             (quality, [evaluation.quality(row) for row in rows], evaluation.quality(scan.first)),
             (latency, [row.median_ms for row in rows], scan.first.median_ms),
         ):
-            panel.plot(pools, values, **drawn)
+            panel.plot(depths, values, **drawn)
             panel.axhline(
                 first, color=style["color"], linewidth=1, dashes=(6, 3), label=scan.first.name
             )
     for panel, name in ((quality, evaluation.headline), (latency, "ms a query")):
         panel.set_xscale("log", base=2)
-        every = sorted({pool for scan in scans for pool in scan.rows})
-        panel.set_xticks(every, [str(pool) for pool in every])
+        every = sorted({depth for scan in scans for depth in scan.rows})
+        panel.set_xticks(every, [str(depth) for depth in every])
         panel.minorticks_off()
-        panel.set_xlabel("pool")
+        panel.set_xlabel("rerank depth")
         panel.set_ylabel(name)
         plain(panel)
     latency.set_ylim(bottom=0)

@@ -1,11 +1,11 @@
-"""EDJE's adapter: the states of a vision encoder become few tokens of the language model.
+"""EDJE's adapter: compresses the states of a vision encoder to few language-model tokens.
 
     K = X W_K, V = X W_V                                                        (EDJE, eq. 1)
     H = MultiHeadAttention(Q, K, V), Q learned                                  (eq. 2)
     O = H + MLP(LayerNorm(H))                                                   (eq. 3)
     Y = O W_proj                                                                (eq. 4)
 
-The local variant has an MLP per token in its place (section 3.4).
+The local variant is an MLP per token instead (section 3.4).
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ ACTIVATIONS = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.Si
 class Adapter(torch.nn.Module):
     """The token-compression adapter, or the local one, for items of one or several frames.
 
-    **Frames.** Each frame (of a video; a photo or page is one) is read by itself: compressed, it
-    gives `num_tokens` tokens, local, as many as it has. An item has those of its frames in their
-    order, and at most `max_tokens` in all: with more, frames are left out evenly, so that
-    `max_tokens // (tokens of the longest frame)` remain, each the middle of an equal part of the
-    item. Where one frame alone is too long for that (in the local variant), its tokens are left
-    out evenly. An item without tokens gets none.
+    Each video frame, image or page is compressed separately, to `num_tokens` tokens or, in the
+    local variant, to as many tokens as it has states. The tokens of an item are those of its frames
+    in order, at most `max_tokens` in all. If there are more, `max_tokens // (tokens of the longest
+    frame)` frames remain, each the middle one of an equal part of the item. If a single frame is
+    too long (in the local variant), its tokens are subsampled evenly. An item without states has no
+    tokens.
 
     Args:
-        width: d_vision, of the states.
-        dim: d_language, of the tokens.
+        spec: Settings.
+        width: d_vision, dimension of the states.
+        dim: d_language, dimension of the tokens.
     """
 
     class Spec(config.Spec):
-        """What the paper says, and in its place where it says nothing the usual.
+        """Settings of the adapter; the defaults are the paper's where it states them.
 
         Attributes:
-            kind: `compressed`, to m tokens a frame, or `local`, a token each.
-            num_tokens: m.
-            max_tokens: of an item, at most.
-            heads: of the attention.
-            project_queries: whether Q goes through a W_Q first.
-            project_output: whether H comes out of a W_O.
-            attention_bias: whether these and W_K and W_V have biases.
-            hidden: the width inside the MLP (appendix A).
-            activation: inside the MLP.
-            norm_eps: of the LayerNorm.
-            norm_states: whether X goes through a LayerNorm without weights first, as it should
-                where the encoder gives vectors of unit length: their numbers are too small.
-            queries_std: of the Q that training begins with. The less, the more alike are the
-                tokens in the beginning.
+            kind: `compressed`, to `num_tokens` tokens per frame, or `local`, one token per state.
+            num_tokens: m, number of tokens per frame of the compressed variant.
+            max_tokens: Maximum number of tokens per item.
+            heads: Number of attention heads.
+            project_queries: Whether the learned queries Q are projected by a W_Q.
+            project_output: Whether H is projected by a W_O.
+            attention_bias: Whether the projections of the attention have biases.
+            hidden: Hidden dimension of the MLP (appendix A).
+            activation: Activation function of the MLP.
+            norm_eps: Epsilon of the LayerNorm.
+            norm_states: Whether X first passes a LayerNorm without weights. Recommended for
+                encoders with vectors of unit length, whose components are too small otherwise.
+            queries_std: Standard deviation of the initial Q; a small one makes the tokens start
+                out similar.
         """
 
         kind: Literal["compressed", "local"] = "compressed"
@@ -74,8 +75,8 @@ class Adapter(torch.nn.Module):
         @model_validator(mode="after")
         def _a_frame_fits(self) -> Self:
             if self.kind == "compressed" and self.max_tokens < self.num_tokens:
-                legal = f"at least num_tokens={self.num_tokens}"
-                raise SpecError("max_tokens", self.max_tokens, legal)
+                rule = f"at least num_tokens={self.num_tokens}"
+                raise SpecError("max_tokens", self.max_tokens, rule)
             return self
 
     def __init__(self, spec: Spec, width: int, dim: int):
@@ -88,8 +89,8 @@ class Adapter(torch.nn.Module):
             )
             return
         if width % spec.heads:
-            legal = f"a number that divides {width}, the width of the encoder's states"
-            raise SpecError("heads", spec.heads, legal)
+            rule = f"a divisor of {width}, the width of the encoder's states"
+            raise SpecError("heads", spec.heads, rule)
 
         def linear(is_there: bool = True) -> torch.nn.Module:
             if not is_there:
@@ -111,11 +112,16 @@ class Adapter(torch.nn.Module):
         mask_BN: torch.Tensor,
         frames_BN: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens (B, V, dim) of items, the real ones first, and their mask (B, V).
+        """Computes the tokens of items.
 
         Args:
-            frames_BN: int64, the number of each token's frame, which does not fall along an item;
-                None: each item is one frame.
+            states_BND: Hidden states of the vision encoder.
+            mask_BN: bool, the real states.
+            frames_BN: int64, frame number of each state, non-decreasing within an item; None if
+                each item is one frame.
+
+        Returns:
+            Tokens (B, V, dim), the real ones first, and their mask (B, V).
         """
         if frames_BN is None:
             frames_BN = torch.zeros_like(mask_BN, dtype=torch.int64)
@@ -152,7 +158,7 @@ class Adapter(torch.nn.Module):
         return pad(flat_TD, lengths_B.cpu().numpy())
 
     def _compressed(self, frames_FND: torch.Tensor, mask_FN: torch.Tensor) -> torch.Tensor:
-        """(F, m, dim) of F frames, each with a token at least (eq. 1-4)."""
+        """Computes the tokens (F, m, dim) of F frames, each with at least one state (eq. 1-4)."""
         num_frames = len(frames_FND)
 
         def heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +175,7 @@ class Adapter(torch.nn.Module):
         return self.projection(hidden_FMD)
 
     def tokens(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of encoded items and their mask, with gradients; prompts are left out."""
+        """Computes the tokens of encoded items and their mask; prompt tokens are left out."""
         device = next(self.parameters()).device
         mask_BN = batch.mask if batch.kind is None else batch.mask & (batch.kind != PROMPT)
         frames_BN = None if batch.extents is None else frames_of(batch.extents, mask_BN).to(device)
@@ -178,13 +184,13 @@ class Adapter(torch.nn.Module):
 
     @torch.inference_mode()
     def cached(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is kept of encoded items: tokens (B, V, dim) in float16, and their mask (B, V)."""
+        """Computes the tokens (B, V, dim) in float16 that are cached, and their mask (B, V)."""
         tokens_BVD, mask_BV = self.tokens(batch)
         return tokens_BVD.half(), mask_BV
 
 
 def frames_of(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
-    """(B, N) the number of each token's frame: a new one begins where its time does.
+    """Returns the frame number of each token (B, N): a frame begins where the start time changes.
 
     >>> times = torch.tensor([[0.0, 0.0, 2.0, torch.nan, 4.0]])
     >>> extents = torch.zeros(1, 5, 6)
@@ -193,7 +199,7 @@ def frames_of(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
     [[0, 0, 1, 0, 2]]
     """
     item_T, place_T = mask_BN.nonzero(as_tuple=True)
-    start_T = extents_BN6[..., 4][mask_BN].nan_to_num(nan=-torch.inf)  # pictures have no time
+    start_T = extents_BN6[..., 4][mask_BN].nan_to_num(nan=-torch.inf)  # images have no time
     is_new_T = torch.zeros_like(item_T)
     is_new_T[1:] = (start_T[1:] != start_T[:-1]) | (item_T[1:] != item_T[:-1])
     frames_BN = torch.zeros_like(mask_BN, dtype=torch.int64)
@@ -205,9 +211,14 @@ def frames_of(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
 
 
 def evenly(count_B: torch.Tensor, most_B: torch.Tensor) -> torch.Tensor:
-    """Which of each group's members stay where a group may have at most so many: bool, flat.
+    """Subsamples groups evenly: each of n remaining members is the middle of an n-th of its group.
 
-    Of n that stay each is the middle of an n-th of the group.
+    Args:
+        count_B: int64, size of each group.
+        most_B: int64, maximum number of remaining members of each group.
+
+    Returns:
+        (sum of `count_B`,) bool, the remaining members of all groups.
 
     >>> evenly(torch.tensor([5, 2]), torch.tensor([2, 4])).int().tolist()
     [0, 1, 0, 1, 0, 1, 1]

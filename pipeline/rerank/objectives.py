@@ -1,4 +1,4 @@
-"""What EDJE is trained by (section 4): matching, masked words, text embeddings, distillation.
+"""Training objectives of EDJE (section 4): matching, masked words, recovery, distillation.
 
 Shapes: Q texts of L tokens, B items, P pairs.
 """
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def matching(logits_P: torch.Tensor, is_match_P: torch.Tensor) -> torch.Tensor:
-    """(P,) image-text matching: the binary cross-entropy of each pair.
+    """Returns the image-text matching loss (P,): the binary cross-entropy of each pair.
 
     >>> matching(torch.tensor([0.0]), torch.tensor([True])).tolist()
     [0.6931471824645996]
@@ -20,7 +20,7 @@ def matching(logits_P: torch.Tensor, is_match_P: torch.Tensor) -> torch.Tensor:
 
 
 def distillation(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tensor:
-    """(P,) local-to-compressed distillation, of the logits of each pair:
+    """Returns the local-to-compressed distillation loss (P,) of the logits of each pair.
 
     -[y_t log(y_s) + (1 - y_t) log(1 - y_s)], y = sigmoid(logit)            (section 4)
     """
@@ -31,7 +31,9 @@ def distillation(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tens
 
 
 def recovery(made_QP: torch.Tensor, embedding_QP: torch.Tensor) -> torch.Tensor:
-    """(Q,) text-embedding recovery: 1 - cos(f(t), g(t))                        (section 4)
+    """Returns the text-embedding recovery loss (Q,).
+
+        1 - cos(f(t), g(t))                                                     (section 4)
 
     >>> recovery(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]])).tolist()
     [0.0]
@@ -42,19 +44,25 @@ def recovery(made_QP: torch.Tensor, embedding_QP: torch.Tensor) -> torch.Tensor:
 def masked(
     ids_QL: torch.Tensor, is_word_QL: torch.Tensor, mask_id: int, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts with some of their words masked, each with the probability `share`, and which.
+    """Masks random words of texts.
 
     Args:
-        is_word_QL: bool, what may be masked: no padding and no special token.
+        ids_QL: int64, token ids.
+        is_word_QL: bool, the tokens that may be masked: neither padding nor special tokens.
+        mask_id: Token id of the mask.
+        share: Probability that a word is masked.
+
+    Returns:
+        The token ids with the mask, and the masked positions (Q, L) bool.
     """
-    # Drawn on the CPU, whose generator a checkpoint has.
-    drawn_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
-    is_masked_QL = drawn_QL & is_word_QL
+    # On the CPU, because checkpoints hold the state of its generator.
+    is_chosen_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
+    is_masked_QL = is_chosen_QL & is_word_QL
     return ids_QL.masked_fill(is_masked_QL, mask_id), is_masked_QL
 
 
 def masked_words(logits_TW: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-    """(T,) masked language modelling: the cross-entropy of each masked word."""
+    """Returns the masked language modelling loss (T,): the cross-entropy of each masked word."""
     return functional.cross_entropy(logits_TW.float(), ids_T, reduction="none")
 
 

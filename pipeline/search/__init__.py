@@ -1,1 +1,1 @@
-"""Exact MaxSim search over an index, and what made each hit a hit."""
+"""Exact MaxSim search over an index, with explanations of the hits."""

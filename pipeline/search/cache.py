@@ -1,14 +1,13 @@
-"""Token vectors packed in local files that searches map: made once a fragment, kept over versions.
+"""Caches token vectors in local files that searches map into memory, one per Lance fragment.
 
-Below `MAXRAY_CACHE` (a folder; default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) lies a folder
-an index and column, and in it a file (`packed_file`) a Lance fragment. A file is named after what
-its vectors are made from: data files, which never change, the column's field and its codec. So
-appending rows adds files, deleting rows changes none (what is left is known from the version that
-is open), and a column that was made anew has files of its own. Files take about the space that the
-column takes in the index, and can be removed at any time.
+`MAXRAY_CACHE` (default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) holds a folder per index and
+column, with a file (`packed_file`) per fragment. Its name is a hash of everything that its vectors
+depend on: the data files, which never change, the column's field and its codec. So appending rows
+adds files, deleting rows changes none (the open version knows the remaining rows), and a column
+that was written again has new files. The files take about as much space as the column does in the
+index, and can be removed at any time.
 
-What cannot be cached, because there is no space or the folder cannot be written, is read into
-memory, and a warning says so.
+If the folder has no space or cannot be written, vectors are read into memory, with a warning.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from pipeline.search.packed_file import (
 
 log = logging.getLogger("maxray.cache")
 
-#: Rows read at once while a file is made; a row may have a thousand vectors.
+#: Number of rows read at once while a file is written; a row may have a thousand vectors.
 BATCH_ROWS = 256
-#: Seconds for which a file is kept that the newest version does not need: an older one may.
-KEPT_SECONDS = 24 * 3600
-#: Seconds after which the use of a file is noted again.
-NOTED_SECONDS = 3600
+#: Seconds for which an unused file is kept that the newest version does not need.
+KEEP_SECONDS = 24 * 3600
+#: Seconds after which the access time of a file is updated again.
+TOUCH_SECONDS = 3600
 SUFFIX = ".packed"
 
 
 def cache_folder() -> Path:
-    """Where packed files lie: `MAXRAY_CACHE`, else `maxray` in the user's folder for caches.
+    """Returns the folder of packed files: `MAXRAY_CACHE`, else `maxray` in the user's cache folder.
 
     Raises:
-        SpecError: for `cache`: it is a URI, or begins with the home of nobody.
+        SpecError: For `cache`: it is a URI, or begins with the home of an unknown user.
     """
     with within("cache"):
         if chosen := os.environ.get("MAXRAY_CACHE"):
@@ -68,25 +67,25 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of token vectors, or of single ones, and how it is read."""
+    """A column of token vectors or of single vectors, and its codec."""
 
     index: Index
     name: str
 
     @functools.cached_property
     def _size(self) -> int | None:
-        """The length of single vectors; None for a column of lists of vectors."""
+        """Dimension of single vectors; None for a column of lists of vectors."""
         type = self.index.schema.field(self.name).type
         return type.list_size if pa.types.is_fixed_size_list(type) else None
 
     @functools.cached_property
     def codec(self) -> Codec:
-        """What the stored vectors mean."""
+        """Codec of the stored vectors."""
         return FLOATS if self._size else self.index.codec(self.name)
 
     @functools.cached_property
     def dim(self) -> int:
-        """D, of the vectors that the stored ones stand for."""
+        """D, dimension of the decoded vectors."""
         return self._size or self.index.representation(self.name).dim
 
     @functools.cached_property
@@ -95,38 +94,38 @@ class Column:
 
     @functools.cached_property
     def _meaning(self) -> list:
-        """What the bytes of a vector mean: it enters the names of files."""
+        """Everything that the bytes of a vector depend on; part of the names of files."""
         artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
         return [dump(self.codec.spec), artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:
-        """The parts of a vector."""
+        """Type and width of each part of a vector."""
         return self.codec.parts(self.dim)
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where the files of this column lie."""
+        """Folder of the packed files of this column."""
         uri = absolute(self.index.uri)
         name = re.sub("[^A-Za-z0-9_.-]", "_", posixpath.basename(uri.rstrip("/")))
         return cache_folder() / f"{name}-{digest(uri)}" / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """What the vectors of a fragment are made from; None if there are none yet."""
+        """Returns a hash of everything that a packed file depends on; None without vectors."""
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
         made_from = [uri, fragment.fragment_id, files, self._fields, self._meaning]
         return digest(made_from) if files else None
 
     def path(self, key: str) -> Path:
-        """The file of a fragment."""
+        """Returns the path of a packed file."""
         return self.folder / f"{key}{SUFFIX}"
 
     def batches(
         self, fragment: lance.LanceFragment
     ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
-        """Batches of a fragment: parts (t, width), lengths (s,) and places in the fragment (s,)."""
+        """Yields a fragment in batches: parts (t, width), lengths (s,) and row numbers (s,)."""
         for batch in self.index.batches(
             [self.name],
             fragments=[fragment],
@@ -142,7 +141,7 @@ class Column:
             yield parts, lengths, _places(batch)
 
     def without_vectors(self, num_documents: int) -> Segment:
-        """A segment of documents that have none."""
+        """Returns a segment of documents without vectors."""
         parts = {n: torch.empty(0, width, dtype=dtype) for n, (dtype, width) in self.layout.items()}
         return Segment(self.codec, self.dim, parts, torch.zeros(num_documents, dtype=torch.int64))
 
@@ -159,17 +158,19 @@ def packed_column(
     cache: bool = True,
     when_damaged: Callable[[], None] = lambda: None,
 ) -> PackedVectors:
-    """The vectors of some fragments of a column, a segment each, whether cached or in memory.
+    """Opens the vectors of some fragments of a column, one segment per fragment.
 
     Args:
-        fragments: of the version that is open, in storage order.
-        cache: whether to use and make files.
-        when_damaged: called when a file turns out to be damaged while it is read: what is open
-            must be opened again.
+        index: Index of an open version.
+        name: Name of the column.
+        fragments: Fragments of that version, in storage order.
+        cache: Whether to read and write packed files; else vectors are read into memory.
+        when_damaged: Called when a file turns out to be corrupted while it is read; the column must
+            be opened again then.
 
     Raises:
-        SpecError: the index cannot be read; while vectors are read, for `cache`, that a file is
-            damaged.
+        SpecError: The index cannot be read. Reading the vectors raises it for `cache` if a file is
+            corrupted.
     """
     column = Column(index, name)
     keys = [column.key(fragment) for fragment in fragments]
@@ -201,10 +202,10 @@ def _open_all(
     fragments: dict[str, lance.LanceFragment],
     when_damaged: Callable[[], None],
 ) -> dict[str, Segment]:
-    """The segments of fragments by their keys; what is not there is made.
+    """Returns the segments of fragments by key, after writing the files that are missing.
 
     Raises:
-        SpecError: it cannot be made; the field is `cache` where that is the fault of the folder.
+        SpecError: A file cannot be written; the field is `cache` if the folder is the cause.
     """
     opened = _there(column, fragments, when_damaged)
     missing = {key: f for key, f in fragments.items() if key not in opened}
@@ -215,34 +216,34 @@ def _open_all(
         remove_unfinished(column.folder)
         # Lance reads, and checksums are made, while other threads run.
         workers = min(len(missing), len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(workers) as pool:
-            made = [pool.submit(_make, column, key, f) for key, f in missing.items()]
+        with ThreadPoolExecutor(workers) as executor:
+            futures = [executor.submit(_make, column, key, f) for key, f in missing.items()]
             try:
-                for future in made:
+                for future in futures:
                     future.result()
             finally:
-                pool.shutdown(cancel_futures=True)
+                executor.shutdown(cancel_futures=True)
     except OSError as error:
-        legal = "a folder that can be written, with space for the vectors (see MAXRAY_CACHE)"
-        problem = f"cannot hold them ({error.strerror or error})"
-        raise SpecError("cache", str(column.folder), legal, problem) from None
+        rule = "a writable folder with space for the vectors (see MAXRAY_CACHE)"
+        problem = f"cannot be written ({error.strerror or error})"
+        raise SpecError("cache", str(column.folder), rule, problem) from None
     _remove_stale(column)
     return opened | _there(column, missing, when_damaged)
 
 
 def _make(column: Column, key: str, fragment: lance.LanceFragment) -> None:
-    """Writes the file of a fragment; memory does not grow with the fragment.
+    """Writes the packed file of a fragment in constant memory.
 
     Raises:
-        OSError: it cannot be written.
-        SpecError: the fragment cannot be read.
+        OSError: The file cannot be written.
+        SpecError: The fragment cannot be read.
     """
     with PackedWriter(column.folder, column.layout) as writer:
         for parts, lengths, places in column.batches(fragment):
             writer.append(parts, lengths, places)
         with contextlib.suppress(OSError, DamagedError):
             if _segment(column, key, fragment, lambda: None):
-                return  # another process was quicker
+                return  # another process has published it
         writer.publish(column.path(key), key)
 
 
@@ -251,7 +252,7 @@ def _there(
     fragments: dict[str, lance.LanceFragment],
     when_damaged: Callable[[], None],
 ) -> dict[str, Segment]:
-    """The segments of those fragments whose files are there, whole, and hold every row."""
+    """Returns the segments of the fragments whose files exist, are valid and hold every row."""
     found = {}
     for key, fragment in fragments.items():
         try:
@@ -260,7 +261,7 @@ def _there(
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, DamagedError) as error:
-            log.warning("%s %s; it is made anew", column.path(key), error)
+            log.warning("%s %s; it is rebuilt", column.path(key), error)
     return found
 
 
@@ -270,11 +271,11 @@ def _segment(
     fragment: lance.LanceFragment,
     when_damaged: Callable[[], None],
 ) -> Segment | None:
-    """The segment of a fragment from its file; None if the file lacks rows.
+    """Opens the packed file of a fragment; returns None if the file lacks rows.
 
     Raises:
-        DamagedError: the file is not whole.
-        OSError: there is none, or it cannot be read.
+        DamagedError: The file is corrupted.
+        OSError: The file is missing or unreadable.
     """
     file = PackedFile.open(column.path(key), key)
     live = _live(column, fragment, file.rows)
@@ -292,9 +293,9 @@ def _segment(
 
 
 def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np.ndarray | None:
-    """Which of a file's documents the version has; None if it has others too.
+    """Returns the documents of a file that exist in the open version.
 
-    That is so for a version that is older than the one for which the file was made.
+    None if the version has others too, because the file was written for a later one.
     """
     if not fragment.num_deletions:
         wanted = np.arange(fragment.physical_rows)
@@ -324,22 +325,22 @@ def _touch(
         with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
             file.path.unlink()
         when_damaged()
-        legal = "a whole file (it is removed, and made anew by the next search)"
-        raise SpecError("cache", str(file.path), legal, str(error)) from None
+        note = "; the next search downloads it again"
+        raise SpecError("cache", str(file.path), "an intact file", str(error), note) from None
 
 
 def _note_use(path: Path) -> None:
-    """Sets the time of access, which many systems do not keep, for `_remove_stale`."""
+    """Sets the access time, which many file systems do not update, for `_remove_stale`."""
     with contextlib.suppress(OSError):
         status, now = path.stat(), time.time()
-        if now - status.st_atime > NOTED_SECONDS:
+        if now - status.st_atime > TOUCH_SECONDS:
             os.utime(path, ns=(int(now * 1e9), status.st_mtime_ns))
 
 
 def _remove_stale(column: Column) -> None:
-    """Removes files that the newest version does not need and nobody used for a day.
+    """Removes files that the newest version does not need and that were unused for a day.
 
-    Whoever has one open keeps it: it goes when the last map does.
+    A file that is mapped stays readable until the last mapping is closed.
     """
     dataset = column.index.dataset
     if dataset.latest_version != dataset.version:
@@ -349,5 +350,5 @@ def _remove_stale(column: Column) -> None:
         if path.name.removesuffix(SUFFIX) in needed:
             continue
         with contextlib.suppress(OSError):
-            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEPT_SECONDS:
+            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEEP_SECONDS:
                 path.unlink()

@@ -43,7 +43,10 @@ def describe_in_slices(
     """Returns the hits of each query, and yields after each fraction of a second of work.
 
     Args:
+        rankings: Rankings of the queries.
         queries: Queries transformed for the representation.
+        index: Index of the ranked items.
+        representation: Name of the representation.
         item_vectors: Reads the vectors that `matches` and `passages` compare; None for hits
             without them.
     """
@@ -105,7 +108,7 @@ def _parts(ranking: Ranking, place: int, num_tokens: int) -> Parts:
 
 @dataclass(frozen=True)
 class _InputTokens:
-    """The T input tokens of an item: their locations, and which vector stands for each.
+    """The T input tokens of an item: their locations and their assignment to vectors.
 
     Attributes:
         spans, extents, confidence: Lists of T; None if they are not stored.
@@ -163,7 +166,7 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens that a vector stands for, as far as that is stored."""
+        """Returns the input tokens that are assigned to a vector, as far as that is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.support is None else input_tokens(vector, self.support, self.form)

@@ -1,4 +1,4 @@
-"""From the document vector that matched best to the words it stands for."""
+"""Explains scores: from the best-matching vectors to words, passages and snippets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import numpy as np
 
 from pipeline.schema import Mark, Passage, Place
 
-#: The most passages of a hit.
+#: x0 y0 x1 y1 in [0, 1] of the page, image or frame.
+Box = tuple[float, float, float, float]
+#: Start and end in seconds of the parent.
+Times = tuple[float, float]
+
+#: Maximum number of passages per hit.
 MAX_PASSAGES = 3
 #: Share of all contributions that a passage after the first must add.
 MIN_SHARE = 0.25
@@ -20,23 +25,25 @@ TOKEN_CHARACTERS = 48
 SPEECH_CHARACTERS = 15
 #: Query tokens that decide on passages, those that contribute most: images have hundreds.
 MAX_QUERY_TOKENS = 32
-#: Tokens of an item in a passage that match a query token.
+#: Maximum number of tokens of a passage that match a query token.
 MAX_ANCHORS = 64
 #: A word is highlighted if it contributes this share of what the best word of its passage does.
 MIN_HIGHLIGHT = 2 / 3
 
-#: The characters of what is no word: of a patch of a picture.
+#: Span of image patches, which have no characters.
 NO_SPAN = (-1, -1)
-DROPPED = 65535  # in a support of the form "assignment": no output stands for this input token
+#: Stored assignment of an input token that has no vector.
+DROPPED = 65535
 
 
 def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
-    """The input tokens that a compressor's output token stands for.
+    """Returns the input tokens that are assigned to a compressed vector.
 
     Args:
-        support: the stored support of the item.
-        form: "assignment": for each input token its output, or 65535 for none; "indices": for each
-            output the one input token it is.
+        token: Index of the compressed vector.
+        support: Stored assignment of the item.
+        form: "assignment" if it holds the vector of each input token, `DROPPED` for none; "indices"
+            if it holds the one input token of each vector.
 
     >>> input_tokens(1, [0, 1, 65535, 1], "assignment"), input_tokens(1, [4, 7], "indices")
     ([1, 3], [7])
@@ -47,26 +54,28 @@ def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
 
 
 def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
-    """For each input token the compressor's output token that stands for it, or -1: (T,) int64.
+    """Returns the compressed vector that each input token is assigned to, or -1: (T,) int64.
 
     Args:
-        support, form: as in `input_tokens`.
+        support: Stored assignment of the item.
+        form: See `input_tokens`.
+        num_inputs: T, number of input tokens.
 
     >>> outputs_of([0, 1, 65535, 1], "assignment", 4).tolist()
     [0, 1, -1, 1]
     >>> outputs_of([2], "indices", 3).tolist()
     [-1, -1, 0]
     """
-    support = np.array(support, np.int64)
+    stored = np.array(support, np.int64)
     if form == "assignment":
-        return np.where(support == DROPPED, -1, support)
+        return np.where(stored == DROPPED, -1, stored)
     outputs = np.full(num_inputs, -1)
-    outputs[support] = np.arange(len(support))
+    outputs[stored] = np.arange(len(stored))
     return outputs
 
 
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Sorts character ranges and joins those that touch; negative and empty ones are left out.
+    """Sorts character ranges and joins those that touch; drops negative and empty ones.
 
     >>> merge([(5, 9), (0, 2), (2, 4), (-1, -1)])
     ((0, 4), (5, 9))
@@ -83,18 +92,28 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 def place_of(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Place | None:
-    """Returns a token's place from its characters, its extent x0 y0 x1 y1 t0 t1 and the confidence
-    of its word; None if it has no extent.
+    """Returns the location of a token; None if it has neither a box nor times.
+
+    Args:
+        span: Start and end of its characters in the item's text.
+        extent: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN for what is missing.
+        confidence: Confidence of the recogniser in its word, in [0, 1]; NaN without one.
 
     >>> nan = float("nan")
     >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
     Place(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
     """
-    box, times = (
-        None if any(map(math.isnan, sides)) else tuple(sides) for sides in (extent[:4], extent[4:])
-    )
+    start, end = span
+    box, times = _box_and_times(extent)
     sure = None if math.isnan(confidence) else confidence
-    return Place(tuple(span), box, times, confidence=sure) if box or times else None
+    return Place((start, end), box, times, confidence=sure) if box or times else None
+
+
+def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
+    """Returns the box and the times of an extent; None for one that has a NaN."""
+    x0, y0, x1, y1, t0, t1 = extent
+    box = None if any(map(math.isnan, (x0, y0, x1, y1))) else (x0, y0, x1, y1)
+    return box, None if math.isnan(t0) or math.isnan(t1) else (t0, t1)
 
 
 def contributions(sim_MN: np.ndarray) -> np.ndarray:
@@ -132,19 +151,21 @@ def find_passages(
         gain(W) = sum over m of max(0, max_{t in W} e_mt - f_m)
         cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
 
-    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token of the item is no match.
+    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token does not match.
     f_m is the best e_mt inside the passages found before. The first passage has the highest gain
     minus cost; another one follows only if its gain is `MIN_SHARE` of the sum of all c_m.
 
-    A passage is a window of consecutive tokens in reading order, of one frame, or of what is heard,
-    or a region of adjacent image patches.
+    A passage is a window of consecutive tokens in reading order, of one frame or of speech, or a
+    region of adjacent image patches.
 
     Args:
+        query_tokens: Texts of the M query tokens.
         sim_MN: Similarities of the M query tokens with the N vectors of the item.
-        output_T: The vector that stands for each of T input tokens; -1 for none.
+        output_T: The vector that each of T input tokens is assigned to; -1 for none.
         spans_T2: Characters of each input token in `text`; -1 for image patches.
-        extents_T6: x0 y0 x1 y1 t0 t1 of each input token; NaN where it has none.
-        confidence_T: Confidence of the recogniser in each input token; NaN where it has none.
+        extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token; NaN without.
+        text: Text of the item, by which passages are widened to whole words.
+        confidence_T: Confidence of the recogniser in each input token, in [0, 1]; NaN without.
     """
     num_tokens = len(output_T)
     if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
@@ -265,8 +286,9 @@ class _Patches:
         self._extents_P6 = np.nan_to_num(extents_T6[self._patches], nan=-1.0)
 
     def best(self, floor_M: np.ndarray) -> tuple[float, np.ndarray] | None:
-        """Returns the gain and the tokens of the best patch and of the patches around it that reach
-        half its gain.
+        """Returns the gain and the tokens of the best region.
+
+        A region is the best patch with the connected patches around it that reach half its gain.
         """
         gain_P = np.maximum(self._e_MP - floor_M[:, None], 0).sum(axis=0)
         if not gain_P.any():
@@ -295,7 +317,7 @@ def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 def _hull(
     tokens: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, text: str
-) -> tuple[tuple[int, int], tuple[float, ...] | None, tuple[float, ...] | None]:
+) -> tuple[tuple[int, int], Box | None, Times | None]:
     """Returns the span of consecutive tokens, widened to whole words, and their box and times."""
     start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
     if start >= 0:
@@ -306,8 +328,7 @@ def _hull(
         tokens = np.flatnonzero((spans_T2[:, 0] >= start) & (spans_T2[:, 1] <= end))
     extents = extents_T6[tokens]
     low, high = extents.min(axis=0).tolist(), extents.max(axis=0).tolist()
-    box, times = (*low[:2], *high[2:4]), (low[4], high[5])
-    box, times = (None if any(map(math.isnan, sides)) else sides for sides in (box, times))
+    box, times = _box_and_times([*low[:2], *high[2:4], low[4], high[5]])
     return (start, end) if start >= 0 else NO_SPAN, box, times
 
 
@@ -329,9 +350,9 @@ def highlights(passage: Passage) -> list[tuple[int, int]]:
 
 
 def printable(text: str) -> str:
-    """The text with a blank for each control character: none reaches a terminal, offsets stay.
+    r"""Replaces each control character by a blank, so that none reaches a terminal.
 
-    >>> printable("a\\tb\\x1b[2J")
+    >>> printable("a\tb\x1b[2J")
     'a b [2J'
     """
     return "".join(c if c.isprintable() else " " for c in text)
@@ -344,9 +365,15 @@ def snippet(
     width: int = 240,
     marks: tuple[str, str] = ("[", "]"),
 ) -> str:
-    """The stretch of a text with the most marked characters, whole words, marked words marked.
+    """Returns the part of a text with the most marked characters, with its marked words marked.
 
-    The ends are cut between words, so a shown text may be a little shorter than `width`.
+    It begins and ends between words, so it may be a little shorter than `width`.
+
+    Args:
+        text: Text of an item.
+        ranges: Character ranges to mark.
+        width: Maximum number of characters.
+        marks: Text before and after each marked word.
 
     >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
     'the [wing] in a [slipstream]'
@@ -367,19 +394,19 @@ def snippet(
 def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """The stretch of a text with the most marked characters, and every marked word of the text."""
+    """Returns the bounds of the part with the most marked characters, and all marked words."""
     words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
     ranges = merge(ranges)
     marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
     start, end = _densest_window(len(text), marked, width)
-    # Never half a word at either end.
+    # Words at the ends stay whole.
     start = next((w[1] for w in words if w[0] < start < w[1]), start)
     end = next((w[0] for w in words if w[0] < end < w[1]), end)
     return start, end, marked
 
 
 def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """A window of `width` characters around the run of marked words that fills it best."""
+    """Returns a window of `width` characters around the run of marked words that fills it best."""
     if length <= width or not marked:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0

@@ -13,6 +13,7 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
     """Returns a line per hit with its rank, score, id, span and title, and below it a snippet.
 
     Args:
+        hits: Hits, best first.
         marks: Text before and after each highlighted word.
     """
     if not hits:

@@ -10,8 +10,11 @@ from pipeline.config import SpecError
 from pipeline.schema import Composed, Hit, Place
 from pipeline.search.explain import NO_SPAN, printable
 from pipeline.search.formatting import format_place
-from pipeline.search.maps import Previews, SimilarityMap, hit_sheet, light, similarity_map, titled
+from pipeline.search.map_images import add_header, highlight
+from pipeline.search.map_sheets import hit_sheet
+from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
+from pipeline.search.previews import Previews
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
@@ -30,6 +33,11 @@ def write_hit_maps(
     """Writes the similarity maps of hits; yields a line per hit: the file, or why it has none.
 
     Args:
+        folder: Path or URI of the output folder.
+        searcher: Searcher of the index.
+        query: Query of the hits.
+        hits: Hits, best first.
+        representation: Name of the representation.
         documents: See `Previews`.
 
     Raises:
@@ -64,14 +72,14 @@ def _write_maps(
     query tokens would be equal and are left out; so they are for queries of very many tokens.
     """
     files: dict[str, bytes | str] = {
-        f"{number}.png": titled(light(previews, map), map, title),
+        f"{number}.png": add_header(highlight(previews, map), map, title),
         f"{number}.json": map.to_json(),
     }
     has_places = any(word.box or word.times for word in map.words)
     if has_places and len(map.query_tokens) <= MAX_TOKEN_MAPS:
         for token, text in enumerate(map.query_tokens):
             name = re.sub(r"\W+", "_", text)[:20]
-            image = titled(light(previews, map, token), map, title, token)
+            image = add_header(highlight(previews, map, token), map, title, token)
             files[f"{number}-{token + 1:02d}-{name}.png"] = image
     for name, data in files.items():
         write_atomic(f"{folder}/{name}", data)

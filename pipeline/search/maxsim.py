@@ -1,4 +1,4 @@
-"""MaxSim, the score of late interaction: exact, masked, never padded to the longest document.
+"""MaxSim, the late-interaction score: exact, and never padded to the longest document.
 
     late(q, d) = sum over the query tokens i of max over the document tokens j of <q_i, d_j>
 
@@ -35,15 +35,19 @@ def maxsim_oracle(
     query_mask_M: torch.Tensor | None = None,
     reduce: Literal["sum", "mean"] = "sum",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores padded documents the slow and obvious way: what every fast path is tested against.
+    """Scores padded documents in the slow and obvious way that every fast path is tested against.
 
     Args:
-        query_mask_M: which query tokens are real, all by default; the others contribute 0 to the
-            sum and do not count in the mean.
+        query_MD: Query tokens.
+        docs_BND: Document tokens.
+        mask_BN: bool, the real document tokens.
+        query_mask_M: bool, the real query tokens; None for all. The others add 0 to the sum and do
+            not count in the mean.
+        reduce: Sum over the query tokens, or their mean.
 
     Returns:
-        Scores (B,), and for each query token its best document token (B, M); the first of equals,
-        and -1 where the document has no token.
+        Scores (B,), and the best document token of each query token (B, M): the first of equals, -1
+        for a document without tokens.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> docs = torch.tensor([[[0.5, 0.0], [-1.0, -2.0]], [[9.0, 9.0], [9.0, 9.0]]])
@@ -78,21 +82,22 @@ def maxsim(
 ) -> torch.Tensor:
     """Scores many queries against many documents, exactly.
 
-    A document's score does not depend on its place: equal documents have equal scores, bit by bit.
+    A document's score does not depend on its position: equal documents have bit-identical scores.
 
     Args:
-        queries: Q tensors (M_i, D), the real tokens alone, as `Codec.transform_queries` gave them.
-        packed: the documents, on one device.
-        rows: ascending, the documents to score, (R,) int64; all by default.
-        reduce: the sum over query tokens, or their mean; 0 for a query without tokens.
-        backend: one of `backends(packed)`; default: the last, which is the fastest.
-        block_bytes: working memory of a block of torch; one document is the least it takes.
+        queries: Q tensors (M_i, D) of real tokens, as `Codec.transform_queries` returned them.
+        packed: B documents on one device.
+        rows: (R,) int64, ascending, the documents to score; None for all.
+        reduce: Sum over the query tokens, or their mean; 0 for a query without tokens.
+        backend: One of `backends(packed)`; default the last, which is the fastest.
+        block_bytes: Working memory of a block of the torch backend, in bytes; a block has at least
+            one document.
 
     Returns:
         (Q, B) float32, or (Q, R); -inf for a document without tokens.
 
     Raises:
-        ValueError: a query is not of the documents' dimension, or there is no such backend.
+        ValueError: A query does not have the documents' dimension, or the backend does not exist.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, -2.0], [3.0, 4.0]])
@@ -100,7 +105,7 @@ def maxsim(
     >>> maxsim([query, query[:1]], packed).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
-    backend = _backend(backend, packed)
+    kernels, level = _backend(backend, packed)
     num_docs = len(packed) if rows is None else len(rows)
     device = packed.device
     scores_QB = torch.zeros(len(queries), num_docs, device=device)
@@ -109,7 +114,7 @@ def maxsim(
     query_MD = _joined(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
     chosen = list(packed.chosen(rows))
-    if backend == "torch":
+    if kernels is None:
         first = 0
         for segment, documents in chosen:
             last = first + (len(segment.lengths) if documents is None else len(documents))
@@ -117,7 +122,7 @@ def maxsim(
             _score(query_MD, query_lengths, segment, documents, block_bytes, own_QB)
             first = last
     else:
-        _kernels(packed).score(query_MD, query_lengths, chosen, scores_QB, backend)
+        kernels.score(query_MD, query_lengths, chosen, scores_QB, level)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB
@@ -131,15 +136,18 @@ def best_tokens(
     backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Which token of each document is the best for each query token: `maxsim` before its sums.
+    """Finds the best token of each document for each query token: `maxsim` before its sums.
 
     Args:
-        query_MD: the real tokens of any number of queries, one after the other.
-        rows, backend: as in `maxsim`.
+        query_MD: The real tokens of any number of queries, one after the other.
+        packed: Documents on one device.
+        rows: As in `maxsim`.
+        backend: As in `maxsim`.
+        block_bytes: Memory of a block of results, in bytes.
 
     Yields:
-        Block after block of documents: the place of its first one among those asked for, the
-        similarities (b, M) float32, and the tokens (b, M) int64, counted from the beginning of each
+        For each block of documents the position of its first one among those asked for, the
+        similarities (b, M) float32, and the tokens (b, M) int64, counted from the start of each
         document, the first of equals; -inf and -1 for a document without tokens.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -150,12 +158,12 @@ def best_tokens(
     """
     if not len(query_MD):
         return
-    backend = _backend(backend, packed)
+    kernels, level = _backend(backend, packed)
     query_MD = _joined([query_MD], packed)
     done = 0
     for segment, chosen in packed.chosen(rows):
         num_docs = len(segment.lengths) if chosen is None else len(chosen)
-        if backend == "torch":
+        if kernels is None:
             for block in _similarities(query_MD, segment, chosen, block_bytes):
                 yield done + block.first, block.best_bM, _first_best(block)
         else:
@@ -163,14 +171,14 @@ def best_tokens(
                 chosen = torch.arange(num_docs, device=packed.device)
             size = max(block_bytes // (8 * len(query_MD)), 1)
             for first in range(0, num_docs, size):
-                block = chosen[first : first + size]
-                best_bM, token_bM = _kernels(packed).best(query_MD, segment, block, backend)
+                documents = chosen[first : first + size]
+                best_bM, token_bM = kernels.best(query_MD, segment, documents, level)
                 yield done + first, best_bM, token_bM.long()
         done += num_docs
 
 
 def backends(packed: PackedVectors) -> tuple[str, ...]:
-    """What can score these vectors where they lie, the fastest last.
+    """Returns the backends that can score these vectors on their device, the fastest last.
 
     "torch" anywhere; the levels of `native` on a CPU; "triton" on a CUDA device.
     """
@@ -181,25 +189,31 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:
-    """The kernels for the device the vectors lie on, if there are any."""
+    """Returns the kernels for the device of the vectors; None without kernels."""
     if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
         return importlib.import_module("pipeline.search.triton_kernels")
     return native if packed.device.type == "cpu" else None
 
 
-def _backend(wanted: str | None, packed: PackedVectors) -> str:
-    there = backends(packed)
-    if wanted is not None and wanted not in there:
-        raise ValueError(f"backend {wanted!r} cannot score this; legal: {', '.join(there)}")
-    return wanted or there[-1]
+def _backend(wanted: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
+    """Returns the kernels of a backend, None for torch, and the level at which they score.
+
+    Raises:
+        ValueError: The backend cannot score these vectors.
+    """
+    valid = backends(packed)
+    if wanted is not None and wanted not in valid:
+        raise ValueError(f"backend must be one of {', '.join(valid)}, got {wanted!r}")
+    level = wanted or valid[-1]
+    return (None if level == "torch" else _kernels(packed)), level
 
 
 def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
-    """The tokens (M, D) float32 of all queries, where the documents are."""
+    """Returns the tokens (M, D) float32 of all queries, on the device of the documents."""
     for query in queries:
         if query.ndim != 2 or query.shape[1] != packed.dim:
             shape = tuple(query.shape)
-            raise ValueError(f"a query has the shape {shape}; legal: (tokens, {packed.dim})")
+            raise ValueError(f"queries must have the shape (tokens, {packed.dim}), got {shape}")
     return torch.cat(list(queries)).to(packed.device, torch.float32)
 
 
@@ -211,7 +225,7 @@ def _score(
     block_bytes: int,
     out_QB: torch.Tensor,
 ) -> None:
-    """Sums of maxima, block by block, by torch on any device.
+    """Writes sums of maxima, block by block, with torch on any device.
 
     Blocks of whole documents are made float32 and multiplied with all query tokens at once; a
     maximum over each document's rows and a sum over each query's columns follow. Of the ways to
@@ -232,7 +246,7 @@ def _score(
 
 
 def _first_best(block: _Block) -> torch.Tensor:
-    """For each document and query token the best document token, the first of equals."""
+    """Returns the best document token for each document and query token, the first of equals."""
     num_tokens = block.sim_nM.shape[1]
     # The few places where a similarity is its document's best; as they come in the order of
     # the tokens, a minimum over equals is all that is left.
@@ -251,7 +265,7 @@ def _first_best(block: _Block) -> torch.Tensor:
 
 
 class _Block(NamedTuple):
-    """The similarities of some documents with all query tokens, and the best of each document."""
+    """Similarities of some documents with all query tokens, and the best of each document."""
 
     first: int
     last: int
@@ -267,7 +281,7 @@ def _similarities(
     documents: torch.Tensor | None,
     block_bytes: int,
 ) -> Iterator[_Block]:
-    """Multiplies block after block of documents; a document without tokens has a best of -inf."""
+    """Yields similarities by block; the best of a document without tokens is -inf."""
     starts_B, lengths_B = segment.starts, segment.lengths
     if documents is not None:
         starts_B, lengths_B = starts_B[documents], lengths_B[documents]
@@ -294,7 +308,7 @@ def _similarities(
 
 
 def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts the documents into runs of at most `max_tokens`: (first, last + 1, tokens)."""
+    """Yields runs of documents of at most `max_tokens` tokens: (first, last + 1, tokens)."""
     ends = lengths_B.cumsum(0)
     first, done = 0, 0
     while first < len(lengths_B):
@@ -308,7 +322,7 @@ def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int
 def _rows(
     segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """The parts of the tokens of some documents: views if they lie side by side, else copies."""
+    """Returns the parts of some documents' tokens: views if they are contiguous, else copies."""
     segment.touch(starts_b, lengths_b)
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
     if end - start == num_tokens:

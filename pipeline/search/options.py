@@ -14,10 +14,10 @@ from pipeline.search.representations import representation_info
 Score = Literal["late", "single", "hybrid"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
-#: Weights of the single and the late score in the hybrid score.
+#: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL: Weights = (1.0, 1.0)
-LEGAL_WEIGHTS = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
+WEIGHTS_RULE = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
 class _CommonKeywords(TypedDict, total=False):
@@ -32,7 +32,7 @@ class _CommonKeywords(TypedDict, total=False):
 class Selection(TypedDict, total=False):
     """Keyword arguments of `Searcher.num_items`; those of `SearchOptions` with other types."""
 
-    where: str | None  # the option `filter`
+    filter: str | None
     ids: Collection[str] | None
     parents: Collection[str] | None
 
@@ -43,14 +43,14 @@ class SearchKeywords(_CommonKeywords, Selection, total=False):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a search selects, scores, reranks and describes items.
+    """Options for selecting, scoring, reranking and describing items.
 
     Attributes:
         representation: Name of the column to search; None: `full` if it exists, else the first.
         k: Maximum number of hits.
         score: "late", "single" or "hybrid"; see `pipeline.search.score`.
-        weights: Weights of the single and the late score in the hybrid score. An item that lacks
-            either has no hybrid score, whatever their weights.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score. An item that
+            lacks either has no hybrid score, whatever the weights.
         group_by: "parent" returns the k best parents, each with its best item.
         filter: Lance SQL expression over the item columns, such as "modality = 'text'".
         ids: Ids of the items that can be hits; unknown ids are ignored. An item must pass the
@@ -86,14 +86,14 @@ class SearchOptions:
     def __post_init__(self) -> None:
         check_count("k", self.k)
         if self.group_by not in (None, "parent"):
-            raise SpecError("group_by", self.group_by, "parent, or nothing")
+            raise SpecError("group_by", self.group_by, "parent or null")
         if self.score not in SCORES:
-            raise SpecError("score", self.score, ", ".join(SCORES))
+            raise SpecError.unknown_name("score", self.score, SCORES)
         if not are_weights(self.weights):
-            raise SpecError("weights", self.weights, LEGAL_WEIGHTS)
+            raise SpecError("weights", self.weights, WEIGHTS_RULE)
         if self.score != "hybrid" and tuple(self.weights) != EQUAL:
-            problem = f"mean nothing to the score {self.score}"
-            raise SpecError("weights", self.weights, "the score hybrid", problem)
+            rule = f"{EQUAL} for the score {self.score}"
+            raise SpecError("weights", self.weights, rule)
 
     @classmethod
     def from_keywords(
@@ -101,15 +101,15 @@ class SearchOptions:
         representation: str | None = None,
         *,
         explain: bool = False,
-        where: str | None = None,
+        filter: str | None = None,
         ids: Collection[str] | None = None,
         parents: Collection[str] | None = None,
         **others: Unpack[_CommonKeywords],
     ) -> SearchOptions:
-        """Returns the options that the keyword arguments of the Python interface stand for."""
+        """Creates options from the keyword arguments of the Python interface."""
         return cls(
             representation,
-            filter=where,
+            filter=filter,
             ids=id_tuple("ids", ids),
             parents=id_tuple("parents", parents),
             explain="matches" if explain else None,
@@ -120,7 +120,7 @@ class SearchOptions:
         """Returns the options with the name of a representation of the index.
 
         Raises:
-            SpecError: There is no such representation, or it is only for reranking.
+            SpecError: The representation does not exist, or is only for reranking.
         """
         return replace(self, representation=representation_info(index, self.representation).name)
 
@@ -151,18 +151,19 @@ class SearchOptions:
         """Raises `SpecError` if the queries or the representation lack vectors of the score.
 
         Args:
+            queries: Queries transformed for the representation.
             pooled_column: Column of the representation's single vectors; None without one.
         """
         if self.score != "single" and not all(map(len, queries.tokens)):
-            problem = "needs token vectors of the query, which has none"
+            problem = "needs token vectors (the query has none)"
             raise SpecError("score", self.score, "single", problem)
         if self.score == "late":
             return
         if pooled_column is None:
-            problem = "needs single vectors, and the index has none"
+            problem = "needs single vectors (the index has none)"
             raise SpecError("score", self.score, "late", problem)
         if queries.pooled is None:
-            problem = "needs a single vector of the query, given as text"
+            problem = "needs a single query vector (give the query as text)"
             raise SpecError("score", self.score, "late", problem)
 
 
@@ -198,7 +199,7 @@ def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
     values = (ids,) if isinstance(ids, str) else tuple(ids)
     if isinstance(ids, str) or not _are_texts(values):
         wrong = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
-        raise SpecError(field, wrong, "a list of ids, each a text in UTF-8")
+        raise SpecError(field, wrong, "a list of ids in valid UTF-8")
     return values
 
 

@@ -13,9 +13,9 @@ import torch
 from pipeline.codecs import Codec
 from pipeline.codecs.floats import Float16
 
-#: Bytes that are copied to a device at once: of a mapped file no more is in memory twice.
+#: Bytes copied to a device at once, so that no more of a mapped file is in memory twice.
 COPY_BYTES = 64 << 20
-#: The codec of vectors that are there as numbers.
+#: Codec of uncompressed vectors.
 FLOATS = Float16(Float16.Spec())
 
 
@@ -24,13 +24,13 @@ class Segment:
     """The token vectors of some documents, one document after the other.
 
     Attributes:
-        codec: what the parts mean.
-        dim: D, of the vectors the parts stand for.
-        parts: by name (T, width), contiguous; they may be mapped from a file.
-        lengths: (S,) int64, how many vectors each document has; 0 where it has none.
-        live: ascending (L,) int64, the documents that are not deleted; None: all S.
-        touch: called with the starts and lengths (n,) int64 of the runs of vectors, documents or
-            not, that are about to be read; raises `SpecError` if what lies there is damaged.
+        codec: Codec of the vectors.
+        dim: D, dimension of the decoded vectors.
+        parts: Parts of the vectors by name, (T, width) each, contiguous; may be mapped from a file.
+        lengths: (S,) int64, number of vectors per document; may be 0.
+        live: (L,) int64, ascending, the documents that are not deleted; None for all S.
+        touch: Called with the starts and lengths (n,) int64 of runs of vectors before they are
+            read; raises `SpecError` if they are corrupted.
     """
 
     codec: Codec
@@ -44,21 +44,21 @@ class Segment:
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
-        """(S,) int64: where each document's vectors begin."""
+        """(S,) int64, index of each document's first vector."""
         return self.lengths.cumsum(0) - self.lengths
 
     @functools.cached_property
     def live_lengths(self) -> torch.Tensor:
-        """(L,) int64: the lengths of the documents that are not deleted."""
+        """(L,) int64, lengths of the documents that are not deleted."""
         return self.lengths if self.live is None else self.lengths[self.live]
 
     @functools.cached_property
     def longest(self) -> int:
-        """The most vectors that a document has."""
+        """Maximum number of vectors of a document."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def to(self, device: torch.device | str) -> Segment:
-        """The same documents on a device; parts that are mapped from a file are read in pieces."""
+        """Returns the documents on a device; mapped parts are read in pieces."""
         parts = {
             name: torch.empty(part.shape, dtype=part.dtype, device=device)
             for name, part in self.parts.items()
@@ -73,58 +73,60 @@ class Segment:
         return Segment(self.codec, self.dim, parts, self.lengths.to(device), live)
 
     def item(self, document: int) -> torch.Tensor:
-        """The vectors (N, D) float32 of one of the S documents."""
+        """Returns the vectors (N, D) float32 of one of the S documents."""
         start = int(self.starts[document])
         end = start + int(self.lengths[document])
-        self.touch(*(places[document : document + 1] for places in (self.starts, self.lengths)))
+        self.touch(self.starts[document : document + 1], self.lengths[document : document + 1])
         chosen = {name: part[start:end] for name, part in self.parts.items()}
         return self.codec.dequantise(chosen, self.dim)
 
 
 class PackedVectors:
-    """The token vectors of every item of a column, in the order of the items.
+    """The token vectors of all items of a column, in the order of the items.
 
     Args:
-        segments: in that order; all of one codec and dim.
+        segments: Segments in that order, all of one codec and dimension.
+
+    Attributes:
+        lengths: (B,) int64, number of vectors per item; may be 0.
+        starts: (B,) int64, index of each item's first vector among those of all items.
     """
 
     def __init__(self, segments: Sequence[Segment]):
         assert segments and len({segment.dim for segment in segments}) == 1
         self.segments = tuple(segments)
         self.codec, self.dim = segments[0].codec, segments[0].dim
-        #: (B,) int64, how many vectors each item has; 0 where it has none.
         self.lengths = torch.cat([segment.live_lengths for segment in segments])
-        #: (B,) int64, where each item's vectors begin if those of all items are counted.
         self.starts = self.lengths.cumsum(0) - self.lengths
         counts = torch.tensor([0, *(len(segment.live_lengths) for segment in segments)])
         self._firsts = counts.cumsum(0)  # the first item of each segment, and the number of items
 
     @classmethod
     def of_values(cls, values_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
-        """Vectors that are there as floats of any type, and how many each item has."""
+        """Returns items with uncompressed vectors of any floating-point type."""
         return cls([Segment(FLOATS, values_TD.shape[1], {"values": values_TD}, lengths)])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def to(self, device: torch.device | str) -> PackedVectors:
-        """The same items on a device; these themselves if they are there."""
+        """Returns the items on a device; `self` if they are on it."""
         if self.device == torch.empty(0, device=device).device:  # "cuda" is the current one
             return self
         return PackedVectors([segment.to(device) for segment in self.segments])
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors lie."""
+        """Device of the vectors."""
         return self.lengths.device
 
     @property
     def num_vectors(self) -> int:
-        """How many vectors all items have together."""
+        """Number of vectors of all items."""
         return int(self.lengths.sum())
 
     def item(self, row: int) -> torch.Tensor:
-        """The vectors (N, D) float32 of one item."""
+        """Returns the vectors (N, D) float32 of one item."""
         place = int(torch.searchsorted(self._firsts, row, right=True)) - 1
         segment, row = self.segments[place], row - int(self._firsts[place])
         return segment.item(row if segment.live is None else int(segment.live[row]))
@@ -132,10 +134,10 @@ class PackedVectors:
     def chosen(
         self, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[Segment, torch.Tensor | None]]:
-        """What is to be scored of each segment: its documents, ascending; None for all of them.
+        """Yields each segment with its documents to score, ascending; None for all of them.
 
         Args:
-            rows: ascending items, (R,) int64, on any device; None for all.
+            rows: (R,) int64, ascending, items on any device; None for all.
         """
         if rows is None:
             yield from ((segment, segment.live) for segment in self.segments)
@@ -144,12 +146,12 @@ class PackedVectors:
         firsts = self._firsts.tolist()
         bounds = torch.searchsorted(rows, self._firsts.to(self.device)).tolist()
         for i, segment in enumerate(self.segments):
-            own = rows[bounds[i] : bounds[i + 1]] - firsts[i]
-            yield segment, own if segment.live is None else segment.live[own]
+            documents = rows[bounds[i] : bounds[i + 1]] - firsts[i]
+            yield segment, documents if segment.live is None else segment.live[documents]
 
 
 def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarray]:
-    """A column of single vectors -> (vectors (T, P), lengths (B,) of 1, or 0 for null)."""
+    """Returns single vectors (T, P) and lengths (B,), 1 per vector and 0 for null."""
     lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size), lengths
@@ -158,7 +160,7 @@ def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarra
 def packed_of(
     codec: Codec, dim: int, blocks: list[tuple[dict[str, np.ndarray], np.ndarray]]
 ) -> PackedVectors:
-    """One segment of blocks of (parts, lengths (B,)); empties the list to save memory."""
+    """Joins blocks of (parts, lengths (B,)) to one segment; empties the list to save memory."""
     lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
     parts = {
         name: torch.empty(int(lengths.sum()), width, dtype=dtype)

@@ -1,14 +1,14 @@
-"""The file of a segment: token vectors as they are scored, mapped into memory, never loaded.
+"""The file of a segment: token vectors in the form that is scored, mapped into memory.
 
     header    one page: magic, format, length and CRC-32 of a JSON description, the description
-    parts     each (T, width), from a page's beginning, with zeros behind it
-    lengths   (S,) int64, how many vectors each document has
-    rows      (S,) int64, where each document stands in its fragment; left out if it is 0 ... S - 1
+    parts     each (T, width), aligned to a page and followed by zeros
+    lengths   (S,) int64, number of vectors per document
+    rows      (S,) int64, row of each document in its fragment; omitted if it is 0 ... S - 1
     footer    (parts, blocks) uint32: CRC-32 of each block of vectors; a seal
 
-Numbers are little-endian, sections begin at pages. The seal is the CRC-32 of header, lengths, rows
-and checksums; with the length of the file it is what opening looks at, so that opening takes no
-longer for long vectors. What lies in a block is compared with its checksum when it is first read.
+Numbers are little-endian; sections are aligned to pages. The seal is the CRC-32 of header, lengths,
+rows and checksums. Opening checks only the seal and the length of the file, so it does not read the
+vectors. A block is compared with its checksum when it is first read.
 
 S documents, T vectors in all.
 """
@@ -25,7 +25,7 @@ import struct
 import tempfile
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,43 +34,43 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-#: Rises with every change of what this module's docstring says.
+#: Version of the format above.
 FORMAT = 1
 MAGIC = b"maxraypk"
 PAGE = 4096
-#: Bytes of vectors under one checksum, about: what the first touch of a vector reads at least.
+#: Approximate number of bytes per checksum: the least that the first use of a vector reads.
 BLOCK_BYTES = 1 << 20
-#: Zeros behind a part: kernels that read tiles of 16 rows may run over its end.
+#: Zero rows after a part: kernels that read tiles of 16 rows may read past its end.
 SLACK_ROWS = 16
 
 _START = struct.Struct("<8sIII")  # magic, format, length and checksum of the description
 _SEAL = struct.Struct("<I8s")  # checksum, magic
 
-#: The parts of a vector: (type, width) by name, as `Codec.parts` gives them.
+#: Type and width of each part of a vector, as `Codec.parts` returns them.
 Layout = Mapping[str, tuple[torch.dtype, int]]
 
 
 class DamagedError(Exception):
-    """A file is not what was written, or of another format; says in what way."""
+    """A file is corrupted or of another format."""
 
 
 def numpy_type(dtype: torch.dtype) -> np.dtype:
-    """The numpy type of a torch type."""
+    """Returns the NumPy type of a torch type."""
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 class PackedWriter:
-    """Writes the file of a segment batch by batch, under a name of its own until it is whole.
+    """Writes the file of a segment batch by batch, under a temporary name until it is complete.
 
-    As a context manager; what was not published by its end is gone, and so is what a killed
-    process leaves behind as soon as `remove_unfinished` sees it.
+    A context manager that removes the file at its end unless it was published. Files that a killed
+    process leaves behind are removed by `remove_unfinished`.
 
     Args:
-        folder: where the file will lie.
-        layout: the parts of a vector.
+        folder: Folder of the file.
+        layout: Type and width of each part of a vector.
 
     Raises:
-        OSError: there is no space, or the folder cannot be written; so do the methods.
+        OSError: The folder has no space or cannot be written. The methods raise it too.
     """
 
     def __init__(self, folder: Path, layout: Layout):
@@ -87,7 +87,7 @@ class PackedWriter:
             self._file = stack.enter_context(_closing(file))
             stack.callback(self._path.unlink, missing_ok=True)
             self._file.write(bytes(PAGE))
-            # How long the first part gets is known at its end: the others wait in nameless files.
+            # The first part may grow until the end, so the others are written to temporary files.
             self._files = {name: self._file for name in layout}
             for name in list(layout)[1:]:
                 nameless = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, the stack closes it
@@ -106,15 +106,15 @@ class PackedWriter:
         """Adds documents.
 
         Args:
-            parts: (t, width) each, of all of them.
-            lengths: (s,) how many vectors each has.
-            rows: (s,) where each stands in its fragment, ascending over all calls.
+            parts: Parts of all their vectors, (t, width) each.
+            lengths: (s,) number of vectors per document.
+            rows: (s,) row of each document in its fragment, ascending over all calls.
         """
         self._lengths.append(lengths.astype("<i8"))
         self._rows.append(rows.astype("<i8"))
         for name, part in parts.items():
             part = np.ascontiguousarray(part, self._types[name])
-            self._files[name].write(part)
+            self._files[name].write(part.data)
             self._add_to_sums(self._sums[name], part)
         self._num_vectors += int(lengths.sum())
 
@@ -125,17 +125,17 @@ class PackedWriter:
             if done % self._block == 0:
                 sums.append(0)
             upto = min(end, done - done % self._block + self._block)
-            sums[-1] = zlib.crc32(part[done - first : upto - first], sums[-1])
+            sums[-1] = zlib.crc32(part[done - first : upto - first].data, sums[-1])
             done = upto
 
     def publish(self, path: Path, key: str) -> None:
-        """Ends the file and gives it its name; it takes the place of a file that has it."""
+        """Completes the file and moves it to `path`, over an existing file."""
         places = {}
-        for name, own in self._files.items():
-            if own is not self._file:
+        for name, file in self._files.items():
+            if file is not self._file:
                 places[name] = self._file.tell()
-                own.seek(0)
-                shutil.copyfileobj(own, self._file, BLOCK_BYTES)
+                file.seek(0)
+                shutil.copyfileobj(file, self._file, BLOCK_BYTES)
             else:
                 places[name] = PAGE
             row_bytes = self._types[name].itemsize * self._widths[name]
@@ -147,7 +147,7 @@ class PackedWriter:
         places["lengths"] = self._section(lengths)
         places["rows"] = self._section(rows)
         sums = np.array(list(self._sums.values()), "<u4")
-        about = {
+        description = {
             "key": key,
             "documents": len(lengths),
             "vectors": self._num_vectors,
@@ -161,12 +161,12 @@ class PackedWriter:
             "footer": self._file.tell(),
             "size": self._file.tell() + sums.nbytes + _SEAL.size,
         }
-        described = json.dumps(about).encode()
+        described = json.dumps(description).encode()
         start = _START.pack(MAGIC, FORMAT, len(described), zlib.crc32(described))
         header = (start + described).ljust(PAGE, b"\0")
         assert len(header) == PAGE
-        self._file.write(sums)
-        self._file.write(_SEAL.pack(_checksum(header, lengths, rows, sums), MAGIC))
+        self._file.write(sums.data)
+        self._file.write(_SEAL.pack(_checksum(header, lengths.data, rows.data, sums.data), MAGIC))
         self._file.seek(0)
         self._file.write(header)
         self._file.flush()
@@ -176,22 +176,22 @@ class PackedWriter:
 
     def _section(self, numbers: np.ndarray) -> int:
         place = self._file.tell()
-        self._file.write(numbers)
+        self._file.write(numbers.data)
         self._pad(0)
         return place
 
     def _pad(self, least: int) -> None:
-        """Zeros up to the next page, at least so many."""
+        """Writes at least `least` zeros, up to the next page."""
         size = least + -(self._file.tell() + least) % PAGE
         self._file.write(bytes(size))
 
 
-#: How the names of files begin that are being written.
+#: Prefix of the names of unfinished files.
 UNFINISHED = ".unfinished-"
 
 
 def _begin(folder: Path) -> tuple[Path, BinaryIO]:
-    """A new file that is locked until its process ends, however it ends."""
+    """Creates a file that is locked until the process ends."""
     while True:
         path = folder / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
         file = path.open("x+b")
@@ -203,7 +203,7 @@ def _begin(folder: Path) -> tuple[Path, BinaryIO]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what killed processes left: files that are begun, and that nobody holds."""
+    """Removes the unfinished files of killed processes: those that nobody has locked."""
     for path in folder.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,13 +212,13 @@ def remove_unfinished(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PackedFile:
-    """An open file: mapped tensors, of which reading takes memory only as the system has it.
+    """An open file with memory-mapped tensors.
 
     Attributes:
-        path: the file; it may be removed or replaced while it is open.
-        parts: by name (T, width).
-        lengths: (S,) int64.
-        rows: ascending (S,) int64, where the documents stand in their fragment.
+        path: The file; it may be removed or replaced while it is open.
+        parts: Parts of the vectors by name, (T, width) each.
+        lengths: (S,) int64, number of vectors per document.
+        rows: (S,) int64, ascending, row of each document in its fragment.
     """
 
     path: Path
@@ -231,67 +231,72 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path, key: str) -> PackedFile:
-        """Maps a file, after a look at everything but the vectors.
+        """Maps a file after checking everything except the vectors.
 
         Args:
-            key: what `publish` was given.
+            path: The file.
+            key: Key that `publish` was given.
 
         Raises:
-            DamagedError: it is not whole, or not of this format and key.
-            OSError: it is not there, or cannot be read.
+            DamagedError: The file is corrupted, or of another format or key.
+            OSError: The file is missing or unreadable.
         """
         if path.stat().st_size < PAGE + _SEAL.size:
             raise DamagedError("is cut short")
         with pa.memory_map(str(path)) as file:  # the map outlives it, and holds no file open
             data = np.frombuffer(file.read_buffer(), np.uint8)
-        magic, version, size, checksum = _START.unpack_from(data)
+        magic, version, size, checksum = _START.unpack_from(data.data)
         if magic != MAGIC or version != FORMAT:
             raise DamagedError(f"is not of the format {FORMAT}")
         described = data[_START.size :][:size].tobytes()
         if zlib.crc32(described) != checksum:
             raise DamagedError("has a damaged header")
-        about = json.loads(described)
-        if about["key"] != key:
+        description = json.loads(described)
+        if description["key"] != key:
             raise DamagedError("holds something else")
-        if about["size"] != len(data):
+        if description["size"] != len(data):
             raise DamagedError("is cut short")
-        return cls._mapped(path, data, about)
+        return cls._mapped(path, data, description)
 
     @classmethod
-    def _mapped(cls, path: Path, data: np.ndarray, about: dict[str, Any]) -> PackedFile:
-        num_docs, num_vectors, block = about["documents"], about["vectors"], about["block"]
-        lengths = _view(data, about["lengths"], (num_docs,), "<i8")
-        rows = about["rows"] and _view(data, about["rows"], (num_docs,), "<i8")
+    def _mapped(cls, path: Path, data: np.ndarray, description: dict[str, Any]) -> PackedFile:
+        num_docs, num_vectors = description["documents"], description["vectors"]
+        block = description["block"]
+        lengths = _view(data, description["lengths"], (num_docs,), "<i8")
+        rows = description["rows"] and _view(data, description["rows"], (num_docs,), "<i8")
         num_blocks = -(-num_vectors // block)
-        sums = _view(data, about["footer"], (len(about["parts"]), num_blocks), "<u4")
-        there = rows if rows is not None else lengths[:0]
-        seal = _SEAL.pack(_checksum(data[:PAGE], lengths, there, sums), MAGIC)
+        shape = len(description["parts"]), num_blocks
+        sums = _view(data, description["footer"], shape, "<u4")
+        stored_rows = rows if rows is not None else lengths[:0]
+        seal = _SEAL.pack(
+            _checksum(data[:PAGE].data, lengths.data, stored_rows.data, sums.data), MAGIC
+        )
         if data[-_SEAL.size :].tobytes() != seal:
             raise DamagedError("has a damaged header or footer")
         parts = {
             name: _tensor(_view(data, part["place"], (num_vectors, part["width"]), part["type"]))
-            for name, part in about["parts"].items()
+            for name, part in description["parts"].items()
         }
         rows = np.arange(num_docs) if rows is None else rows
         return cls(path, parts, _tensor(lengths), rows, block, sums, np.zeros(num_blocks, bool))
 
     def check(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Compares the blocks of some documents' vectors with their checksums, each once.
+        """Compares the blocks of some documents' vectors with their checksums, each block once.
 
-        Threads may call it at once: at worst two of them look at the same block.
+        Thread-safe: at worst two threads check the same block.
 
         Args:
-            starts: (S,) int64, where the documents' vectors begin.
-            lengths: (S,) int64, how many they have.
+            starts: (S,) int64, index of each document's first vector.
+            lengths: (S,) int64, number of vectors per document.
 
         Raises:
-            DamagedError: they differ.
+            DamagedError: A block differs from its checksum.
         """
         if self._verified.all():
             return
         first, size = starts.numpy(), lengths.numpy()
         first, size = first[size > 0], size[size > 0]
-        # Where more documents have begun than ended, block by block.
+        # A block is read if more documents have begun than ended by it.
         num_blocks = len(self._verified) + 1
         begun = np.bincount(first // self._block, minlength=num_blocks)
         ended = np.bincount((first + size - 1) // self._block + 1, minlength=num_blocks)
@@ -299,24 +304,24 @@ class PackedFile:
         for block in np.flatnonzero(is_read & ~self._verified):
             vectors = slice(block * self._block, (block + 1) * self._block)
             for part, expected in zip(self.parts.values(), self._sums[:, block], strict=True):
-                if zlib.crc32(part[vectors].numpy()) != expected:
+                if zlib.crc32(part[vectors].numpy().data) != expected:
                     raise DamagedError(f"is damaged in block {block}")
             self._verified[block] = True
 
 
 def _view(data: np.ndarray, place: int, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Numbers of the mapped file."""
+    """Returns an array that is a view of the mapped file."""
     return np.ndarray(shape, kind, data, place)
 
 
 def _tensor(numbers: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor. It cannot be written, of which torch would warn each time."""
+    """Returns a tensor that shares an array's memory, without the warning that it is read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(numbers)
 
 
-def _checksum(*sections: bytes | np.ndarray) -> int:
+def _checksum(*sections: bytes | memoryview) -> int:
     checksum = 0
     for section in sections:
         checksum = zlib.crc32(section, checksum)
@@ -324,8 +329,8 @@ def _checksum(*sections: bytes | np.ndarray) -> int:
 
 
 @contextlib.contextmanager
-def _closing(file: BinaryIO):
-    """Closes a file that may have no space for what it has not written yet."""
+def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
+    """Closes a file even if the disk has no space for its buffered data."""
     try:
         yield file
     finally:
@@ -334,7 +339,7 @@ def _closing(file: BinaryIO):
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name lasts when its folder is written."""
+    """Makes a renamed file durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

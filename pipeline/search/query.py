@@ -1,6 +1,4 @@
-"""Queries as vectors: encoded by an index's encoders, and transformed as a representation compares
-them.
-"""
+"""Query vectors: encoded by an index's encoders and transformed for a representation."""
 
 from __future__ import annotations
 
@@ -85,16 +83,16 @@ class Queries:
         for place, query in enumerate(queries):
             array = np.asarray(query)
             if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
-                legal = "a matrix of numbers of shape (query tokens, dim)"
-                raise bad_query(f"an array of shape {array.shape}", legal, place, len(queries))
+                rule = "a matrix of numbers of shape (query tokens, dim)"
+                raise bad_query(f"an array of shape {array.shape}", rule, place, len(queries))
             with np.errstate(over="ignore"):
                 array = array.astype(np.float32)
             if not np.isfinite(array).all():
-                raise bad_query("NaN or infinity", "finite float32 numbers", place, len(queries))
+                raise bad_query("NaN or infinity", "finite float32 vectors", place, len(queries))
             # Norms of float32 vectors neither overflow nor underflow in float64.
             norms = np.linalg.norm(array.astype(np.float64), axis=1, keepdims=True)
             if not norms.any():
-                raise bad_query("zeros", "a vector with a direction", place, len(queries))
+                raise bad_query("zeros", "vectors with a direction", place, len(queries))
             unit = array / np.where(norms > 0, norms, 1)
             tokens.append(torch.from_numpy(unit.astype(np.float32)))
         return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])
@@ -167,7 +165,7 @@ class QueryEncoders:
         for place, tokens_MD in enumerate(queries.tokens):
             if tokens_MD.shape[1] != dim:
                 value = f"vectors of {tokens_MD.shape[1]} numbers"
-                raise bad_query(value, str(dim), place, len(queries))
+                raise bad_query(value, f"vectors of {dim} numbers", place, len(queries))
         compressor, codec = self._compressor(info), self._index.codec(representation)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
         return replace(queries, tokens=tokens)
@@ -199,11 +197,11 @@ def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) 
     """Raises `SpecError` if another encoder made the representation."""
     if encoder.fingerprint != info.fingerprint:
         problem = (
-            f"was made by another encoder (fingerprint {info.fingerprint}, "
+            f"was built with another encoder (fingerprint {info.fingerprint}, "
             f"this one has {encoder.fingerprint})"
         )
-        legal = f"the weights and settings of {info.name} that made it"
-        raise SpecError("representation", representation, legal, problem)
+        rule = f"one built with the loaded encoder, {info.name}"
+        raise SpecError("representation", representation, rule, problem)
 
 
 def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
@@ -235,7 +233,7 @@ def check_texts(texts: Sequence[str]) -> None:
             raise bad_query(text, "a text in UTF-8", place, len(texts))
 
 
-def bad_query(value: str, legal: str, place: int, num_queries: int) -> SpecError:
+def bad_query(value: str, rule: str, place: int, num_queries: int) -> SpecError:
     """Returns the error of a query, which says which of several it is."""
-    which = f" (query {place + 1} of {num_queries})" if num_queries > 1 else ""
-    return SpecError("query", value, legal, f"is not legal{which}")
+    note = f" (query {place + 1} of {num_queries})" if num_queries > 1 else ""
+    return SpecError("query", value, rule, note=note)

@@ -11,15 +11,17 @@ def representation_info(index: Index, name: str | None = None) -> Representation
     """Returns a representation to search; default `full`, else the first.
 
     Raises:
-        SpecError: There is no such representation, or it is only for reranking.
+        SpecError: The representation does not exist, or is only for reranking.
     """
     infos = index.representations()
     if name is None:
         if not infos:
             problem = f"has none in version {index.version}"
-            legal = "an index, or a version of it, with at least one representation"
-            raise SpecError("index", index.uri, legal, problem)
+            rule = "an index version with at least one representation"
+            raise SpecError("index", index.uri, rule, problem)
         return infos["full"] if "full" in infos else next(iter(infos.values()))
     if name in index.rerank_columns:
-        raise SpecError("representation", name, ", ".join(infos), "is for reranking alone")
+        raise SpecError(
+            "representation", name, f"one of {', '.join(infos)}", "is only for reranking"
+        )
     return index.representation(name)

@@ -1,8 +1,8 @@
-"""The second stage: EDJE's joint encoder reads a query with the best items of the first.
+"""Reranks the best items of a search with EDJE's joint encoder.
 
-For a text the items' cached tokens are read, the column `rerank_tokens`. For a picture the items'
-texts (where an item has none: its captions) are the candidates, and the tokens are the picture's,
-made on the way as the index job makes an item's.
+A text query is read with the items' cached tokens (the column `rerank_tokens`). An image query is
+encoded as the index job encodes an item, and its tokens are read with the items' texts or, for
+items without a text, their captions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,20 +24,21 @@ from pipeline.encoders.images import open_query_image
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
+from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import (
-    about_of,
     check_adapter,
     computed_in,
     load_adapter,
     load_joint,
+    read_metadata,
 )
-from pipeline.schema import POOL, Precision, Reranked
+from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision, Reranked
 from pipeline.search.options import check_count
 from pipeline.search.query import AnyQueries
 from pipeline.search.score import Ranking
 from pipeline.tokens import flat_from_arrow, pad
 
-#: Queries whose candidates are read, and go through the joint encoder, together.
+#: Queries whose candidates are loaded and scored together.
 QUERIES_AT_ONCE = 64
 
 NO_TOKENS = "has no rerank_tokens"
@@ -54,52 +55,58 @@ class QueryEncoderSource(Protocol):
 
 
 class Reranker:
-    """Reranks the `pool` best items of each query; those behind them stay as they are.
+    """Reranks the best items of each query; the other items keep their ranks.
 
-    A reranked item's score is the joint encoder's logit, with the first stage's added if that is
-    asked for. An item that cannot be read (it has no tokens, or for a picture no text) keeps its
-    place of the first stage, and says so.
+    The score of a reranked item is the joint encoder's logit, plus the score of the first stage if
+    requested. An item that cannot be read (it has no tokens or, for an image query, no text) keeps
+    its rank of the first stage, and its `Reranked.problem` says why.
 
     Args:
-        folder: of an EDJE.
-        pool: how many items of the first stage are reranked, as far as there are so many.
-        add_first_stage: whether its score counts too.
-        precision: in which the joint encoder computes; None: as its folder says.
-        changes: of the joint encoder's spec: its attention or max_batch_tokens.
+        folder: Folder of an EDJE.
+        rerank_depth: Maximum number of first-stage items that are reranked per query.
+        add_first_stage: Whether the score of the first stage is added.
+        precision: Precision of the joint encoder; None for that of the folder.
+        changes: Other fields of the joint encoder's spec: `attention`, `max_batch_tokens`.
 
     Raises:
-        SpecError: the folder is no EDJE's, or is damaged; the pool is none.
+        SpecError: The folder is not that of an EDJE or is corrupted, or the depth is not positive.
     """
 
     def __init__(
         self,
         folder: str,
-        pool: int = POOL,
+        rerank_depth: int = DEFAULT_RERANK_DEPTH,
         add_first_stage: bool = False,
         precision: Precision | None = None,
         **changes: Any,
     ):
-        check_count("pool", pool)
-        self.folder, self.pool, self.add_first_stage = absolute(folder), pool, add_first_stage
-        self.about = about_of(self.folder, "rerank")
+        check_count("rerank_depth", rerank_depth)
+        self.folder = absolute(folder)
+        self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
+        self.metadata = read_metadata(self.folder, "rerank")
         self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
         self._vision: Encoder | None = None
 
-    def with_pool(self, pool: int, add_first_stage: bool) -> Reranker:
-        """The same joint encoder, which is in memory once, with another pool."""
+    def with_depth(self, rerank_depth: int, add_first_stage: bool) -> Reranker:
+        """Returns a reranker with other options that shares the loaded joint encoder."""
         other = copy.copy(self)
-        other.pool, other.add_first_stage = pool, add_first_stage
+        other.rerank_depth, other.add_first_stage = rerank_depth, add_first_stage
         return other
 
     def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
-        """Returns the queries; raises `SpecError` if they, or the items, cannot be read."""
+        """Returns the queries if the joint encoder can read them and the items.
+
+        Raises:
+            SpecError: A query is neither a text nor an image, or the index lacks tokens of this
+                EDJE.
+        """
         given = queries if isinstance(queries, Sequence) else [queries]
         readable = [query for query in given if isinstance(query, str | bytes)]
         if len(readable) < len(given):
-            legal = "null for such queries; a text or a picture can be reranked"
-            raise SpecError("rerank", self.folder, legal, "needs the query as it was written")
+            rule = "null unless every query is a text or an image"
+            raise SpecError("rerank", self.folder, rule, "reads the query itself")
         if any(isinstance(query, str) for query in readable):
-            check_stored(self.about, self.folder, index)
+            check_stored(self.metadata, self.folder, index)
         return readable
 
     def rerank(
@@ -109,169 +116,202 @@ class Reranker:
         rankings: Sequence[Ranking],
         k: int,
     ) -> list[Ranking]:
-        """Rankings of the first stage, at least as deep as the pool -> the k best of each."""
-        read = self.read(source, queries, [ranking.item_ids[: self.pool] for ranking in rankings])
+        """Returns the k best items of each query after reranking.
+
+        Args:
+            source: Index and query encoders of the items.
+            queries: All texts or all images.
+            rankings: Rankings of the first stage, at least `rerank_depth` long if there are as many
+                items.
+            k: Maximum number of items per query.
+        """
+        candidates = [ranking.item_ids[: self.rerank_depth] for ranking in rankings]
         return [
-            reordered(query, ranking, of_items, self.pool, self.add_first_stage, k)
-            for query, ranking, of_items in zip(queries, rankings, read, strict=True)
+            reorder(query, ranking, readings, self.rerank_depth, self.add_first_stage, k)
+            for query, ranking, readings in zip(
+                queries, rankings, self.read(source, queries, candidates), strict=True
+            )
         ]
 
     def read(
         self,
         source: QueryEncoderSource,
         queries: Sequence[str | bytes],
-        pools: Sequence[list[str]],
+        candidates: Sequence[list[str]],
     ) -> list[dict[str, Reading]]:
-        """What the joint encoder says of each query's items, but of those that cannot be read."""
+        """Returns the reading of each candidate by item id; one that cannot be read has none.
+
+        Args:
+            source: Index and query encoders of the items.
+            queries: All texts or all images.
+            candidates: Item ids per query.
+        """
         done: list[dict[str, Reading]] = []
         for first in range(0, len(queries), QUERIES_AT_ONCE):
             part = slice(first, first + QUERIES_AT_ONCE)
             if texts := [query for query in queries[part] if isinstance(query, str)]:
-                done += self._of_texts(source, texts, pools[part])
+                done += self._read_texts(source, texts, candidates[part])
             else:
                 images = [query for query in queries[part] if isinstance(query, bytes)]
-                done += self._of_pictures(source, images, pools[part])
+                done += self._read_images(source, images, candidates[part])
         return done
 
-    def _of_texts(
-        self, source: QueryEncoderSource, texts: Sequence[str], pools: Sequence[list[str]]
+    def _read_texts(
+        self, source: QueryEncoderSource, texts: Sequence[str], candidates: Sequence[list[str]]
     ) -> list[dict[str, Reading]]:
-        """What the joint encoder says of each text's items that have tokens."""
-        stored = _stored(source.index, pools, [RERANK_TOKENS])
-        dim = self.about["dim"]
+        """Returns the readings of each text with its candidates that have tokens."""
+        stored = _stored(source.index, candidates, [RERANK_TOKENS])
+        dim = self.metadata["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
         tokens_BVD, mask_BV = pad(flat.reshape(-1, dim), lengths)
         ids = stored["item_id"].to_pylist()
         row_of = {ids[row]: row for row in np.flatnonzero(lengths).tolist()}
         read = self.joint.read(texts)
-        pairs = _pairs(pools, row_of)
+        pairs = _pairs(candidates, row_of)
         scores = self.joint.scores(read, tokens_BVD, mask_BV, pairs).tolist()
         cuts = [int(read.num_cut[text]) for text, _ in pairs.tolist()]
-        return _by_query(pools, row_of, zip(scores, cuts, strict=True))
+        return _by_query(candidates, row_of, zip(scores, cuts, strict=True))
 
-    def _of_pictures(
-        self, source: QueryEncoderSource, pictures: Sequence[bytes], pools: Sequence[list[str]]
+    def _read_images(
+        self, source: QueryEncoderSource, images: Sequence[bytes], candidates: Sequence[list[str]]
     ) -> list[dict[str, Reading]]:
-        """What the joint encoder says of each picture's items that have a text."""
-        stored = _stored(source.index, pools, ["text", "caption"])
+        """Returns the readings of each image with its candidates that have a text."""
+        stored = _stored(source.index, candidates, ["text", "caption"])
         texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
         ids = stored["item_id"].to_pylist()
         with_text = [i for i, text in enumerate(texts) if text and text.strip()]
         row_of = {ids[place]: row for row, place in enumerate(with_text)}
-        tokens_QVD, mask_QV = self.tokens_of(source, pictures)
+        tokens_QVD, mask_QV = self.image_tokens(source, images)
         read = self.joint.read([texts[place] for place in with_text])
-        pairs = _pairs(pools, row_of)
+        pairs = _pairs(candidates, row_of)
         scores = self.joint.scores(read, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
         cuts = [int(read.num_cut[text]) for _, text in pairs.tolist()]
-        return _by_query(pools, row_of, zip(scores, cuts, strict=True))
+        return _by_query(candidates, row_of, zip(scores, cuts, strict=True))
 
-    def tokens_of(
-        self, source: QueryEncoderSource, pictures: Sequence[bytes]
+    def image_tokens(
+        self, source: QueryEncoderSource, images: Sequence[bytes]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The adapter's tokens (Q, V, dim) float16 of query pictures, read as items, and a mask.
+        """Encodes query images as the index job encodes items.
+
+        Returns:
+            The adapter's tokens (Q, V, dim) float16 and their mask (Q, V).
 
         Raises:
-            SpecError: one is no picture, or the EDJE's encoder cannot be had here.
+            SpecError: An image cannot be decoded, or the EDJE's encoder cannot be loaded here.
         """
-        encoder, kept = self._encoder(source), []
-        for picture in pictures:
+        encoder = self._encoder(source)
+        tokens_of_image: list[torch.Tensor] = []
+        for image in images:
             file = io.BytesIO()
-            open_query_image(picture).save(file, "PNG")
+            open_query_image(image).save(file, "PNG")
             items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
             for _, batch in encoder.encode(encoder.preparer(encoder.spec)(items)):
                 tokens, mask = self._adapter.cached(batch)
-                kept.append(tokens[mask].cpu())
-        return pad(torch.cat(kept), np.array([len(tokens) for tokens in kept]))
+                tokens_of_image.append(tokens[mask].cpu())
+        lengths = np.array([len(tokens) for tokens in tokens_of_image])
+        return pad(torch.cat(tokens_of_image), lengths)
 
     def _encoder(self, source: QueryEncoderSource) -> Encoder:
-        """The EDJE's vision encoder, had once: that of the index, if it is the same."""
+        """Returns the EDJE's vision encoder; shares that of the index if it is the same."""
         if self._vision is None:
-            wanted = self.about["vision"]["fingerprint"]
+            wanted = self.metadata["vision"]["fingerprint"]
             infos = source.index.representations().values()
             same = next((info for info in infos if info.encoder.fingerprint == wanted), None)
             self._vision = source.encoder(same.name) if same else self._own_encoder()
         return self._vision
 
     def _own_encoder(self) -> Encoder:
-        encoder = ENCODERS.build(ENCODERS.resolve(self.about["vision"]["spec"]))
-        if encoder.fingerprint != self.about["vision"]["fingerprint"]:
-            legal = "the weights of the encoder that it was trained on"
-            raise SpecError("rerank", self.folder, legal, "finds others in their place")
+        encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"]))
+        if encoder.fingerprint != self.metadata["vision"]["fingerprint"]:
+            rule = "an EDJE trained on the index's encoder"
+            raise SpecError("rerank", self.folder, rule, "was trained on other weights")
         return encoder
 
     @functools.cached_property
-    def _adapter(self) -> Any:
+    def _adapter(self) -> Adapter:
         return load_adapter(self.folder, "rerank")
 
 
-#: A joint encoder's logit, and how many tokens of the text it did not read.
+#: Logit of the joint encoder, and the number of truncated tokens of the text.
 Reading = tuple[float, int]
 
 
 def check_stored(
-    about: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
+    metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
-    """Raises `SpecError` if an index has no tokens, or those of another adapter than an EDJE's.
+    """Checks that an index has the tokens of an EDJE's adapter.
 
     Args:
-        about: what `about_of` gives of the EDJE's folder.
-        field: what the user names the folder by.
+        metadata: Metadata of the EDJE's folder, as `read_metadata` returns it.
+        folder: Folder of the EDJE.
+        index: Index of the items.
+        field: Option that names the folder, for error messages.
+
+    Raises:
+        SpecError: The index has no tokens, or those of another adapter.
     """
-    there = index.rerank_columns
-    if RERANK_TOKENS not in there:
-        legal = (
-            "an index with rerank_tokens; add them by"
-            f" `python -m jobs.backfill SPEC.yaml rerank={folder}`"
-        )
-        raise SpecError(field, folder, legal, "cannot be used: there are none")
-    check_adapter(about, folder, there[RERANK_TOKENS].adapter, field)
+    columns = index.rerank_columns
+    if RERANK_TOKENS not in columns:
+        note = f"; add them with `python -m jobs.backfill SPEC.yaml rerank={folder}`"
+        raise SpecError(field, folder, "null for an index without rerank_tokens", note=note)
+    check_adapter(metadata, folder, columns[RERANK_TOKENS].adapter, field)
 
 
-def reordered(
+def reorder(
     query: str | bytes,
     ranking: Ranking,
     read: Mapping[str, Reading],
-    pool: int,
+    rerank_depth: int,
     add_first_stage: bool,
     k: int,
 ) -> Ranking:
-    """The k best of a ranking with those that were read in the order of their new scores."""
-    scores, about = list(ranking.scores), []
+    """Returns the k best items after the items that were read are sorted by their new scores.
+
+    Args:
+        query: Text or image.
+        ranking: Ranking of the first stage.
+        read: Readings of the candidates, by item id.
+        rerank_depth: Number of candidates; those without a reading are flagged.
+        add_first_stage: Whether the score of the first stage is added.
+        k: Maximum number of items.
+    """
+    scores = list(ranking.scores)
+    records: list[Reranked] = []
     problem = NO_TOKENS if isinstance(query, str) else NO_TEXT
     for place, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
         joint, num_cut = read.get(item_id, (None, 0))
-        is_flagged = place < pool and joint is None
-        about.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
+        is_flagged = place < rerank_depth and joint is None
+        records.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
         if joint is not None:
             scores[place] = joint + first if add_first_stage else joint
     order = list(range(len(scores)))
-    slots = [place for place in order if about[place].joint is not None]
+    slots = [place for place in order if records[place].joint is not None]
     best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
     for slot, place in zip(slots, best, strict=True):
         order[slot] = place
     order = order[:k]
-    kept = replace(ranking, scores=scores).take(order)
-    return replace(kept, reranked=tuple(about[place] for place in order))
+    best_items = replace(ranking, scores=scores).take(order)
+    return replace(best_items, reranked=tuple(records[place] for place in order))
 
 
-def _stored(index: Index, pools: Sequence[list[str]], columns: list[str]) -> pa.Table:
-    """The rows of all pools, each once."""
-    item_ids = sorted({item_id for pool in pools for item_id in pool})
-    there = [name for name in columns if name in index.schema.names]
+def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
+    """Returns the rows of all candidates, each once."""
+    item_ids = sorted({item_id for item_ids in candidates for item_id in item_ids})
+    stored = [name for name in columns if name in index.schema.names]
     if item_ids:
-        return index.items(item_ids, there)
-    fields = [index.schema.field(name) for name in ("item_id", *there)]
+        return index.items(item_ids, stored)
+    fields = [index.schema.field(name) for name in ("item_id", *stored)]
     return pa.schema(fields).empty_table()
 
 
-def _pairs(pools: Sequence[list[str]], row_of: dict[str, int]) -> torch.Tensor:
-    """(P, 2) int64: each query with the row of each item of its pool that has one."""
-    pairs = [[q, row_of[i]] for q, pool in enumerate(pools) for i in pool if i in row_of]
+def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.Tensor:
+    """Returns (P, 2) int64: each query with the rows of its candidates that have one."""
+    pairs = [[q, row_of[i]] for q, ids in enumerate(candidates) for i in ids if i in row_of]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
 
 def _by_query(
-    pools: Sequence[list[str]], row_of: dict[str, int], readings: Any
+    candidates: Sequence[list[str]], row_of: Mapping[str, int], readings: Iterator[Reading]
 ) -> list[dict[str, Reading]]:
-    """Readings in the order of `_pairs`, by query and item."""
-    return [{i: next(readings) for i in pool if i in row_of} for pool in pools]
+    """Groups readings, in the order of `_pairs`, by query and item."""
+    return [{i: next(readings) for i in ids if i in row_of} for ids in candidates]

@@ -97,7 +97,7 @@ class Scorer:
         if torch.cuda.is_available():
             devices += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         if device not in devices:
-            raise SpecError("device", device, ", ".join(devices), "is not there")
+            raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
 
@@ -279,6 +279,7 @@ def top_rows(
         scores: (S,) float; -inf is never among the best.
         rows: (S,) items that were scored; None for all, in order.
         order: (B,) rank of each item among equal scores.
+        k: Maximum number of positions.
         groups: (B,) group of each item; None for no groups.
 
     >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])

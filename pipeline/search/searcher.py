@@ -39,6 +39,7 @@ def open_index(
     """Opens an index for search; vectors and query encoders are loaded when first needed.
 
     Args:
+        uri: Path or URI of the index.
         version: Lance version; default the newest.
         shard: (i, n) to search only the i-th of n parts of the items; see `Index.fragments`.
         cache: Whether vectors are packed into local files (`pipeline.search.cache` says where) and
@@ -47,7 +48,7 @@ def open_index(
 
     Raises:
         SpecError: The index is missing, corrupted or newer than this version of the software, or
-            there is no such shard or device.
+            the shard or device does not exist.
     """
     return Searcher(Index(uri, version), shard=shard, cache=cache, device=device)
 
@@ -92,7 +93,7 @@ class Searcher:
             representation: Column to search; default `full` if it exists, else the first.
             explain: Whether hits carry `matches`, one per query token, and `passages`.
             rerank: Second stage, which reorders the best items of the first.
-            options: `k` (default 10), `score`, `weights`, `group_by`, `where` (a filter), `ids` and
+            options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
                 `parents`; see `SearchOptions`.
 
         Returns:
@@ -115,7 +116,7 @@ class Searcher:
         rows = self.items.select(options)  # an invalid filter is reported before encoding
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
-            options = replace(options, rerank_depth=reranker.pool)
+            options = replace(options, rerank_depth=reranker.rerank_depth)
         encoded = self.encoders.encode(queries, options.column)
         rankings = self.scorer.rank(encoded, options.first_stage(), rows)
         if reranker is not None:
@@ -150,7 +151,9 @@ class Searcher:
         """Returns the hits of rankings.
 
         Args:
+            rankings: Rankings of the queries.
             queries: What `queries` returned for the representation.
+            representation: Name of the representation.
             explain: Whether hits carry `matches` and `passages`.
         """
         vectors = self.scorer.item_vectors if explain else None
@@ -168,7 +171,7 @@ class Searcher:
         """Returns the metadata of a representation; default `full`, else the first.
 
         Raises:
-            SpecError: There is no such representation, or it is only for reranking.
+            SpecError: The representation does not exist, or is only for reranking.
         """
         return representation_info(self.index, name)
 
@@ -181,7 +184,7 @@ class Searcher:
         return self.scorer.packed(self.representation(representation).name)
 
     def num_items(self, **selection: Unpack[Selection]) -> int:
-        """Returns how many items a search with this `where`, `ids` and `parents` looks at."""
+        """Returns how many items a search with this `filter`, `ids` and `parents` looks at."""
         rows = self.items.select(SearchOptions.from_keywords(**selection))
         return len(self.items) if rows is None else len(rows)
 

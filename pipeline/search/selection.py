@@ -60,7 +60,7 @@ class Items:
         """Returns the ascending positions of the items that can be hits; None for all.
 
         Raises:
-            SpecError: For `where`: the filter is invalid.
+            SpecError: For `filter`: the filter is invalid.
         """
         rows = None if options.filter is None else self._filtered_rows(options.filter)
         return self.restrict(rows, options)
@@ -90,6 +90,7 @@ class Items:
         The version of the index never changes, so entries stay valid.
 
         Args:
+            filter: SQL condition on the item columns.
             item_ids: What `matching_ids` returned for the filter.
         """
         rows = np.flatnonzero(pc.is_in(self.ids["item_id"], value_set=item_ids).to_numpy())
@@ -102,6 +103,7 @@ class Items:
         """Returns how many distinct ids of a list are in the index.
 
         Args:
+            ids: Ids of items or of parents.
             field: "ids" for ids of items, "parents" for ids of parents.
         """
         distinct = pc.unique(pa.array(ids, pa.string()))

@@ -123,7 +123,7 @@ class _Shard:
 
 
 class ShardedScorer(Scorer):
-    """Scores items in actors, each of which holds the vectors of a shard.
+    """Scores items in actors; each actor holds the vectors of a shard.
 
     Args:
         items: All items of the index.
@@ -137,18 +137,20 @@ class ShardedScorer(Scorer):
         self._firsts = np.cumsum([0, *sizes[:-1]])  # position of the first item of each shard
 
     def load(self, representation: str, score: Score = "late") -> None:
+        """Opens the vectors that a score needs in every actor."""
         self.ask(lambda actor: actor.load.remote(representation, score))
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
+        """Ranks as `Scorer.rank` does, in all actors at once."""
         # Checked here too: Ray prints the errors of actors that nobody waits for.
         options.check_vectors(queries, self._info(options.column).pooled_column)
         shared = ray.put(queries)
-        scoring = options.without_selection()  # `rows` stands for it
+        scoring = options.without_selection()  # `rows` replaces it
         calls = [
-            actor.rank.remote(shared, scoring, own)
-            for actor, own in zip(self._open_actors(), self._split(rows), strict=True)
+            actor.rank.remote(shared, scoring, shard_rows)
+            for actor, shard_rows in zip(self._open_actors(), self._split(rows), strict=True)
         ]
         counted = [
             [replace(ranking, rows=ranking.rows + first) for ranking in rankings]
@@ -166,6 +168,7 @@ class ShardedScorer(Scorer):
         return [part - first for part, first in zip(parts, self._firsts, strict=True)]
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
+        """Returns the vectors (N, D) float32 of items, read by the actors that hold them."""
         shard_of_row = np.searchsorted(self._firsts, rows, side="right") - 1
         places = {i: np.flatnonzero(shard_of_row == i) for i in set(shard_of_row.tolist())}
         actors = self._open_actors()
@@ -202,7 +205,7 @@ class ShardedScorer(Scorer):
             raise error.cause from None  # as the scorer of the actor raised it
         except RayError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise JobError(f"a shard of {self._uri} ended for good: {reason}") from None
+            raise JobError(f"a shard of {self._uri} failed permanently: {reason}") from None
 
 
 class Shares(TypedDict, total=False):
@@ -219,13 +222,13 @@ def machine_shares(num_actors: int, device: str) -> Shares:
     `RAY_ADDRESS` names each takes the default, one CPU and GPU, and may have to wait for them.
 
     Raises:
-        SpecError: There is no GPU for the device.
+        SpecError: The device needs a GPU, and the machine has none.
     """
     if os.environ.get("RAY_ADDRESS"):
         return {}
     resources = ray.cluster_resources()
     if device != "cpu" and not resources.get("GPU"):
-        raise SpecError("device", device, "cpu", "is not there")
+        raise SpecError("device", device, "cpu", "is not available")
     num_gpus = resources["GPU"] if device != "cpu" else 0
     return {
         "num_cpus": _share(resources["CPU"], num_actors),

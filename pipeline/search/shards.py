@@ -1,4 +1,4 @@
-"""What the shards of an index found, put together as if it had been searched as one."""
+"""Merges the rankings of the shards of an index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.search.score import Ranking
 def merge_rankings(
     rankings: Sequence[Ranking], k: int, group_by: Literal["parent"] | None = None
 ) -> Ranking:
-    """The k best items of one query, best first; equal scores in the order of the item ids.
+    """Returns the k best items of one query; equal scores are in the order of the item ids.
 
     Args:
-        rankings: of each shard its own k best, grouped alike; `rows` count over all shards.
-        k: the most items to keep.
-        group_by: "parent" keeps the best item alone of a parent that lies in several shards.
+        rankings: The k best items of each shard, grouped alike; `rows` count over all shards.
+        k: Maximum number of items.
+        group_by: "parent" keeps only the best item of a parent that is in several shards.
 
     >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
     >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
@@ -43,7 +43,7 @@ def merge_rankings(
 
 
 def _joined(each: Sequence[Any]) -> Any:
-    """The values that all rankings have of a field, one after the other: arrays, lists, or none."""
+    """Concatenates the values of a field: arrays, lists, or None."""
     if each[0] is None:
         return None
     return np.concatenate(each) if isinstance(each[0], np.ndarray) else list(chain(*each))

@@ -38,6 +38,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
 #: Tokens that a program should read at least, so that loading its queries does not count.
@@ -56,6 +57,7 @@ SCHEDULES = {
 }
 
 _NUMBERS, _INT8, _BINARY, _RESIDUAL = range(4)
+_UNSUPPORTED = -1
 _OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Whether the kernel is interpreted, on the CPU: slow, to test it.
@@ -211,14 +213,39 @@ def _kernel(
     Args:
         queries: (2 if PAIR else 1, panels x M, BLOCK_D x NUM_BLOCKS), 0 beyond D.
         query_scales: (panels x M) float32.
-        query_of_fours: (panels x M / 4) int32, the place in its panel of the query they are of.
-        panel_queries: (panels, 16) int32, the row of `out` of each query of a panel, or -1.
+        query_of_fours: (panels x M / 4) int32, index in its panel of the query of four tokens.
+        panel_queries: (panels, 16) int32, row of `out` of each query of a panel, or -1.
+        values: (T, ROW), the numbers, residuals or bits of the document tokens.
+        scales: (T, 1) float32, read for int8.
+        codes: (T, 1) int32, centroid of each token, read for residuals.
+        centroids: (C, D) float16, read for residuals.
+        weights: (2^BITS,) float32, value of each residual bucket.
         documents: (B,) int64, read if CHOSEN.
-        out: scores (Q, B) with rows `out_stride` apart, or similarities (B, M) with BEST.
-        index: with BEST (B, M) int32.
-        half: numbers from the high to the low part of a query token.
-        SHORT: no document has more tokens than a slot.
-        ADD: to the scores that are there.
+        starts: (S,) int64, first token of each document.
+        lengths: (S,) int64, number of tokens of each document.
+        out: Scores (Q, B) with rows `out_stride` apart, or similarities (B, M) with BEST.
+        index: (B, M) int32 best tokens, written with BEST.
+        num_docs: B, number of documents to score.
+        num_panels: Number of panels.
+        group: Number of documents per program.
+        half: Distance from the high to the low part of a query token, in numbers.
+        out_stride: Distance between the rows of `out`, in numbers.
+        DIM: D, dimension of the vectors.
+        ROW: Width of a row of `values`.
+        KIND: Number of the codec, see `_kind`.
+        BITS: Bits per dimension of bits and residuals.
+        NORMALISED: Whether decoded residuals are scaled to unit length.
+        PAIR: Whether a query token is a pair of bfloat16, high + low.
+        CHOSEN: Whether `documents` selects some of the documents.
+        SHORT: Whether no document has more tokens than a slot.
+        BEST: Whether best tokens are written instead of scores.
+        ADD: Whether scores are added to those in `out`.
+        QUERIES: Maximum number of queries per panel, a power of two.
+        BLOCK_M: M, number of query tokens per panel.
+        SLOT: Number of document tokens per slot.
+        SLOTS: Number of slots per tile.
+        BLOCK_D: Number of dimensions per block.
+        NUM_BLOCKS: Number of blocks of dimensions.
     """
     BLOCK_N: tl.constexpr = SLOT * SLOTS
     # The panels of the same documents run side by side: the documents come from the cache.
@@ -309,11 +336,13 @@ class _Panels:
 
     @classmethod
     def of(
-        cls, query_MD: torch.Tensor, pieces: Sequence[tuple[int, int, int]], how: _How
+        cls, query_MD: torch.Tensor, pieces: Sequence[tuple[int, int, int]], layout: _Layout
     ) -> _Panels:
         """Packs pieces of queries, (row of the scores, first token, tokens), in their order."""
-        size, device = how.panel, query_MD.device
-        begins, fours, queries = [], [], []
+        size, device = layout.panel, query_MD.device
+        begins: list[int] = []
+        fours: list[list[int]] = []
+        queries: list[list[int]] = []
         used = size
         for row, _, count in pieces:
             aligned = -(-count // ALIGN) * ALIGN
@@ -333,7 +362,7 @@ class _Panels:
         source, place = (token + torch.repeat_interleave(shift, counts, dim=1)).to(device)
         rows_MD = torch.zeros(len(queries) * size, query_MD.shape[1], device=device)
         rows_MD[place] = query_MD[source]
-        numbers, scales = how.packed(rows_MD)
+        numbers, scales = layout.packed(rows_MD)
         return cls(
             numbers,
             scales,
@@ -349,8 +378,8 @@ def _filled(rows: list[list[int]], width: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _How:
-    """What is multiplied with what, and in which blocks."""
+class _Layout:
+    """Number formats and block sizes of a launch."""
 
     kind: int
     dim: int
@@ -361,8 +390,8 @@ class _How:
     num_blocks: int
 
     @classmethod
-    def of(cls, segment: Segment, num_tokens: int) -> _How:
-        """For a segment and the tokens of all queries."""
+    def of(cls, segment: Segment, num_tokens: int) -> _Layout:
+        """Returns the layout for a segment and the number of tokens of all queries."""
         kind, values = _kind(segment), _values(segment)
         dtype = values.dtype if kind in (_NUMBERS, _INT8) else torch.float16
         decoded = kind in (_BINARY, _RESIDUAL)
@@ -377,7 +406,7 @@ class _How:
         return cls(kind, segment.dim, dtype, panel, tile, block, num_blocks)
 
     def packed(self, rows_MD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query tokens (M, D) float32 -> numbers (1 or 2, M, width) and scales (M,)."""
+        """Returns query tokens (M, D) float32 as numbers (1 or 2, M, width) and scales (M,)."""
         padding = self.block * self.num_blocks - self.dim
         rows_MD = torch.nn.functional.pad(rows_MD, (0, padding))
         largest_M = rows_MD.abs().amax(dim=1)
@@ -399,28 +428,29 @@ class _How:
         return torch.stack([high_MD, (rows_MD - high_MD.float()).bfloat16()]), scale_M
 
 
-def _kind(segment: Segment) -> int | None:
+def _kind(segment: Segment) -> int:
+    """Returns the kernel's number of a segment's codec, or `_UNSUPPORTED`."""
     values = segment.parts.get("values")
     if values is not None and values.dtype in _FLOATS:
         return _NUMBERS
-    return _OF_CODEC.get(segment.codec.spec.name)
+    return _OF_CODEC.get(segment.codec.spec.name, _UNSUPPORTED)
 
 
 def _values(segment: Segment) -> torch.Tensor:
-    """The part with the numbers of each dimension."""
+    """Returns the part with the numbers of each dimension."""
     parts = segment.parts
     return next(parts[name] for name in ("values", "residuals", "bits") if name in parts)
 
 
 def available() -> tuple[str, ...]:
-    """The backends that this module is."""
+    """Returns the names of the backends of this module."""
     return ("triton",)
 
 
 def can_score(segment: Segment) -> bool:
-    """Whether the kernel knows this codec, and the vectors lie where it can read them."""
+    """Returns whether the kernel supports a segment's codec, device and memory layout."""
     return (
-        _kind(segment) is not None
+        _kind(segment) != _UNSUPPORTED
         and (segment.lengths.is_cuda or _INTERPRETED)
         and all(part.is_contiguous() for part in segment.parts.values())
     )
@@ -437,37 +467,37 @@ def score(
 
     Args:
         query_MD: float32, the tokens of all queries.
-        query_lengths: (Q,) int64.
-        chosen: segments, and of each its documents in ascending order; None: all.
-        out_QB: float32, dense along B.
+        query_lengths: (Q,) int64, number of tokens per query.
+        chosen: Segments with their documents, ascending; None for all documents.
+        out_QB: float32, contiguous along B.
         level: "triton".
     """
     assert level == "triton"
     counts = query_lengths.tolist()
     aligned = sum(-(-count // ALIGN) * ALIGN for count in counts)
-    packed: dict[_How, list[_Panels]] = {}  # once, if all segments are of one kind
+    packed: dict[_Layout, list[_Panels]] = {}  # once, if all segments are of one kind
     first = 0
     for segment, documents in chosen:
         last = first + (len(segment.lengths) if documents is None else len(documents))
-        how = _How.of(segment, aligned)
-        if how not in packed:
-            packed[how] = _packed(query_MD, counts, how)
-        for i, panels in enumerate(packed[how]):
-            _launch(panels, how, segment, documents, out_QB[:, first:last], add=i > 0)
+        layout = _Layout.of(segment, aligned)
+        if layout not in packed:
+            packed[layout] = _packed(query_MD, counts, layout)
+        for i, panels in enumerate(packed[layout]):
+            _launch(panels, layout, segment, documents, out_QB[:, first:last], add=i > 0)
         first = last
 
 
-def _packed(query_MD: torch.Tensor, counts: list[int], how: _How) -> list[_Panels]:
-    """All queries up to the tokens of a panel, and then the next such piece of longer ones."""
+def _packed(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_Panels]:
+    """Packs the first panel of tokens of all queries, then the next pieces of longer queries."""
     firsts = itertools.accumulate(counts, initial=0)
     pieces = [
         (row, first, count) for row, (first, count) in enumerate(zip(firsts, counts, strict=False))
     ]
     layers = []
     while pieces:
-        now = [(row, first, min(count, how.panel)) for row, first, count in pieces]
-        layers.append(_Panels.of(query_MD, now, how))
-        rest = ((row, first + how.panel, count - how.panel) for row, first, count in pieces)
+        now = [(row, first, min(count, layout.panel)) for row, first, count in pieces]
+        layers.append(_Panels.of(query_MD, now, layout))
+        rest = ((row, first + layout.panel, count - layout.panel) for row, first, count in pieces)
         pieces = [piece for piece in rest if piece[2] > 0]
     return layers
 
@@ -475,27 +505,27 @@ def _packed(query_MD: torch.Tensor, counts: list[int], how: _How) -> list[_Panel
 def best(
     query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each document and query token the best similarity and the token it is with.
+    """Finds the best token of each document for each query token.
 
     Returns:
-        (B, M) float32 and (B, M) int32, counted in the document, the first of equals; -inf and -1
-        for a document without tokens.
+        Similarities (B, M) float32 and tokens (B, M) int32, counted from the start of the document,
+        the first of equals; -inf and -1 for a document without tokens.
     """
     assert level == "triton"
     num_tokens = len(query_MD)
     num_docs = len(segment.lengths) if documents is None else len(documents)
-    how = _How.of(segment, num_tokens)
-    firsts = range(0, num_tokens, how.panel)
-    pieces = [(0, first, min(how.panel, num_tokens - first)) for first in firsts]
+    layout = _Layout.of(segment, num_tokens)
+    firsts = range(0, num_tokens, layout.panel)
+    pieces = [(0, first, min(layout.panel, num_tokens - first)) for first in firsts]
     best_BM = torch.empty(num_docs, num_tokens, device=query_MD.device)
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32, device=query_MD.device)
-    _launch(_Panels.of(query_MD, pieces, how), how, segment, documents, best_BM, index_BM)
+    _launch(_Panels.of(query_MD, pieces, layout), layout, segment, documents, best_BM, index_BM)
     return best_BM, index_BM
 
 
 def _launch(
     panels: _Panels,
-    how: _How,
+    layout: _Layout,
     segment: Segment,
     documents: torch.Tensor | None,
     out: torch.Tensor,
@@ -510,22 +540,22 @@ def _launch(
     parts, codec, device = segment.parts, segment.codec, out.device
     values, num_panels = _values(segment), len(panels.queries)
     codes = centroids = weights = values  # of other kinds than residuals, not read
-    bits, normalised = int(how.kind == _BINARY), False
-    if how.kind == _RESIDUAL:
+    bits, normalised = int(layout.kind == _BINARY), False
+    if isinstance(codec, Residual):
         learned = codec.codebook(values.device)
         # float16 halves what is gathered; their sum with the weights is rounded to it in any case.
         codes, centroids = parts["centroids"], learned.centroids_CD.half()
         weights, bits, normalised = learned.weights, codec.spec.bits, learned.normalised
     mean = max(-(-len(values) // len(segment.lengths)), 1)
-    slot = min(max(triton.next_power_of_2(mean), 16), how.tile)
-    slots = how.tile // slot
+    slot = min(max(triton.next_power_of_2(mean), 16), layout.tile)
+    slots = layout.tile // slot
     programs = PROGRAMS * _multiprocessors(device)
     group = min(PROGRAM_TOKENS // mean, -(-num_docs * num_panels // programs))
     group = max(-(-group // slots), 1) * slots
     constants = {
-        "DIM": how.dim,
+        "DIM": layout.dim,
         "ROW": values.shape[1],
-        "KIND": how.kind,
+        "KIND": layout.kind,
         "BITS": bits,
         "NORMALISED": normalised,
         "PAIR": len(panels.numbers) == 2,
@@ -537,8 +567,8 @@ def _launch(
         "BLOCK_M": panels.size,
         "SLOT": slot,
         "SLOTS": slots,
-        "BLOCK_D": how.block,
-        "NUM_BLOCKS": how.num_blocks,
+        "BLOCK_D": layout.block,
+        "NUM_BLOCKS": layout.num_blocks,
     }
 
     def run(schedule: tuple[int, int], num_groups: int) -> None:
@@ -598,7 +628,7 @@ def _quickest(
         seconds[schedule] = triton.testing.do_bench(
             functools.partial(run, schedule), warmup=5, rep=20, return_mode="median"
         )
-    return min(seconds, key=seconds.get)
+    return min(seconds, key=seconds.__getitem__)
 
 
 @functools.cache

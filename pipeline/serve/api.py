@@ -11,12 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-import pipeline
 from pipeline.config import SpecError
 from pipeline.serve import routes, wire
 from pipeline.serve.errors import CODES, ApiError, error_response, of_spec_error, of_validation
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.guard import Guard
+from pipeline.version import __version__
 
 log = logging.getLogger("ray.serve")
 
@@ -40,7 +40,7 @@ def create_app(make: Callable[[], Awaitable[Gateway]]) -> FastAPI:
     app = FastAPI(
         title="Maxray",
         summary="Multi-vector search, reranking and evaluation.",
-        version=pipeline.__version__,
+        version=__version__,
         lifespan=lifespan,
         responses={"default": {"model": wire.ErrorAnswer, "description": "any error"}},
     )

@@ -64,7 +64,7 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
             dotted one.
 
     Raises:
-        SpecError: they are not legal.
+        SpecError: They are invalid.
     """
     if not isinstance(settings, ServeSpec):
         settings = _parsed(settings)

@@ -48,7 +48,7 @@ class Auth:
             log.error("access keys: %s", error)
             raise of_spec_error(error) from None
         if key is None:
-            raise ApiError("unauthenticated", "the access key is not known, or has expired")
+            raise ApiError("unauthenticated", "the access key is unknown or has expired")
         return key
 
     def limit(self, key: Key) -> None:
@@ -73,5 +73,5 @@ def _check_local(request: Request) -> None:
     names = [server, client, request.url.hostname]
     is_relayed = any(name in request.headers for name in RELAYED)
     if is_relayed or not all(map(is_loopback, names)):
-        message = "this server has no access keys, and answers its own machine alone"
+        message = "this server has no access keys and only answers requests from its own machine"
         raise ApiError("forbidden", message)

@@ -108,7 +108,7 @@ class Calls:
                 raise of_spec_error(error) from None
             except (RayError, DeploymentUnavailableError) as error:
                 if attempt == 2:
-                    message = f"{stage} is not there at the moment"
+                    message = f"{stage} is unavailable at the moment"
                     raise ApiError("unavailable", message) from error
                 self._count("retry", stage)
                 await asyncio.sleep(RETRY_SECONDS)

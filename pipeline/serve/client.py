@@ -250,12 +250,12 @@ class Client:
             query: a text, a picture as the bytes of its file, a `Composed` of both, or token
                 vectors (M, D).
             options: the fields of `wire.SearchOptions`, such as k, representation, rerank:
-                `{"depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
+                `{"rerank_depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
 
         Raises:
             ServerError: the server says that something is wrong, after all tries.
             httpx2.TransportError: it does not answer.
-            pydantic.ValidationError: an option is not legal.
+            pydantic.ValidationError: An option is invalid.
         """
         return self._send(_search(query, options))
 
@@ -479,10 +479,10 @@ class AsyncClient:
 
 def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
     if not re.match(r"https?://\w", url):
-        raise ValueError(f"url: {url!r} is not legal; legal: http://HOST:PORT, or with https")
+        raise ValueError(f"url must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     key = (key or os.environ.get(VARIABLE) or "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("key: is not legal; legal: printable ASCII characters")
+        raise ValueError("key must consist of printable ASCII characters")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, rule_text
 from pipeline.serve.wire import QUERY_FORMS, Code, ErrorAnswer, Problem
 
 STATUS: dict[Code, int] = {
@@ -37,7 +37,7 @@ class ApiError(Exception):
     """An answer that is no success.
 
     Args:
-        field: of the request, that is not legal.
+        field: Name of the invalid field of the request.
         retry_after: seconds after which it may be asked again.
     """
 
@@ -78,19 +78,15 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
     return JSONResponse(body.model_dump(), error.status, error.headers())
 
 
-#: What a field of the request is called in the errors of the searcher.
-_FIELDS = {"where": "filter", "text": "query"}
-
-
 def of_spec_error(error: SpecError) -> ApiError:
-    """A value that is not legal, said without the paths of the server.
+    """Returns the error for an invalid value, without the paths of the server.
 
-    The searcher names its own arguments, which are those of the request but for `filter`. What is
-    wrong with the server's own settings or files is none of the caller's business.
+    The searcher's arguments have the names of the request's fields. What is wrong with the server's
+    own settings or files is none of the caller's business.
     """
-    field = _FIELDS.get(error.field, error.field)
+    field = error.field
     if field == "documents":
-        message = "the item's file is not there any more as it was when it was indexed"
+        message = "the file of the item was changed or removed after it was indexed"
         return ApiError("gone", message)
     if field in OF_SERVER:
         return ApiError("unavailable", f"the server cannot read {OF_SERVER[field]} at the moment")
@@ -113,10 +109,9 @@ _PATH = re.compile(r"/?(?:[\w.-]+/){2,}[\w.-]*")
 
 
 def _sentence(field: str, error: SpecError) -> str:
-    value = repr(error.value)
-    if len(value) > 200:
-        value = value[:200] + "…"
-    return f"{field}: {value} {error.problem}; legal: {_PATH.sub('...', error.legal)}"
+    rule = _PATH.sub("...", error.rule)
+    problem = error.problem and _PATH.sub("...", error.problem)
+    return str(SpecError(field, error.value, rule, problem, error.note))
 
 
 def of_validation(errors: list[dict[str, Any]]) -> ApiError:
@@ -131,10 +126,14 @@ def of_validation(errors: list[dict[str, Any]]) -> ApiError:
     if form and place[form : form + 1] and place[form] in QUERY_FORMS:
         del place[form]  # which is no field of the request
     if first.get("type") == "json_invalid":
-        return ApiError("bad_request", f"the body is no JSON: {first['ctx']['error']}")
+        return ApiError("bad_request", f"the body must be JSON: {first['ctx']['error']}")
     field = ".".join(place)
     value = repr(first.get("input"))
     value = value if len(value) <= 80 else value[:80] + "…"
-    message = str(first["msg"]).removeprefix("Value error, ")
-    said = f"{field}: {value} is not legal; {message}" if field else f"the body: {message}"
-    return ApiError("invalid_argument", said, field or None)
+    if first.get("type") == "extra_forbidden":
+        message = f"unknown field {field!r}"
+    elif first.get("type") == "missing":
+        message = f"field {field!r} is required" if field else "the body is required"
+    else:
+        message = f"{field or 'the body'} must be {rule_text(str(first['msg']))}, got {value}"
+    return ApiError("invalid_argument", message, field or None)

@@ -81,13 +81,13 @@ class Store:
             idempotency: Idempotency key of the request: equal if the request is sent again.
 
         Raises:
-            ApiError: too many wait, what is asked is not legal, or the client called another
+            ApiError: too many wait, the request is invalid, or the client called another
                 request so.
         """
         if asked.benchmark is not None and asked.benchmark not in self._own.benchmarks:
-            legal = ", ".join(self._own.benchmarks) or "none here; send queries and qrels"
-            message = f"benchmark: {asked.benchmark!r} is not known; legal: {legal}"
-            raise ApiError("invalid_argument", message, "benchmark")
+            names = self._own.benchmarks
+            error = SpecError.unknown_name("benchmark", asked.benchmark, names)
+            raise ApiError("invalid_argument", str(error), "benchmark")
         self._check(asked)
         name = secrets.token_hex(8)
         if idempotency:
@@ -103,7 +103,7 @@ class Store:
             (own, self._own.max_queued_per_key),
         ):
             if number >= most:
-                message = f"{number} evaluations wait already"
+                message = f"{number} evaluations are already waiting"
                 raise ApiError("unavailable", message, retry_after=30)
         created = _now()
         new = self._folder / f".{name}-{secrets.token_hex(4)}"
@@ -142,12 +142,12 @@ class Store:
         limits = self._settings.limits
         if asked.k > limits.max_k:
             raise ApiError(
-                "invalid_argument", f"k: {asked.k} is too many; legal: {limits.max_k}", "k"
+                "invalid_argument", f"k must be at most {limits.max_k}, got {asked.k}", "k"
             )
         for name, text in (asked.queries or {}).items():
             if len(text) > limits.max_query_chars or not text.strip():
-                legal = f"texts with a word, of {limits.max_query_chars:,} characters at most"
-                message = f"queries: {name!r} is not legal; legal: {legal}"
+                rule = f"texts with a word and at most {limits.max_query_chars:,} characters"
+                message = f"queries must be {rule}, got another for {name!r}"
                 raise ApiError("invalid_argument", message, "queries")
 
     def _key_of(self, name: str) -> str | None:
@@ -177,7 +177,7 @@ class Store:
         }
         if asked.measures:
             given["measures"] = asked.measures
-        parse(EvaluateSpec, given)  # what is not legal is said now
+        parse(EvaluateSpec, given)  # reports invalid fields now
         (new / "spec.yaml").write_text(yaml.safe_dump(given, sort_keys=False), "utf-8")
 
     def evaluation(self, name: str) -> tuple[dict[str, Any], wire.Evaluation]:
@@ -221,7 +221,7 @@ class Store:
         """
         folder = self._of(name)
         if path not in _files(folder / "out"):
-            raise ApiError("not_found", f"file: {path!r} is not among the evaluation's files")
+            raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
         index = self._said(folder, "request.json")["index"]
         try:
             data = (folder / "out" / path).read_bytes()
@@ -405,8 +405,8 @@ def _local(settings: Evaluations) -> Path:
         SpecError: it is no local folder.
     """
     if "://" in settings.folder:
-        legal = "a local folder, or one that is mounted where the gateway and the evaluator run"
-        raise SpecError("evaluations.folder", settings.folder, legal)
+        rule = "a local folder that the gateway and the evaluator share"
+        raise SpecError("evaluations.folder", settings.folder, rule)
     return Path(absolute(settings.folder))
 
 
@@ -419,10 +419,10 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
     ids |= queries.keys()
     if wrong := next((i for i in ids if re.search(r"[\0\t\r\n]", i) or i != i.strip()), None):
-        message = f"qrels: {wrong!r} is not legal; legal: ids without tabs, line ends, outer blanks"
+        message = f"qrels must have ids without tabs, line breaks or outer spaces, got {wrong!r}"
         raise ApiError("invalid_argument", message, "qrels")
     if not qrels.keys() & queries.keys():
-        message = "qrels: no query is judged; legal: the ids of queries, with grades by document"
+        message = "qrels must have grades for at least one of the queries"
         raise ApiError("invalid_argument", message, "qrels")
     lines = (json.dumps({"_id": i, "text": text}, ensure_ascii=True) for i, text in queries.items())
     (folder / "queries.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
@@ -464,7 +464,7 @@ def _remove(folder: Path) -> None:
 
 
 def _unknown(name: str) -> ApiError:
-    return ApiError("not_found", f"evaluation: {name!r} is not known")
+    return ApiError("not_found", f"unknown evaluation {name!r}")
 
 
 def _now() -> str:

@@ -63,7 +63,7 @@ class Filters:
         # One turn per key, so that those who wait for a process are each of another key.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def matching_ids(self, caller: Caller, edition: Edition, where: str) -> pa.ChunkedArray:
+    async def matching_ids(self, caller: Caller, edition: Edition, filter: str) -> pa.ChunkedArray:
         """Returns the ids of the items that a filter lets through.
 
         Raises:
@@ -72,7 +72,7 @@ class Filters:
         """
         async with asyncio.timeout(caller.seconds), self._turns[caller.key], self._free:
             process = self._idle.pop() if self._idle else await self._started()
-            asked = self._uri, list(edition), self._shard, where
+            asked = self._uri, list(edition), self._shard, filter
             answer = asyncio.get_running_loop().run_in_executor(None, process.ask, asked)
             try:
                 reply = await asyncio.wait_for(asyncio.shield(answer), self._seconds)
@@ -84,8 +84,8 @@ class Filters:
                 else:
                     process.kill()
         if "died" in reply:
-            legal = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
-            raise SpecError("where", where, legal, "cannot be evaluated")
+            rule = f"a filter that needs at most {self._memory_bytes >> 20:,} MB of memory"
+            raise SpecError("filter", filter, rule, "cannot be evaluated")
         if "error" in reply:
             raise SpecError(*reply["error"])
         return pa.ipc.open_stream(reply["ids"]).read_all()["item_id"]
@@ -130,13 +130,13 @@ def _opened(uri: str, edition: Edition) -> Index:
     return open_edition(uri, edition)
 
 
-def _reply(uri: str, edition: list[Any], shard: list[int] | None, where: str) -> dict[str, Any]:
+def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -> dict[str, Any]:
     try:
         index = _opened(uri, Edition(*edition))
         fragments = index.fragments((shard[0], shard[1]) if shard else None)
-        table = pa.table({"item_id": matching_ids(index, where, fragments)})
+        table = pa.table({"item_id": matching_ids(index, filter, fragments)})
     except SpecError as error:
-        return {"error": (error.field, error.value, error.legal, error.problem)}
+        return {"error": (error.field, error.value, error.rule, error.problem, error.note)}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

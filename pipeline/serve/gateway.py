@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pipeline.config import MissingField
 from pipeline.serve.auth import Auth
 from pipeline.serve.engine import Engine
 from pipeline.serve.errors import ApiError
@@ -58,10 +59,11 @@ class Gateway:
         if name is None and len(visible) == 1:
             return self.engine.indexes[visible[0]]
         if name is None:
-            legal = ", ".join(visible) or "none for this key"
-            raise ApiError("invalid_argument", f"index: is missing; legal: {legal}", "index")
+            names = ", ".join(visible)
+            rule = f"one of {names}" if visible else "an index that this key can access"
+            raise ApiError("invalid_argument", str(MissingField("index", None, rule)), "index")
         if name not in visible:  # nor does the answer tell that a hidden one exists
-            raise ApiError("not_found", f"index: {name!r} is not served here", "index")
+            raise ApiError("not_found", f"unknown index {name!r}", "index")
         return self.engine.indexes[name]
 
     def visible_indexes(self, key: Key) -> list[str]:

@@ -31,11 +31,11 @@ def search_options(
         ApiError: An option is invalid or above a limit.
     """
     rerank = asked.rerank
-    depth = rerank.pool if rerank else 0
+    depth = rerank.num_candidates if rerank else 0
     _check_depth(asked.k, depth, num_queries, limits)
     second = None
     if rerank and rerank.by == "edje":
-        check_num_pairs(depth, num_queries, limits, "rerank.depth")
+        check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
         second = _second_representation(served, rerank)
     try:
@@ -62,17 +62,17 @@ def search_options(
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
     """Raises `ApiError` if the first stage would return too many hits."""
     depth = max(k, rerank_depth)
-    field = "k" if k >= depth else "rerank.depth"
+    field = "k" if k >= depth else "rerank.rerank_depth"
     most = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
     if depth > most:
-        raise ApiError("invalid_argument", f"{field}: {depth} is too many; legal: {most}", field)
+        raise ApiError("invalid_argument", f"{field} must be at most {most}, got {depth}", field)
 
 
 def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
     """Raises `ApiError` if EDJE would read too many pairs of a query and an item."""
     most = limits.max_rerank_pairs // num_queries
     if num_items > most:
-        message = f"{field}: EDJE is to read too many items, {num_items}; legal: {most} at most"
+        message = f"{field} must make EDJE read at most {most} items, got {num_items}"
         raise ApiError("invalid_argument", message, field)
 
 
@@ -80,11 +80,11 @@ def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
     """Raises `ApiError` if a request has too many queries, or too much text."""
     num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
     for number, most, what in (
-        (len(queries), limits.max_batch_queries, ""),
+        (len(queries), limits.max_batch_queries, " entries"),
         (num_chars, limits.max_batch_chars, " characters"),
     ):
         if number > most:
-            message = f"queries: {number:,}{what} are too many; legal: {most:,} at most"
+            message = f"queries must have at most {most:,}{what}, got {number:,}"
             raise ApiError("invalid_argument", message, "queries")
 
 
@@ -98,14 +98,13 @@ def _second_representation(served: Served, rerank: wire.Rerank) -> str:
 def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> None:
     """Raises `ApiError` if an index is served without EDJE, or EDJE does not read a query."""
     if served.spec.edje is None:
-        legal = f"vectors; edje where the server has a folder in indexes.{served.name}.edje"
-        message = f"{field}: 'edje' is not there for {served.name}; legal: {legal}"
+        message = f"{field} must be vectors, got 'edje' (indexes.{served.name}.edje is not set)"
         raise ApiError("invalid_argument", message, field)
     for place, query in enumerate(queries):
         if isinstance(query, wire.Vectors | wire.Composed):
             kind = wire.kind_of(query)
-            legal = "a text or a picture, which alone edje reads"
-            error = bad_query(QUERY_KINDS.get(kind, kind), legal, place, len(queries))
+            rule = "a text or an image for edje"
+            error = bad_query(QUERY_KINDS.get(kind, kind), rule, place, len(queries))
             raise of_spec_error(error)
 
 
@@ -128,8 +127,8 @@ def _read_vectors(query: wire.Vectors) -> Queries:
     try:
         array = np.asarray(query.vectors, np.float32)
     except (ValueError, OverflowError):
-        legal = "a list of vectors of equally many numbers"
-        raise SpecError("query", "vectors", legal, "are not of one length") from None
+        rule = "a list of vectors of equal length"
+        raise SpecError("query", "vectors", rule, "differ in length") from None
     return Queries.from_vectors([array])
 
 
@@ -142,8 +141,8 @@ def read_written(query: wire.Query, limits: Limits) -> Unencoded:
     text = wire.text_of(query)
     if text is not None:
         if len(text) > limits.max_query_chars:
-            legal = f"{limits.max_query_chars:,} at most"
-            raise SpecError("query", f"{len(text):,} characters", legal, "are too many")
+            rule = f"at most {limits.max_query_chars:,} characters"
+            raise SpecError("query", f"{len(text):,} characters", rule)
         check_texts([text])
     if isinstance(query, str):
         return query
@@ -158,13 +157,13 @@ def _read_image(query: wire.Image, max_pixels: int) -> bytes:
     Raises:
         SpecError: It is not an image, or too large.
     """
-    legal = f"a PNG, JPEG or WebP file in base64, of {max_pixels:,} pixels at most"
+    rule = f"a PNG, JPEG or WebP file in base64 of at most {max_pixels:,} pixels"
     try:
         data = base64.b64decode(query.image, validate=True)
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
             width, height = image.size
     except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
-        raise SpecError("query.image", "the image", legal, "cannot be read") from None
+        raise SpecError("query.image", "the image", rule, "cannot be read") from None
     if width * height > max_pixels:
-        raise SpecError("query.image", f"{width} x {height} pixels", legal)
+        raise SpecError("query.image", f"{width} x {height} pixels", rule)
     return data

@@ -167,20 +167,20 @@ def read_keys(text: str) -> list[Key]:
     Raises:
         SpecError: it is not of the form, two have one name, or a hash stands twice.
     """
-    legal = "a list of entries with name and sha256"
+    rule = "a list of entries with name and sha256"
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
-        raise SpecError("keys", "the file", legal, f"is no YAML ({reason})") from None
+        raise SpecError("keys", "the file", rule, f"is not valid YAML ({reason})") from None
     if not isinstance(data, list | dict):
-        raise SpecError("keys", "the file", legal, "holds no list")
+        raise SpecError("keys", "the file", rule, "contains no list")
     keys = parse(_File, {"keys": data} if isinstance(data, list) else data).keys
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
         if len(set(values)) < len(values):
             twice = next(value for value in values if values.count(value) > 1)
-            raise SpecError(f"keys.{field}", twice, "one entry for each", "stands twice")
+            raise SpecError(f"keys.{field}", twice, "unique", "occurs twice")
     return keys
 
 

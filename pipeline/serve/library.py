@@ -12,7 +12,7 @@ import soundfile
 
 from pipeline.index.reader import Edition, open_edition
 from pipeline.schema import ITEM
-from pipeline.search.maps import Previews
+from pipeline.search.previews import Previews
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import ServedIndex

@@ -213,7 +213,11 @@ async def item(
     _log(request, index=served.name)
     row = await gateway.engine.item(served, item_id, key.name)
     if row is None:
-        raise ApiError("not_found", f"item_id: {item_id!r} is not in the index", "item_id")
+        raise ApiError(
+            "not_found",
+            f"item_id must be the id of an item in the index, got {item_id!r}",
+            "item_id",
+        )
     return wire.Item(index=served.name, version=served.version, **row)
 
 
@@ -294,7 +298,7 @@ async def _evaluation(store: Store, key: Key, name: str) -> wire.Evaluation:
     """Returns an evaluation of this key; those of others are unknown to it."""
     request, found = await run_in_threadpool(store.evaluation, name)
     if request["key"] != key.name or not key.may_see(request["index"]):
-        raise ApiError("not_found", f"evaluation: {name!r} is not known")
+        raise ApiError("not_found", f"unknown evaluation {name!r}")
     return found
 
 

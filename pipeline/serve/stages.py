@@ -374,12 +374,12 @@ class JointRanker:
             SpecError: An image cannot be read; for `edje`: the index has no tokens of this EDJE.
             TimeoutError: The deadline has passed.
         """
-        from pipeline.search.rerank import reordered
+        from pipeline.search.rerank import reorder
 
-        pools = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
-        read = await self._read(edition, queries, pools, caller)
+        candidates = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
+        read = await self._read(edition, queries, candidates, caller)
         settings = options.rerank_depth, options.add_first_stage, options.k
-        return [reordered(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
+        return [reorder(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
 
     @returns_errors
     async def read(
@@ -393,13 +393,13 @@ class JointRanker:
         self,
         edition: Edition,
         queries: Sequence[str | bytes],
-        pools: Sequence[list[str]],
+        candidates: Sequence[list[str]],
         caller: Caller,
     ) -> list[dict[str, Reading]]:
-        """Reads the items of each query, in chunks of `PORTION_PAIRS`."""
+        """Reads the candidates of each query, in chunks of `PORTION_PAIRS`."""
         chunks = [
-            [(query, pool[i : i + PORTION_PAIRS]) for i in range(0, len(pool) or 1, PORTION_PAIRS)]
-            for query, pool in zip(queries, pools, strict=True)
+            [(query, ids[i : i + PORTION_PAIRS]) for i in range(0, len(ids) or 1, PORTION_PAIRS)]
+            for query, ids in zip(queries, candidates, strict=True)
         ]
         with logged("edje", queries=len(queries), version=edition.version):
             try:
@@ -410,7 +410,7 @@ class JointRanker:
                     raise
                 # The EDJE, its encoder or its tokens: the caller can do nothing about it.
                 log.error("edje: %s", error)
-                raise SpecError("edje", error.value, error.legal, error.problem) from None
+                raise error.at("edje") from None
         return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in chunks]
 
     def _read_some(
@@ -419,4 +419,4 @@ class JointRanker:
         searcher = self._versions.get(group[0])
         queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
         yield  # opening it may have taken long
-        return self._reranker.read(searcher, queries, [pool for _, pool in pairs])
+        return self._reranker.read(searcher, queries, [ids for _, ids in pairs])

@@ -45,7 +45,7 @@ class Answer(BaseModel):
 # -- errors ----------------------------------------------------------------------------------------
 
 Code = Literal[
-    "invalid_argument",  # 422: a field is not legal; `field` names it
+    "invalid_argument",  # 422: a field is invalid; `field` names it
     "bad_request",  # 400: no JSON, or not of this form
     "unauthenticated",  # 401: no key, or none that is known
     "forbidden",  # 403: the key is not for this
@@ -123,8 +123,8 @@ def text_of(query: Query) -> str | None:
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
-#: Items that a second stage scores again unless a request says how many.
-DEPTHS = {"vectors": 100, "edje": 10}
+#: Default rerank depths of the second stages.
+DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
 #: What scores again: more vectors, exactly; or EDJE's joint encoder, where the index has one.
 By = Literal["vectors", "edje"]
 
@@ -146,9 +146,10 @@ class Rerank(Request):
     Attributes:
         by: `vectors`, exactly and by more of them; or `edje`, the joint encoder, which reads a text
             or a picture with each item. Items that it cannot read keep their rank, and those
-            behind `depth` theirs behind the others.
+            beyond `rerank_depth` stay behind the others.
         representation: by whose vectors it scores; default: `full`.
-        depth: how many of the first stage's hits are scored again; default: 100, by edje 10.
+        rerank_depth: Number of first-stage hits that are scored again; default: 100, or 10 with
+            `edje`.
         add_first_stage: whether the first stage's score is added to EDJE's.
         optional: whether hits of the first stage alone are an answer where reranking fails; the
             answer says `reranked: false` then.
@@ -156,14 +157,14 @@ class Rerank(Request):
 
     by: By = "vectors"
     representation: Representing = None
-    depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    rerank_depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
     add_first_stage: Annotated[bool, AfterValidator(_means_something)] = False
     optional: bool = False
 
     @property
-    def pool(self) -> int:
-        """How many hits are scored again."""
-        return self.depth or DEPTHS[self.by]
+    def num_candidates(self) -> int:
+        """Number of first-stage hits that are scored again, with the default resolved."""
+        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.by]
 
 
 class SearchOptions(Request):
@@ -293,7 +294,7 @@ class Joint(Answer):
     """What EDJE's joint encoder said of a hit.
 
     Attributes:
-        logit: that it matches the query; null: it was not read, or is behind `depth`.
+        logit: that it matches the query; null: it was not read, or is beyond `rerank_depth`.
         num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
             if the query is an image.
         problem: why a hit that should have been read was not; it keeps its rank.

@@ -25,12 +25,12 @@ def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
         SpecError: The scheme is unknown, or needs a package that is not installed.
     """
     require_storage(uri)
-    legal = "a local path, or the URI of an fsspec file system that is installed"
+    rule = "a local path or the URI of an installed fsspec file system"
     try:
         # A listing is read once: keeping it would cost memory and hide files that come later.
         return fsspec.url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as error:
-        raise SpecError("path", uri, legal, f"cannot be opened ({error})") from None
+        raise SpecError("path", uri, rule, f"cannot be opened ({error})") from None
 
 
 def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:

@@ -117,8 +117,8 @@ class Images(MediaSource["Images.Spec"]):
         is_manifest = root.lower().endswith((manifests.TABLE, *self.lists))
         if fs.isdir(root) or not is_manifest:
             if self.spec.images:
-                legal = "no `images` where `path` is not a manifest"
-                raise SpecError("images", self.spec.images, legal)
+                rule = "null unless `path` is a manifest"
+                raise SpecError("images", self.spec.images, rule)
             return
         if fs.size(root) == 0:
             raise SpecError("path", self.spec.path, "a manifest of at least one row", "is empty")
@@ -128,7 +128,7 @@ class Images(MediaSource["Images.Spec"]):
                 if not fs.isdir(folder):
                     raise SpecError("path", self.spec.images, "a folder", "is a file")
             except SpecError as error:
-                raise SpecError("images", error.value, error.legal, error.problem) from None
+                raise error.at("images") from None
 
     def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
         """The shards of an archive or of a manifest."""
@@ -145,12 +145,12 @@ class Images(MediaSource["Images.Spec"]):
         rows = self._table_rows(shard) if "rows" in shard else None
         for row in rows or manifests.read(*self._folder, shard):
             if isinstance(row, MalformedEntry):
-                yield self.reject(escaped(row.where), "", row.problem, "list")
+                yield self.reject(escaped(row.location), "", row.problem, "list")
                 continue
             fields = dict(row.fields)
             data, name = _take_picture(fields)
             own = self._id(fields)
-            own = (name or row.where()) if own is None and not self.spec.id_field else own
+            own = (name or row.location()) if own is None and not self.spec.id_field else own
             try:
                 if problem := item_id_problem(own):
                     raise Unreadable("bad id", f"{own!r}: {problem}")
@@ -163,8 +163,8 @@ class Images(MediaSource["Images.Spec"]):
                 else:
                     raise Unreadable("no image", f"none of {', '.join(PICTURE_FIELDS)} names one")
             except (Unreadable, OSError) as error:
-                where = row.where() if item_id_problem(own) else own
-                yield self.reject(escaped(where), "", error, "list")
+                location = row.location() if item_id_problem(own) else own
+                yield self.reject(escaped(location), "", error, "list")
                 continue
             suffix = PurePosixPath(name or "").suffix.lower()
             yield MediaFile(own, path, size, None, suffix, about=about, row=number)
@@ -174,13 +174,13 @@ class Images(MediaSource["Images.Spec"]):
         try:
             with self._open_table(manifest) as table:
                 for number in range(*shard["rows"]):
-                    where = f"{manifest}#row={number}"
+                    location = f"{manifest}#row={number}"
                     try:
                         yield ManifestEntry(
-                            functools.partial(str, where), table.row(number), number
+                            functools.partial(str, location), table.row(number), number
                         )
                     except (Unreadable, OSError) as error:
-                        yield MalformedEntry(where, error)
+                        yield MalformedEntry(location, error)
         except (Unreadable, OSError) as error:
             yield MalformedEntry(manifest, error)
 
@@ -196,8 +196,8 @@ class Images(MediaSource["Images.Spec"]):
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
         if path.startswith(("/", "..")) or "://" in name:
-            where = "`images`" if self.spec.images else "the manifest's folder"
-            raise Unreadable("bad path", f"{name!r}: expected a path below {where}")
+            location = "`images`" if self.spec.images else "the manifest's folder"
+            raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
         fs, place = self.place_of(MediaFile(name, path, None))
         try:
             found = fs.info(place)

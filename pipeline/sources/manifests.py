@@ -40,12 +40,12 @@ class ManifestEntry:
     """The fields of one file in a manifest.
 
     Attributes:
-        where: Returns the location of the entry, for errors about an entry without an id.
+        location: Returns the location of the entry, for errors about an entry without an id.
         fields: The fields by name.
         number: Number of the row, in a table.
     """
 
-    where: Callable[[], str]
+    location: Callable[[], str]
     fields: dict[str, Any]
     number: int | None = None
 
@@ -59,7 +59,7 @@ class MalformedEntry:
         problem: The reason.
     """
 
-    where: str
+    location: str
     problem: Unreadable | OSError
 
 
@@ -104,7 +104,9 @@ def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry 
     if "problem" in shard:
         yield MalformedEntry(manifest, Unreadable(*shard["problem"]))
     elif "listed" in shard:
-        yield from (ManifestEntry(partial(str, where), fields) for where, fields in shard["listed"])
+        yield from (
+            ManifestEntry(partial(str, location), fields) for location, fields in shard["listed"]
+        )
     else:
         yield from _read_lines(fs, folder, manifest, shard["start"], shard["end"])
 
@@ -114,7 +116,7 @@ def _read_lines(
 ) -> Iterator[ManifestEntry | MalformedEntry]:
     lines = Lines(fs, f"{folder}/{manifest}", start, end)
 
-    def where() -> str:
+    def location() -> str:
         return f"{manifest}:{lines.number}"
 
     try:
@@ -122,9 +124,9 @@ def _read_lines(
             try:
                 fields = parse_object(line)
             except Unreadable as error:
-                yield MalformedEntry(where(), error)
+                yield MalformedEntry(location(), error)
                 continue
-            yield ManifestEntry(where, fields)
+            yield ManifestEntry(location, fields)
     except Unreadable as error:
         yield MalformedEntry(manifest, error)
     except UNREADABLE as error:
@@ -142,7 +144,7 @@ def _told(error: Unreadable | OSError) -> list[str]:
 
 
 def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
-    """(where, fields) of each image of a JSON file in one of its forms."""
+    """(location, fields) of each image of a JSON file in one of its forms."""
     try:
         rows = rows_of_value(parse_line(data))
     except ValueError as error:  # a UnicodeError is a ValueError

@@ -152,14 +152,14 @@ class MediaSource(Source[MediaSpecT]):
     def check(self) -> None:
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
-        legal = (*self.suffixes, *self.containers)
-        if not fs.isdir(root) and not root.lower().endswith((*legal, *self.lists)):
-            kinds = ", ".join((*legal, *self.lists))
+        rule = (*self.suffixes, *self.containers)
+        if not fs.isdir(root) and not root.lower().endswith((*rule, *self.lists)):
+            kinds = ", ".join((*rule, *self.lists))
             raise SpecError("path", self.spec.path, f"a folder, or a file that ends in {kinds}")
         if next(self._files(), ("", None)) == ("", None):
-            kinds = ", ".join(legal)
+            kinds = ", ".join(rule)
             raise SpecError(
-                "path", self.spec.path, f"a folder with files that end in {kinds}", "holds none"
+                "path", self.spec.path, f"a folder with files that end in {kinds}", "contains none"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -219,14 +219,14 @@ class MediaSource(Source[MediaSpecT]):
 
     def _listed(self, item: Item, file: MediaFile) -> Item:
         """With all that finds its file again, now and, in the metadata, later."""
-        where: dict[str, Any] = {}
+        location: dict[str, Any] = {}
         if file.path != file.id:
-            where["file"] = file.path
+            location["file"] = file.path
         if file.offset is not None:
-            where["bytes"] = [file.offset, file.size]
+            location["bytes"] = [file.offset, file.size]
         if file.row is not None:
-            where["row"] = file.row
-        return replace(item, handle=asdict(file), metadata={**(item.metadata or {}), **where})
+            location["row"] = file.row
+        return replace(item, handle=asdict(file), metadata={**(item.metadata or {}), **location})
 
     def file_of(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
         """The file of a stored item."""
@@ -294,9 +294,9 @@ class MediaSource(Source[MediaSpecT]):
             yield self.reject(escaped(archive), "", error, "list")
 
     def _broken(self, archive: str, problem: Broken) -> Reject:
-        where = problem.name or f"byte {problem.offset}"
+        location = problem.name or f"byte {problem.offset}"
         error = Unreadable(problem.reason, problem.detail)
-        return self.reject(escaped(f"{archive}/{where}"), "", error, "list")
+        return self.reject(escaped(f"{archive}/{location}"), "", error, "list")
 
     def _key(self, member: Member) -> str:
         """The member's path up to its suffix: all behind the first dot, if it is a known suffix."""

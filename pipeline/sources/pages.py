@@ -93,11 +93,11 @@ class Pages(Source["Pages.Spec"]):
         extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
         if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
-            legal = f"a folder, or a file that ends in {SUFFIX}"
-            raise SpecError("path", self.spec.path, legal)
+            rule = f"a folder, or a file that ends in {SUFFIX}"
+            raise SpecError("path", self.spec.path, rule)
         if next(self._files(), ("", None)) == ("", None):
             raise SpecError(
-                "path", self.spec.path, f"a folder that holds {SUFFIX} files", "holds none"
+                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains none"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:

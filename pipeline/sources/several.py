@@ -36,8 +36,8 @@ class Several(Source["Several.Spec"]):
             flat = [name for collections in names for name in collections]
             for name in flat:
                 if flat.count(name) > 1:
-                    legal = "a different `collection` for each source"
-                    raise SpecError("collection", name, legal, "is the name of two collections")
+                    rule = "unique for each source"
+                    raise SpecError("collection", name, rule, "occurs twice")
             return sources
 
     gives = ()  # each of its sources has its own

@@ -50,8 +50,8 @@ class Passages(config.Spec):
     @model_validator(mode="after")
     def _windows_advance(self) -> Passages:
         if self.overlap_words >= self.max_words:
-            legal = f"an integer below max_words ({self.max_words})"
-            raise SpecError("overlap_words", self.overlap_words, legal)
+            rule = f"an integer below max_words ({self.max_words})"
+            raise SpecError("overlap_words", self.overlap_words, rule)
         return self
 
 
@@ -113,10 +113,12 @@ class Text(Source["Text.Spec"]):
             if not _is_text(root) and not _is_lines(root):
                 raise SpecError("path", path, f"a folder, or a file that ends in {kinds}")
         elif not self._corpus and fs.exists(f"{root}/queries.jsonl"):
-            raise SpecError("path", path, "a BEIR folder with its corpus", "holds no corpus.jsonl")
+            raise SpecError(
+                "path", path, "a BEIR folder with its corpus", "contains no corpus.jsonl"
+            )
         first = next(self._files(), None)
         if first in (None, ("", None)):  # the latter: the folder itself cannot be listed
-            raise SpecError("path", path, f"a folder that holds {kinds} files", "holds none")
+            raise SpecError("path", path, f"a folder with {kinds} files", "contains none")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 

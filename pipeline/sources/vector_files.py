@@ -28,8 +28,8 @@ from pipeline.sources.files import walk
 ROWS_PER_SHARD = 1000
 ROWS_PER_BLOCK = 256  # what is in memory at a time
 PARQUET, ARROW = (".parquet",), (".arrow", ".feather", ".ipc")
-LEGAL_PATH = (
-    "a folder with vectors.npy and ids.txt, or a folder of files, or one file, that ends in "
+PATH_RULE = (
+    "a folder with vectors.npy and ids.txt, or a file or folder of files ending in "
     + ", ".join(PARQUET + ARROW)
 )
 
@@ -137,7 +137,7 @@ class NpyArray:
             self.shape
         )  # no int64 to overflow
         if fs.size(path) < num_bytes:
-            raise OSError(f"{fs.size(path)} bytes, of which the header promises {num_bytes}")
+            raise OSError(f"{fs.size(path)} bytes, but the header requires {num_bytes}")
 
     def values(self, start: int, end: int) -> np.ndarray:
         """(end - start,): the numbers from `start` to `end` of the flattened array."""
@@ -162,18 +162,20 @@ class NpyFiles:
         """Raises `SpecError` if files are missing, malformed, or do not fit each other."""
         shape, dim = self._vectors.shape, self._spec.dim
         if len(shape) not in ((2,) if self._lengths else (2, 3)):
-            legal = "(T, D) beside lengths.npy" if self._lengths else "(n, N, D) or (n, D)"
-            raise self._error(f"holds vectors.npy of shape {shape}", f"the shape {legal}")
+            rule = "shape (T, D)" if self._lengths else "shape (n, N, D) or (n, D)"
+            raise self._error(
+                f"has vectors.npy of shape {shape}", f"a folder with vectors.npy of {rule}"
+            )
         if shape[-1] != dim:
             raise SpecError("dim", dim, f"{shape[-1]}, the width of vectors.npy")
         with self._open(self.IDS) as stream:
             num_ids = sum(1 for _ in self._id_lengths(stream))
         if num_ids != self._num_rows:
             counted = self.LENGTHS if self._lengths else self.VECTORS
-            problem = f"holds {num_ids} ids and {self._num_rows} rows of {counted}"
-            raise self._error(problem, "one line of ids.txt for each row")
+            problem = f"has {num_ids} ids and {self._num_rows} rows of {counted}"
+            raise self._error(problem, "a folder with one line of ids.txt per row")
         if num_ids == 0:
-            raise self._error("holds no items", "vectors of at least one item")
+            raise self._error("contains no items", "a folder with vectors of at least one item")
         if self._lengths:
             self._check_lengths(self._lengths)
         elif len(shape) == 3:
@@ -182,22 +184,25 @@ class NpyFiles:
     def _check_item(self, num_vectors: int) -> None:
         most = MAX_ITEM_NUMBERS // self._spec.dim
         if num_vectors > most:
-            raise self._error(f"holds an item of {num_vectors:,} vectors", f"at most {most:,}")
+            raise self._error(
+                f"has an item of {num_vectors:,} vectors",
+                f"a folder with at most {most:,} vectors per item",
+            )
 
     def _check_lengths(self, array: NpyArray) -> None:
         if array.dtype.kind not in "iu" or len(array.shape) != 1:
             found = f"{array.dtype} of shape {array.shape}"
-            raise self._error(f"holds lengths.npy as {found}", "integers of shape (n,)")
+            raise self._error(f"has lengths.npy as {found}", "a folder with integer lengths")
         num_vectors = 0
         for row in range(0, self._num_rows, 1 << 16):
             lengths = array.values(row, min(row + (1 << 16), self._num_rows))
             if lengths.min() < 0:
-                raise self._error(f"holds the length {lengths.min()}", "lengths >= 0")
+                raise self._error(f"has the length {lengths.min()}", "a folder with lengths >= 0")
             self._check_item(int(lengths.max()))  # before their sum can overflow
             num_vectors += int(lengths.sum(dtype=np.int64))
         if num_vectors != self._vectors.shape[0]:
-            problem = f"holds {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
-            raise self._error(problem, "lengths.npy that sums up to the rows of vectors.npy")
+            problem = f"has {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
+            raise self._error(problem, "a folder whose lengths.npy sums to the rows of vectors.npy")
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Ranges of rows, with where their ids start in bytes and their vectors in rows."""
@@ -235,8 +240,8 @@ class NpyFiles:
         """The length of each line of ids.txt in bytes."""
         for number, line in enumerate(iter(lambda: stream.readline(MAX_HEADER_BYTES), b""), 1):
             if len(line) == MAX_HEADER_BYTES:
-                problem = f"holds a line of more than {MAX_HEADER_BYTES:,} bytes, {number}"
-                raise self._error(problem, "one id a line in ids.txt")
+                problem = f"has more than {MAX_HEADER_BYTES:,} bytes in line {number}"
+                raise self._error(problem, "a folder with one id per line in ids.txt")
             yield len(line)
 
     def _block(
@@ -278,20 +283,22 @@ class NpyFiles:
         try:
             return NpyArray(self._fs, f"{self._root}/{name}")
         except FileNotFoundError:
-            raise self._error(f"holds no {name}", f"a folder with {name}") from None
+            raise self._error(f"contains no {name}", f"a folder with {name}") from None
         except (OSError, ValueError, Unreadable) as error:
-            raise self._error(f"holds an unreadable {name} ({error})", "an .npy file") from None
+            raise self._error(f"has an unreadable {name} ({error})", "a folder of npy") from None
 
     def _open(self, name: str) -> Any:
         try:
             return open_file(self._fs, f"{self._root}/{name}")
         except Unreadable as error:
-            raise self._error(f"holds an unreadable {name} ({error})", "a regular file") from None
+            raise self._error(
+                f"has an unreadable {name} ({error})", "a folder of regular files"
+            ) from None
         except FileNotFoundError:
-            raise self._error(f"holds no {name}", f"a folder with {name}") from None
+            raise self._error(f"contains no {name}", f"a folder with {name}") from None
 
-    def _error(self, problem: str, legal: str) -> SpecError:
-        return SpecError("path", self._spec.path, legal, problem)
+    def _error(self, problem: str, rule: str) -> SpecError:
+        return SpecError("path", self._spec.path, rule, problem)
 
 
 class ColumnFiles:
@@ -309,20 +316,20 @@ class ColumnFiles:
 
     def check(self) -> None:
         """Raises `SpecError` if no file can be read, or the first that can has not the columns."""
-        problem, legal = "holds no vectors", LEGAL_PATH
+        problem, rule = "contains no vectors", PATH_RULE
         for file in self._names():
-            legal = "files with at least one row"
+            rule = "files with at least one row"
             try:
                 with self._open(file) as reader:
                     self._check_schema(reader.schema)
                     if any(reader.num_rows(chunk) for chunk in range(reader.num_chunks)):
                         return
-                problem = "holds no rows"
+                problem = "contains no rows"
             except SpecError:
                 raise
             except UNREADABLE as error:
-                problem = f"holds {file}, which cannot be read ({error})"
-        raise SpecError("path", self._spec.path, legal, problem)
+                problem = f"contains the unreadable {file} ({error})"
+        raise SpecError("path", self._spec.path, rule, problem)
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Runs of chunks of a file, each [index, rows]; none for a file that cannot be read."""
@@ -414,23 +421,24 @@ class ColumnFiles:
         for option in ("id_column", "vectors_column"):
             name = getattr(spec, option)
             if name not in schema.names:
-                there = ", ".join(schema.names)
-                raise SpecError(option, name, f"one of the columns {there}", "is not a column")
+                raise SpecError.unknown_name(option, name, schema.names, "is not a column")
         id_type, type = (schema.field(n).type for n in (spec.id_column, spec.vectors_column))
         if not (_is_string(id_type) or types.is_integer(id_type)):
-            legal = "a column of strings or integers"
-            raise SpecError("id_column", spec.id_column, legal, f"has the type {id_type}")
+            rule = "a column of strings or integers"
+            raise SpecError("id_column", spec.id_column, rule, f"has the type {id_type}")
         is_nested = _is_list(type) and _is_list(type.value_type)
         if not is_nested or not types.is_floating(type.value_type.value_type):
-            legal = "a column of lists of lists of floats"
-            raise SpecError("vectors_column", spec.vectors_column, legal, f"has the type {type}")
+            rule = "a column of lists of lists of floats"
+            raise SpecError("vectors_column", spec.vectors_column, rule, f"has the type {type}")
         inner = type.value_type
         if types.is_fixed_size_list(inner) and inner.list_size != spec.dim:
             raise SpecError("dim", spec.dim, f"{inner.list_size}, the width of the vectors")
         for name in self.STRINGS:
             if name in schema.names and not _is_string(schema.field(name).type):
                 problem = f"has a column {name} of the type {schema.field(name).type}"
-                raise SpecError("path", spec.path, f"a column {name} of strings, or none", problem)
+                raise SpecError(
+                    "path", spec.path, f"a file without a column {name}, or one of strings", problem
+                )
 
 
 class _Parquet:

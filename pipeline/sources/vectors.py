@@ -41,7 +41,7 @@ class Vectors(Source[VectorsSpec]):
 
     Vectors become float32 and are otherwise taken as they are. The revision of an item is a hash of
     its vectors, title, text and parent, so listing reads all bytes once, a few hundred rows at a
-    time. A row is named `<file>:<row, from 0>` in a reject if it has no legal id.
+    time. A row is named `<file>:<row, from 0>` in a reject if it has no valid id.
 
     A shard is about a thousand rows; of Parquet and Arrow files at least one row group or record
     batch, which are decoded as a whole: row groups of some thousand rows spread best.
@@ -101,16 +101,16 @@ class Vectors(Source[VectorsSpec]):
         num_misfits = np.diff(starts(block.widths != dim)[block.row_starts])
         num_not_finite = np.diff(starts(~np.isfinite(block.values))[block.value_starts])
         for i in range(len(block)):
-            where = f"{file}:{first_row + i}"
+            location = f"{file}:{first_row + i}"
             try:
                 about = {name: _text(values[i]) for name, values in block.strings.items()}
             except UnicodeDecodeError as error:
-                yield self._reject(where, "not UTF-8", str(error))
+                yield self._reject(location, "not UTF-8", str(error))
                 continue
             item_id = about.pop("id")
             problem = item_id_problem(item_id)
             if item_id is None or problem:
-                yield self._reject(where, "bad id", f"{item_id!r}: {problem}")
+                yield self._reject(location, "bad id", f"{item_id!r}: {problem}")
                 continue
             revision = _revision(block.numbers(i), about)
             if block.lengths[i] == 0:

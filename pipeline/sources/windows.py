@@ -56,11 +56,11 @@ class WindowSpec(MediaSpec, SoundSpec):
     def _overlap_is_part_of_a_window(self) -> WindowSpec:
         if self.window_seconds is None:
             if self.overlap_seconds:
-                legal = "0 where a whole file is one item"
-                raise SpecError("overlap_seconds", self.overlap_seconds, legal)
+                rule = "0 when a whole file is one item"
+                raise SpecError("overlap_seconds", self.overlap_seconds, rule)
         elif self.window_seconds - self.overlap_seconds < LEAST_SECONDS:
-            legal = f"at least {LEAST_SECONDS:g} s less than `window_seconds`"
-            raise SpecError("overlap_seconds", self.overlap_seconds, legal)
+            rule = f"at least {LEAST_SECONDS:g} s less than `window_seconds`"
+            raise SpecError("overlap_seconds", self.overlap_seconds, rule)
         return self
 
 

@@ -56,9 +56,9 @@ def check_form(spec: Any, form: Form, field: str = "--form") -> None:
     """Raises `SpecError`, for a field, if an encoder reads no reports of a form."""
     wants = set(ENCODERS.load(spec.name).wants(spec))
     if not wants & set(READ_AS[form]):
-        legal = ", ".join(name for name, kinds in READ_AS.items() if wants & set(kinds))
-        problem = f"is not read by the encoder {spec.name}"
-        raise SpecError(field, form, legal or "no form with this encoder", problem)
+        names = [name for name, kinds in READ_AS.items() if wants & set(kinds)]
+        problem = f"is not supported by the encoder {spec.name}"
+        raise SpecError.unknown_name(field, form, names, problem)
 
 
 def measure(

@@ -71,8 +71,8 @@ class Shapes(TrainingData["Shapes.Spec"]):
         def _fits_together(self) -> Self:
             small, large = self.radii
             if not small <= large < self.side // 2 - 1:
-                legal = f"ascending and less than half of side, here {self.side // 2 - 1}"
-                raise SpecError("radii", list(self.radii), legal)
+                rule = f"ascending and less than {self.side // 2 - 1} (from side={self.side})"
+                raise SpecError("radii", list(self.radii), rule)
             if not self.objects[0] <= self.objects[1]:
                 raise SpecError("objects", list(self.objects), "ascending")
             return self

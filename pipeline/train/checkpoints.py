@@ -92,15 +92,17 @@ class Checkpoints:
         for field, value, stored_value in differences(
             self._lasting(config.dump(self.spec)), stored
         ):
-            legal = f"{stored_value!r}, that of the checkpoint {last}, or another output folder"
-            raise SpecError(field, value, legal)
+            rule = (
+                f"{stored_value!r} as in the checkpoint {last}, unless `output` is another folder"
+            )
+            raise SpecError(field, value, rule)
         parameters = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         shapes_there = {n: tuple(t.shape) for n, t in weights.items()}
         for name, ours, theirs in differences(shapes, shapes_there):
-            legal = "a new folder, or that of a run of this model"
-            problem = f"has a checkpoint of another ({name} is of {theirs}, and here of {ours})"
-            raise SpecError("output", self.spec.output, legal, problem)
+            rule = "a new folder or the output of a run of this model"
+            problem = f"has a checkpoint of another model ({name}: {theirs} instead of {ours})"
+            raise SpecError("output", self.spec.output, rule, problem)
         with torch.no_grad():
             for name, tensor in weights.items():
                 parameters[name].copy_(tensor)
@@ -158,8 +160,8 @@ def _undamaged(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        problem = f"the checkpoint {checkpoint} is damaged ({config.first_line(error)})"
-        remedy = "remove it to resume from the one before, or to start over"
+        problem = f"the checkpoint {checkpoint} is corrupted ({config.first_line(error)})"
+        remedy = "remove it to resume from the previous one or to start over"
         raise JobError(f"{problem}: {remedy}") from None
 
 
@@ -182,8 +184,8 @@ def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
             return file
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
-                legal = "a folder that no other process writes"
-                raise SpecError("output", str(folder), legal, "is that of a run now") from None
+                rule = "a folder without a running job"
+                raise SpecError("output", str(folder), rule, "is in use by another run") from None
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return file

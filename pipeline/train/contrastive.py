@@ -128,13 +128,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
             if self.hidden_states_cache is not None and self.trainable not in FREEZE:
-                legal = f"null (they change where trainable is {self.trainable})"
-                raise SpecError("hidden_states_cache", self.hidden_states_cache, legal)
+                rule = f"null when trainable is {self.trainable}"
+                raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
             if self.lora is not None and self.trainable != "lora":
-                legal = f"null (trainable is {self.trainable}, not lora)"
-                raise SpecError("lora", config.dump(self.lora), legal)
+                rule = "null unless trainable is lora"
+                raise SpecError("lora", config.dump(self.lora), rule)
             if self.trainable == "projection" and self.score != "late":
-                raise SpecError("score", self.score, "late, where the projection alone is trained")
+                raise SpecError("score", self.score, "late when only the projection is trained")
             return self
 
     def __init__(self, spec: Spec):
@@ -169,8 +169,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if self.compressor.needs_taps:
             attention = encoder.attention(spec.encoder)
             if attention is None:
-                legal = f"a compressor without attention ({spec.encoder.name} provides none)"
-                raise SpecError("learner.compressor.name", spec.compressor.name, legal)
+                rule = f"a compressor without attention ({spec.encoder.name} provides none)"
+                raise SpecError("learner.compressor.name", spec.compressor.name, rule)
             self._num_layers = attention.num_layers
             self._taps = single_taps(self.compressor.needs_taps, self._num_layers)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
@@ -189,8 +189,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 names = [
                     n for n in ENCODERS.names() if getattr(ENCODERS.load(n), "has_projection", 0)
                 ]
-                legal = f"all or lora ({', '.join(names)} have a projection that trains by itself)"
-                raise SpecError("trainable", "projection", legal)
+                rule = f"all or lora (projection needs one of the encoders {', '.join(names)})"
+                raise SpecError("trainable", "projection", rule)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
         if spec.hidden_states_cache is not None:
@@ -198,19 +198,19 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if spec.trainable == "lora":
             lora.check()
             if spec.encoder.name == "jina_v4":
-                legal = "another encoder (that of jina_v4 has adapters for several tasks)"
-                raise SpecError("trainable", "lora", legal)
+                rule = "another value for jina_v4, which has one adapter per task"
+                raise SpecError("trainable", "lora", rule)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
-            legal = "a compressor that is not fitted to a corpus (the pruning of hpc is eos)"
-            raise SpecError("compressor.name", spec.compressor.name, legal)
+            rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
+            raise SpecError("compressor.name", spec.compressor.name, rule)
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
         """Also raises `SpecError` if there is nothing to distill."""
         super().check_data(spec, data)
         if spec.distillation is not None and not data.has_teacher:
-            legal = "null, or data with the scores of a teacher"
-            raise SpecError("distillation", spec.distillation.kind, legal)
+            rule = "null for data without teacher scores"
+            raise SpecError("distillation", spec.distillation.kind, rule)
 
     def train(self, mode: bool = True) -> Self:
         """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
@@ -393,8 +393,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
     ) -> torch.Tensor:
         """Returns the distance of this worker's scores from the teacher's."""
         if batch.teacher is None:
-            legal = "null, or data with the scores of a teacher"
-            raise SpecError("learner.distillation", spec.kind, legal)
+            rule = "null for data without teacher scores"
+            raise SpecError("learner.distillation", spec.kind, rule)
         scores_QB, device = self.scores(embedded, embedded), self.device
         teacher_QB = batch.teacher.to(device) * spec.scale
         if spec.kind == "kl":
@@ -468,8 +468,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
 def _not_trainable(encoder: str) -> SpecError:
     """Returns the error for an encoder that has no trainable model."""
     names = [n for n in ENCODERS.names() if issubclass(ENCODERS.load(n), Trainable)]
-    legal = f"one that can be trained: {', '.join(names)}; or trainable: adapter"
-    return SpecError("encoder.name", encoder, legal)
+    rule = f"one of {', '.join(names)}, unless trainable is adapter"
+    return SpecError("encoder.name", encoder, rule)
 
 
 def weight(positive_QB: torch.Tensor) -> torch.Tensor:

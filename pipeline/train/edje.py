@@ -19,10 +19,10 @@ from pipeline.distributed import gathered
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
-from pipeline.rerank.edje import Edje, about_of
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
+from pipeline.rerank.edje import Edje, read_metadata
 from pipeline.rerank.joint import JointEncoder, Texts
-from pipeline.rerank.pool import pairs_of, reranked
-from pipeline.schema import POOL
+from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
@@ -83,6 +83,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
+            "pool": "rerank_depth",
             "states": "hidden_states_cache",
             "states_dtype": "hidden_states_dtype",
             "start": "init_from",
@@ -137,7 +138,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         pair_mini_batch_size: int | None = Field(None, ge=1)
         """Maximum number of pairs in one forward pass of the joint encoder; activations of larger
         batches are recomputed in the backward pass. Null for no limit."""
-        pool: int = Field(POOL, ge=1)
+        rerank_depth: int = Field(DEFAULT_RERANK_DEPTH, ge=1)
         """Number of candidates of the first stage that evaluations rerank."""
         add_first_stage: bool = False
         """Adds the first stage's score to that of the joint encoder there."""
@@ -145,18 +146,18 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
             if self.itm == 0 and self.contrast == 0 and self.distillation is None:
-                legal = "more than 0, or a distillation or contrast (nothing else learns to match)"
-                raise SpecError("itm", 0, legal)
+                rule = "greater than 0 unless distillation or contrast is set"
+                raise SpecError("itm", 0, rule)
             if self.compressor.name != "none" and self.first_stage != "late":
-                raise SpecError("first_stage", self.first_stage, "late, of compressed vectors")
+                raise SpecError("first_stage", self.first_stage, "late for compressed vectors")
             if self.negatives == "sampled" and self.negatives_top_k < self.num_negatives:
-                legal = f"at least num_negatives={self.num_negatives}"
-                raise SpecError("negatives_top_k", self.negatives_top_k, legal)
+                rule = f"at least num_negatives={self.num_negatives}"
+                raise SpecError("negatives_top_k", self.negatives_top_k, rule)
             for field in ("adapter", "joint"):
                 settings = getattr(self, field)
                 if self.init_from is not None and settings is not None:
-                    legal = "null, where `init_from` has one"
-                    raise SpecError(field, config.dump(settings), legal)
+                    rule = "null when `init_from` is set"
+                    raise SpecError(field, config.dump(settings), rule)
             return self
 
     def __init__(self, spec: Spec):
@@ -164,8 +165,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self.spec = spec
         self.encoder: Any = ENCODERS.build(spec.encoder)
         if self.encoder.pooled_dim is None and spec.first_stage == "single":
-            legal = "late (the encoder has no single vector)"
-            raise SpecError("learner.first_stage", "single", legal)
+            rule = "late (the encoder has no single vector)"
+            raise SpecError("learner.first_stage", "single", rule)
         self.compressor = COMPRESSORS.build(spec.compressor)
         vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.init_from is not None:
@@ -205,23 +206,23 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
         compressor = COMPRESSORS.load(spec.compressor.name)
         if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
-            legal = "one that reads vectors alone: none, hpool, samer, spatial, random"
-            raise SpecError("compressor.name", spec.compressor.name, legal)
+            rule = "one of none, hpool, samer, spatial, random"
+            raise SpecError("compressor.name", spec.compressor.name, rule)
         if spec.hidden_states_cache is not None:
             check_writable(spec.hidden_states_cache, "hidden_states_cache")
         if spec.init_from is not None:
-            about_of(spec.init_from, "init_from")
+            read_metadata(spec.init_from, "init_from")
         else:
             with config.within("joint"):
                 JointEncoder.check(spec.joint or JointEncoder.Spec())
         if spec.distillation is not None:
-            about_of(spec.distillation.teacher, "distillation.teacher")
+            read_metadata(spec.distillation.teacher, "distillation.teacher")
 
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
         """Raises `SpecError` if an EDJE was trained on another encoder."""
         if edje.vision["fingerprint"] != self.encoder.fingerprint:
-            legal = "the folder of an EDJE that was trained on this encoder"
-            raise SpecError(f"learner.{field}", folder, legal, "is of another encoder")
+            rule = "the folder of an EDJE trained on this encoder"
+            raise SpecError(f"learner.{field}", folder, rule, "was trained on another")
 
     # -- the frozen encoder ------------------------------------------------------------------------
 
@@ -513,11 +514,11 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         self, embedded: Embedded, first: torch.Tensor, backwards: bool = False
     ) -> torch.Tensor:
         """Reranks first-stage scores of shape (Q, B), or backwards (B, Q); keeps the shape."""
-        pairs = pairs_of(first, self.spec.pool)
+        pairs = candidate_pairs(first, self.spec.rerank_depth)
         tokens = embedded["tokens"], embedded["tokens_mask"]
         text_item = pairs.flip(1) if backwards else pairs
         scores = self.edje.joint.scores(texts_of(embedded), *tokens, text_item)
-        return reranked(first, pairs, scores, self.spec.add_first_stage)
+        return rerank_scores(first, pairs, scores, self.spec.add_first_stage)
 
     def save(self, folder: Path) -> None:
         """Writes the adapter and the joint encoder, as `Edje.load` reads them."""

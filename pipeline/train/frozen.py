@@ -81,8 +81,8 @@ def cached_hidden_states(
             between epochs.
     """
     if not data.repeats:
-        legal = "null, or data whose epochs have the same queries and documents"
-        raise SpecError("learner.hidden_states_cache", folder, legal)
+        rule = "null for data whose queries or documents differ between epochs"
+        raise SpecError("learner.hidden_states_cache", folder, rule)
     from pipeline.train.hidden_states import HiddenStates
 
     states = HiddenStates(f"{folder}/{config.digest(origin)}.lance", origin, dtype)

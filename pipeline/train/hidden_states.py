@@ -53,8 +53,8 @@ class HiddenStates:
             return
         stored = (self._dataset.schema.metadata or {}).get(METADATA, b"").decode()
         if stored != self._origin:
-            legal = "a new folder, or one with states of this model and these settings"
-            raise SpecError("hidden_states_cache", self.uri, legal, "holds those of another")
+            rule = "a new folder or the cached states of this model and spec"
+            raise SpecError("hidden_states_cache", self.uri, rule, "has those of another")
         keys = self._dataset.to_table(["key"])["key"].to_pylist()
         self._rows = {key: row for row, key in enumerate(keys)}
 

@@ -50,9 +50,9 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
         encoder = spec.encoder
         wants = ENCODERS.load(encoder.name).wants(encoder)
         if data.gives and not data.gives & set(wants):
-            legal = f"an encoder of {' or '.join(sorted(data.gives))}, which the documents are"
+            rule = f"an encoder of {' or '.join(sorted(data.gives))}, as in the data"
             problem = f"reads {', '.join(wants)}"
-            raise SpecError("encoder.name", encoder.name, legal, problem)
+            raise SpecError("encoder.name", encoder.name, rule, problem)
 
     def prepare(self, data: TrainingData) -> None:
         """Does the work that is needed once per query and document, before the first step."""

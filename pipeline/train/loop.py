@@ -39,11 +39,11 @@ def check(spec: TrainSpec) -> TrainingData:
         LEARNERS.load(spec.learner.name).check(spec.learner)
     data = data_of(spec)
     if data.num_batches < spec.gradient_accumulation_steps:
-        legal = f"at most {data.num_batches}, the batches of {spec.batch_size} that the data give"
+        rule = f"at most {data.num_batches}, the number of batches of {spec.batch_size} per epoch"
         if data.num_batches == 0:
-            legal = "a batch that the data give at least once (an epoch is smaller)"
-            raise SpecError("batch_size", spec.batch_size, legal)
-        raise SpecError("gradient_accumulation_steps", spec.gradient_accumulation_steps, legal)
+            rule = "at most the number of examples per epoch"
+            raise SpecError("batch_size", spec.batch_size, rule)
+        raise SpecError("gradient_accumulation_steps", spec.gradient_accumulation_steps, rule)
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check_data(spec.learner, data)
     return data

@@ -37,7 +37,9 @@ class Lora(config.Spec):
         try:
             re.compile(targets or "")
         except re.error as error:
-            raise SpecError("", targets, f"a regular expression ({error})") from None
+            raise SpecError(
+                "", targets, "a regular expression", f"does not compile ({error})"
+            ) from None
         return targets
 
 
@@ -63,9 +65,9 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     if not any(re.fullmatch(targets, name) for name in linear):
         ends = sorted({name.rpartition(".")[2] for name in linear})
-        legal = f"an expression that a layer's whole name matches, such as {linear[0]};"
-        legal += f" the layers end in {', '.join(ends)}"
-        raise SpecError("lora.targets", targets, legal, "matches no linear layer")
+        rule = f"a regular expression of full layer names, such as {linear[0]}"
+        note = f"; the layer names end in {', '.join(ends)}"
+        raise SpecError("lora.targets", targets, rule, "matches no linear layer", note)
     settings: dict[str, Any] = {  # peft annotates alpha as an integer and takes any number
         "r": spec.rank,
         "lora_alpha": spec.alpha,
@@ -121,14 +123,14 @@ def load(tuned: Any, folder: Path, within: str = "") -> None:
     for field, name in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
         value, wanted = getattr(settings, name), getattr(stored, name, None)
         if value != wanted:
-            legal = f"{wanted!r}, that of the adapter that training begins with"
-            raise SpecError(f"lora.{field}", value, legal)
+            rule = f"{wanted!r}, as in the initial adapter"
+            raise SpecError(f"lora.{field}", value, rule)
     weights = {
         PREFIX + name.removeprefix(PREFIX + within): tensor
         for name, tensor in safetensors.torch.load_file(folder / ADAPTER_WEIGHTS).items()
     }
     shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(tuned).items()}
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-        legal = "an adapter of this model, with which training begins"
-        raise SpecError("encoder.adapter", str(folder), legal, "is one of another")
+        rule = "an adapter of this model"
+        raise SpecError("encoder.adapter", str(folder), rule, "has other weights")
     set_peft_model_state_dict(tuned, weights)

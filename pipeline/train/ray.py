@@ -41,15 +41,15 @@ def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print)
         say: Called with one progress line at a time.
 
     Raises:
-        SpecError: A field of the spec is not valid on the workers.
-        JobError: The run failed, or workers died too often.
+        SpecError: The spec is invalid on the workers.
+        JobError: the run failed, or workers died too often.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     if spec.batch_size % workers.num_workers:
-        legal = f"a multiple of the number of workers, {workers.num_workers}"
-        raise SpecError("batch_size", spec.batch_size, legal)
+        rule = f"a multiple of num_workers={workers.num_workers}"
+        raise SpecError("batch_size", spec.batch_size, rule)
     has_gpu = workers.num_gpus > 0
     trainer = TorchTrainer(
         _train_worker,

@@ -38,8 +38,8 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
     """
     layers = layers_of(model)
     if not layers:
-        legal = "false (what is trained has no layers of the transformers library)"
-        raise SpecError("activation_checkpointing", True, legal)
+        rule = "false for a model without transformers layers"
+        raise SpecError("activation_checkpointing", True, rule)
     # Layer by layer: the switch of whole models is missing for some that only wrap others.
     for layer in layers:
         layer.gradient_checkpointing = True

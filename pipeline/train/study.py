@@ -68,7 +68,7 @@ def runs_of(spec: StudySpec) -> list[Run]:
     """Returns the runs of a study, in subfolders of its output; without a sweep, the single run.
 
     Raises:
-        SpecError: A combination is not valid, or occurs twice.
+        SpecError: A combination is invalid or occurs twice.
     """
     fields = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
     if not spec.sweep:
@@ -85,7 +85,7 @@ def runs_of(spec: StudySpec) -> list[Run]:
             changed = config.override(fields, config.assignments(values))
             changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}
             if title in runs:
-                raise SpecError("sweep", title, "each combination once", "stands twice")
+                raise SpecError("sweep", title, "unique combinations", "occurs twice")
             with config.within("sweep"):
                 runs[title] = Run(title, row or spec.name, config.parse(TrainSpec, changed))
     return list(runs.values())

@@ -1,4 +1,4 @@
-"""Boxes of what is in a picture: COCO's, those of Flickr30K Entities, and what is legal of all."""
+"""Boxes of what is in a picture: COCO's, those of Flickr30K Entities, and the checks of all."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+) ([^\]]*)\]")
 Phrase = tuple[str, np.ndarray]
 
 
-def checked(boxes: Any, field: str, where: str) -> np.ndarray:
+def checked(boxes: Any, field: str, location: str) -> np.ndarray:
     """(M, 4) float32 boxes x0 y0 x1 y1 that are given as shares of the picture.
 
     Raises:
         SpecError: for `field`: they are in pixels, outside the picture, or no boxes.
     """
-    legal = "boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+    rule = "boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
     try:
         found = np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
     except (TypeError, ValueError):
-        raise SpecError(field, boxes, legal, f"in {where} are no boxes") from None
+        raise SpecError(field, boxes, rule, note=f" ({location})") from None
     is_pixels = bool((found > 2).any())
     is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # also of what is no number
     found = found.clip(0, 1)
     if is_pixels or is_outside:
-        problem = "are in pixels" if is_pixels else "stand out of the picture"
-        raise SpecError(field, boxes, legal, f"in {where} {problem}")
+        problem = "are in pixels" if is_pixels else "exceed the image"
+        raise SpecError(field, boxes, rule, problem, f" ({location})")
     if (found[:, :2] >= found[:, 2:]).any():
-        raise SpecError(field, boxes, legal, f"in {where} have no area")
+        raise SpecError(field, boxes, rule, "have no area", f" ({location})")
     return large(found)
 
 
-def shares(box: Sequence[float], width: float, height: float, field: str, where: str) -> np.ndarray:
+def shares(
+    box: Sequence[float], width: float, height: float, field: str, location: str
+) -> np.ndarray:
     """(4,) a box x0 y0 x1 y1 in pixels as shares of its picture.
 
     >>> shares([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
@@ -59,9 +61,9 @@ def shares(box: Sequence[float], width: float, height: float, field: str, where:
     found = np.asarray(box, dtype=np.float64)
     size = np.array([width, height, width, height], dtype=np.float64)
     if not ((found >= -TOLERANCE) & (found <= size + TOLERANCE)).all():
-        legal = f"boxes within the picture, {width:g} x {height:g} pixels"
+        rule = f"a box within the image of {width:g} x {height:g} pixels"
         value = [float(side) for side in box]
-        raise SpecError(field, value, legal, f"in {where} stands out of the picture")
+        raise SpecError(field, value, rule, note=f" ({location})")
     return (found / size).clip(0, 1)
 
 
@@ -82,7 +84,7 @@ def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
     Raises:
         SpecError: for `instances`, naming the annotation.
     """
-    legal = "COCO's instances: {images: [{id, width, height}], annotations: [{image_id, bbox}]}"
+    rule = "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}"
     sizes: dict[str, tuple[float, float]] = {}
     boxes: dict[str, list[np.ndarray]] = {}
     largest = 0.0
@@ -92,22 +94,24 @@ def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
         for number, annotation in enumerate(value["annotations"]):
             if annotation.get("iscrowd"):
                 continue
-            where = f"annotation {annotation.get('id', number)} of {file}"
+            location = f"annotation {annotation.get('id', number)} of {file}"
             own = str(annotation["image_id"])
             x, y, width, height = map(float, annotation["bbox"])
             largest = max(largest, x + width, y + height)
             if own not in sizes:
-                raise SpecError("instances", own, "ids of its images", f"in {where} is none")
-            box = shares([x, y, x + width, y + height], *sizes[own], "instances", where)
+                raise SpecError(
+                    "instances", own, "the id of an image of the file", note=f" ({location})"
+                )
+            box = shares([x, y, x + width, y + height], *sizes[own], "instances", location)
             boxes.setdefault(own, []).append(box)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SpecError):
             raise
-        problem = f"has another form ({type(error).__name__}: {error})"
-        raise SpecError("instances", file, legal, problem) from None
+        problem = f"has another format ({type(error).__name__}: {error})"
+        raise SpecError("instances", file, rule, problem) from None
     if boxes and largest <= 1:
-        legal = "bbox: [x, y, width, height] in pixels"
-        raise SpecError("instances", file, legal, "has boxes as shares")
+        rule = "a file with bbox: [x, y, width, height] in pixels"
+        raise SpecError("instances", file, rule, "has relative boxes")
     return {own: large(np.stack(every)) for own, every in boxes.items()}
 
 
@@ -140,8 +144,8 @@ class Entities:
         for number, line in enumerate(lines, start=1):
             text = _PHRASE.sub(r"\3", line)
             if "/EN#" in text or not text.strip():
-                legal = "phrases [/EN#<number>/<type> words]"
-                raise SpecError("entities", line[:80], legal, f"stands in line {number} of {file}")
+                rule = "a line with phrases [/EN#<number>/<type> words]"
+                raise SpecError("entities", line[:80], rule, note=f" (line {number} of {file})")
             found: dict[str, Phrase] = {}
             for chain, _, words in _PHRASE.findall(line):
                 if len(boxes.get(chain, NO_BOXES)):
@@ -173,8 +177,8 @@ class Entities:
         except (ElementTree.ParseError, ValueError) as error:
             if isinstance(error, SpecError):
                 raise
-            legal = "annotations with size and objects of name and bndbox"
-            raise SpecError("entities", file, legal, f"cannot be read ({error})") from None
+            rule = "an annotation file with size, and objects with name and bndbox"
+            raise SpecError("entities", file, rule, f"cannot be read ({error})") from None
         return {chain: large(np.stack(own)) for chain, own in boxes.items()}
 
 
@@ -190,6 +194,6 @@ def _read(file: str) -> bytes:
         with fsspec.open(file, "rb") as stream:
             return stream.read()
     except OSError as error:
-        legal = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each picture"
+        rule = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image"
         problem = f"cannot be read ({type(error).__name__})"
-        raise SpecError("entities", file, legal, problem) from None
+        raise SpecError("entities", file, rule, problem) from None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.config import SpecError, Uri
+from pipeline.config import MissingField, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.sources.files import existing_root
 from pipeline.sources.manifests import rows_of_value
@@ -24,12 +24,12 @@ from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 @dataclass(frozen=True, slots=True)
 class Captioned:
-    """A picture and what is said of it; `where` names it in messages."""
+    """A picture and what is said of it; `location` names it in messages."""
 
     id: str
     file: str
     captions: list[str]
-    where: str
+    location: str
 
 
 class CaptionsValidationFiles(ValidationFiles):
@@ -89,14 +89,14 @@ class Captions(RowData["Captions.Spec"]):
         for picture in self._pictures(uri, splits, entities):
             place = posixpath.join(folder, picture.file)
             own = boxes.get(picture.id, NO_BOXES)
-            number = listing.add(Document(picture.id, None, place, picture.where, own))
+            number = listing.add(Document(picture.id, None, place, picture.location, own))
             phrases = phrases_of(picture, entities) if entities else [[]] * len(picture.captions)
             for caption, said in zip(picture.captions, phrases, strict=True):
                 largest = [boxes for _, boxes in said[: spec.phrases]]
                 row_boxes = np.concatenate(largest) if largest else NO_BOXES
                 listing.rows.append(Row(caption, number, boxes=row_boxes, phrases=tuple(said)))
         if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one caption", "has no caption")
+            raise SpecError("path", uri, "a file with at least one caption", "has none")
         return listing
 
     def _pictures(
@@ -109,35 +109,35 @@ class Captions(RowData["Captions.Spec"]):
         try:
             rows = rows_of_value(value)
         except Unreadable as error:
-            legal = "COCO's {images, annotations}, or Karpathy's {images: [{sentences}]}"
-            raise SpecError("path", uri, legal, f"has another form ({error.detail})") from None
+            rule = "COCO's {images, annotations} or Karpathy's {images: [{sentences}]}"
+            raise SpecError("path", uri, rule, f"has another format ({error.detail})") from None
         there = sorted({str(row["split"]) for row in rows if "split" in row})
         for split in splits or ():
             if split not in there:
-                legal = f"splits of {uri}: {', '.join(there) or 'it has none'}"
-                raise SpecError("splits", split, legal, "is not there")
+                problem = f"is not a split of {uri}"
+                raise SpecError.unknown_name("splits", split, there, problem)
         for number, row in enumerate(rows):
             if splits is None or row.get("split") in splits:
                 yield _captioned(row, f"image {row.get('id', number)} of {uri}")
 
 
-def _captioned(row: Mapping[str, Any], where: str) -> Captioned:
+def _captioned(row: Mapping[str, Any], location: str) -> Captioned:
     name, captions = row.get("file_name"), row.get("captions", [])
     if not isinstance(name, str) or not name:
-        raise SpecError("path", name, "the name of a file as file_name", f"in {where}")
+        raise SpecError("path", name, "a file name in file_name", note=f" ({location})")
     for caption in captions:
         if not isinstance(caption, str) or not caption.strip():
-            legal = "a text with at least one word"
-            raise SpecError("path", caption, legal, f"is a caption of {where}")
+            rule = "a text with at least one word"
+            raise SpecError("path", caption, rule, note=f" (a caption of {location})")
     own = row.get("id", PurePosixPath(name).stem)
-    return Captioned(str(own), name, [caption.strip() for caption in captions], where)
+    return Captioned(str(own), name, [caption.strip() for caption in captions], location)
 
 
 def _of_ids(uri: str, entities: Entities | None) -> Iterator[Captioned]:
     """The pictures of a list of ids, with the captions of the entities."""
     if entities is None:
-        legal = "a folder of Flickr30K Entities, which has the captions of the ids in `path`"
-        raise SpecError("entities", None, legal, "is missing")
+        rule = "a folder of Flickr30K Entities with the captions of the ids in `path`"
+        raise MissingField("entities", None, rule)
     for number, line in enumerate(read_file(uri, "path").decode("utf-8-sig").splitlines(), start=1):
         if own := line.strip():
             captions = [text for text, _ in entities.read(own)]
@@ -169,13 +169,13 @@ def read_json(uri: str, field: str) -> Any:
     try:
         return parse_line(data)
     except json.JSONDecodeError as error:
-        problem = f"is damaged in line {error.lineno}, column {error.colno} ({error.msg})"
+        problem = f"is malformed in line {error.lineno}, column {error.colno} ({error.msg})"
         is_open = error.msg.startswith("Unterminated string")
         if is_open or not error.doc[error.pos :].strip():
             problem = f"ends in the middle of line {error.lineno}"
-        raise SpecError(field, uri, "a whole JSON file", problem) from None
+        raise SpecError(field, uri, "a complete JSON file", problem) from None
     except (ValueError, RecursionError) as error:
-        raise SpecError(field, uri, "a JSON file", f"is none ({error})") from None
+        raise SpecError(field, uri, "a JSON file", f"cannot be parsed ({error})") from None
 
 
 def read_file(uri: str, field: str) -> bytes:
@@ -188,6 +188,6 @@ def read_file(uri: str, field: str) -> bytes:
         fs, path = existing_root(uri)
         return fs.cat_file(path)
     except SpecError as error:
-        raise SpecError(field, error.value, error.legal, error.problem) from None
+        raise error.at(field) from None
     except OSError as error:
         raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None

@@ -54,7 +54,7 @@ def mine(
     """
     first, last = ranks
     if not 1 <= first <= last:
-        raise SpecError("ranks", ranks, "two whole numbers, 1 <= first <= last")
+        raise SpecError("ranks", ranks, "two integers first, last with 1 <= first <= last")
     positives = {
         query: {data.documents[number].id for number in numbers}
         for query, numbers in data.positives().items()
@@ -62,8 +62,8 @@ def mine(
     relevant = set().union(*positives.values())
     num_known = searcher.num_known(sorted(relevant))
     if not num_known:
-        legal = "one that has documents of the data, under the same ids"
-        raise SpecError("index", searcher.index.uri, legal, "has none of them")
+        rule = "an index with documents of the data under the same ids"
+        raise SpecError("index", searcher.index.uri, rule, "has none")
     say(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
     num_queries = num_negatives = num_strange = 0
@@ -83,8 +83,8 @@ def mine(
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             say(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
         if not num_negatives:
-            legal = "ranks that searches of this index have"
-            raise SpecError("ranks", list(ranks), legal, "leave no negative")
+            rule = "ranks of search results in this index"
+            raise SpecError("ranks", list(ranks), rule, "leave no negatives")
     if num_strange:
         say(f"{num_strange:,} items of the index are none of the data's documents: left out")
     return Mined(num_queries, num_negatives)

@@ -89,15 +89,17 @@ class PairData(RowData[PairsSpec]):
                 num_left_out += 1
                 continue
             if not isinstance(query, str) or not query.strip():
-                legal = "a text with at least one word in each row"
-                raise SpecError(f"columns.query ({names.query})", query, legal, f"in {row.where}")
+                rule = "a text with at least one word in each row"
+                raise SpecError(
+                    f"columns.query ({names.query})", query, rule, note=f" ({row.location})"
+                )
             number = self._number(listing, row)
             boxes = self._row_boxes(row)
             named.append((Row(query, number, boxes=boxes), row))
         if num_left_out:
             logger.warning("%d rows of %s are left out: they have no query", num_left_out, uri)
         if not named:
-            raise SpecError("path", uri, "files with at least one row", "has no row")
+            raise SpecError("path", uri, "files with at least one row", "contain none")
         listing.rows = [self._with_negatives(listing, own, row) for own, row in named]
         return listing
 
@@ -147,11 +149,11 @@ class PairData(RowData[PairsSpec]):
             return listing.add(self._document(row, own))
         if own in listing.numbers:
             return listing.numbers[own]
-        legal = f"a document in each row: {', '.join(self._content)}"
+        rule = f"a row with a document ({', '.join(self._content)})"
         if own is None:
-            raise SpecError("path", None, legal, f"in {row.where} has no positive")
-        legal = f"{legal}, or the {names.document_id} of one that stands before or in `documents`"
-        raise SpecError("path", own, legal, f"in {row.where} is unknown")
+            raise SpecError("path", None, rule, note=f" ({row.location})")
+        rule = f"{rule} or the {names.document_id} of an earlier one or of one in `documents`"
+        raise SpecError("path", own, rule, "is unknown", f" ({row.location})")
 
     def _id_of(self, row: TableRow) -> str | None:
         name = self.spec.columns.document_id
@@ -159,8 +161,8 @@ class PairData(RowData[PairsSpec]):
         if own is None:
             return None
         if not isinstance(own, str | int) or isinstance(own, bool) or not str(own).strip():
-            legal = "a text or a whole number"
-            raise SpecError(f"columns.document_id ({name})", own, legal, f"in {row.where}")
+            rule = "a string or an integer"
+            raise SpecError(f"columns.document_id ({name})", own, rule, note=f" ({row.location})")
         return str(own)
 
     def _document(self, row: TableRow, own_id: str | None) -> Document:
@@ -168,32 +170,38 @@ class PairData(RowData[PairsSpec]):
         text, image = row.fields.get(names.text), row.fields.get(names.image)
         path = image.get("path") if isinstance(image, dict) else image
         if text is not None and (not isinstance(text, str) or not text.strip()):
-            legal = "a text with at least one word, or null"
-            raise SpecError(f"columns.text ({names.text})", text, legal, f"in {row.where}")
+            rule = "a text with at least one word, or null"
+            raise SpecError(f"columns.text ({names.text})", text, rule, note=f" ({row.location})")
         picture_path = path if isinstance(path, str) and path.strip() else None
         if image is not None and row.cell is None and picture_path is None:
-            legal = "the path of a picture, or in Parquet its bytes"
-            raise SpecError(f"columns.image ({names.image})", image, legal, f"in {row.where}")
+            rule = "the path of an image, or its bytes in Parquet"
+            raise SpecError(
+                f"columns.image ({names.image})", image, rule, note=f" ({row.location})"
+            )
         video, audio = self._path("video", row), self._path("audio", row)
         if image is not None and video is not None:
-            legal = f"{names.image} or {names.video}, the other null"
-            raise SpecError(f"columns.video ({names.video})", video, legal, f"in {row.where}")
-        places = [picture_path or (row.where if row.cell else None), video, audio]
+            rule = f"null when {names.image} is given"
+            raise SpecError(
+                f"columns.video ({names.video})", video, rule, note=f" ({row.location})"
+            )
+        places = [picture_path or (row.location if row.cell else None), video, audio]
         if text is None and not any(places):
-            legal = f"one or several of {', '.join(self._content)}"
-            raise SpecError("path", own_id, legal, f"in {row.where} is no document")
+            rule = f"the id of a row with {', '.join(self._content)}"
+            raise SpecError("path", own_id, rule, "has none", f" ({row.location})")
         if own_id is None:
             own_id = _id(text, next(filter(None, places), None))
         picture = row.cell or (picture_path and self._place(picture_path, row.folder))
         media = [own and self._place(own, row.folder) for own in (video, audio)]
-        return Document(own_id, text, picture, row.where, NO_BOXES, *media)
+        return Document(own_id, text, picture, row.location, NO_BOXES, *media)
 
     def _path(self, field: str, row: TableRow) -> str | None:
         """What a column of paths has."""
         name = getattr(self.spec.columns, field)
         path = row.fields.get(name)
         if path is not None and (not isinstance(path, str) or not path.strip()):
-            raise SpecError(f"columns.{field} ({name})", path, "a path, or null", f"in {row.where}")
+            raise SpecError(
+                f"columns.{field} ({name})", path, "a path or null", note=f" ({row.location})"
+            )
         return path
 
     def _place(self, path: str, folder: str) -> str:
@@ -211,20 +219,20 @@ class PairData(RowData[PairsSpec]):
         values = [] if values is None else values
         field = f"columns.negatives ({names.negatives})"
         if not isinstance(values, list) or any(not isinstance(v, str | int) for v in values):
-            legal = f"a list of {self.spec.negatives_are}"
-            raise SpecError(field, values, legal, f"in {row.where}")
+            rule = f"a list of {self.spec.negatives_are}"
+            raise SpecError(field, values, rule, note=f" ({row.location})")
         if scores is not None:
             is_list = isinstance(scores, list) and all(
                 isinstance(s, int | float) and abs(s) <= LARGEST for s in scores
             )
             if not is_list or len(scores) != 1 + len(values):
-                legal = f"{1 + len(values)} numbers: of the document and of each negative"
+                rule = f"{1 + len(values)} numbers, for the document and each negative"
                 named = f"columns.scores ({names.scores})"
-                raise SpecError(named, scores, legal, f"in {row.where}")
+                raise SpecError(named, scores, rule, note=f" ({row.location})")
         negatives = []
         for value in map(str, values):
             if self.spec.negatives_are == "texts":
-                document = Document(_id(value, None), value, None, row.where)
+                document = Document(_id(value, None), value, None, row.location)
                 negatives.append(listing.add(document))
             elif (kind := self.spec.negatives_are) in FILES:
                 uri = self._place(value, row.folder)
@@ -232,7 +240,7 @@ class PairData(RowData[PairsSpec]):
                     _id(None, value),
                     None,
                     picture=uri if kind == "images" else None,
-                    where=row.where,
+                    location=row.location,
                     video=uri if kind == "videos" else None,
                     sound=uri if kind == "sounds" else None,
                 )
@@ -240,15 +248,17 @@ class PairData(RowData[PairsSpec]):
             elif value in listing.numbers:
                 negatives.append(listing.numbers[value])
             else:
-                legal = "ids of documents that rows or `documents` have"
-                raise SpecError(field, value, legal, f"in {row.where} is none")
+                rule = "the id of a document in the rows or in `documents`"
+                raise SpecError(field, value, rule, note=f" ({row.location})")
         given = None if scores is None else tuple(map(float, scores))
         return replace(own, negatives=tuple(negatives), scores=given)
 
     def _row_boxes(self, row: TableRow) -> np.ndarray:
         name = self.spec.columns.boxes
         boxes = row.fields.get(name)
-        return NO_BOXES if boxes is None else checked(boxes, f"columns.boxes ({name})", row.where)
+        return (
+            NO_BOXES if boxes is None else checked(boxes, f"columns.boxes ({name})", row.location)
+        )
 
 
 class Pairs(PairData):
@@ -309,4 +319,4 @@ def _id(text: str | None, path: str | None) -> str:
 
 
 def _no_column(field: str, value: str, file: str, there: list[str]) -> SpecError:
-    return SpecError(field, value, ", ".join(there), f"is no column of {file}")
+    return SpecError.unknown_name(field, value, there, f"is not a column of {file}")

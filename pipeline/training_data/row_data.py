@@ -91,7 +91,7 @@ class RowSpec(config.ComponentSpec):
     def _refuse_no_share(cls, value: Any) -> Any:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
         if not (is_share or value is None or isinstance(value, Mapping | ValidationFiles)):
-            raise SpecError("", value, "a share between 0 and 1, {path: ...} or null")
+            raise SpecError("", value, "a fraction between 0 and 1, {path: ...} or null")
         return value
 
 
@@ -127,11 +127,13 @@ class RowData(TrainingData[RowSpecT]):
                 document.sound is not None and document.video is None
                 for document in self._documents
             ):
-                problem = "leaves nothing of documents that are sound"
-                raise SpecError("media.wants", list(spec.media.wants), "audio, too", problem)
+                problem = "leaves nothing of audio documents"
+                raise SpecError("media.wants", list(spec.media.wants), "a list with audio", problem)
             if len(self.rows.rows) < batch_size:
-                problem = f"has {len(self.rows.rows)} rows to train on"
-                raise SpecError("path", spec.path, f"at least {batch_size}, a batch", problem)
+                problem = f"has {len(self.rows.rows)} training rows"
+                raise SpecError(
+                    "path", spec.path, f"data of at least one batch ({batch_size} rows)", problem
+                )
         self._positives = self.rows.positives()
         self._group_R = groups_of(self.rows)
         # Kept: each of its threads has processes of its own that decode videos.
@@ -142,7 +144,7 @@ class RowData(TrainingData[RowSpecT]):
         """All rows of `path`.
 
         Raises:
-            SpecError: a file, or a line or row of it, is not legal.
+            SpecError: A file, or a line or row of it, is invalid.
         """
 
     @abstractmethod
@@ -173,8 +175,8 @@ class RowData(TrainingData[RowSpecT]):
         trained = {row.query for row in rows}
         asked = [r for r in listing.rows if r.document in held and r.query not in trained]
         if not asked:
-            legal = "another share, or {path: ...}"
-            raise SpecError("validation", share, legal, "leaves no query that is not trained on")
+            rule = "another fraction or {path: ...}"
+            raise SpecError("validation", share, rule, "holds out no query")
         return listing.with_rows(rows), listing.with_rows(asked)
 
     @property
@@ -299,7 +301,7 @@ class RowData(TrainingData[RowSpecT]):
         if len(files) > 1 and all(documents[row] is None for row in files):
             first = listing.documents[numbers[files[0]]]
             kind = next(iter(first.places))
-            raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.where}")
+            raise JobError(f"none of {len(files)} {kind}s of a batch can be read: {first.location}")
 
         if num_facts is None:
             num_facts = max((len(own) for _, own in queries), default=1)
@@ -391,7 +393,7 @@ class RowData(TrainingData[RowSpecT]):
                 "the %s of %s (%s) cannot be read: %s; its queries have no positive (%d so)",
                 next(iter(document.places)),
                 document.id,
-                document.where,
+                document.location,
                 error,
                 count,
             )

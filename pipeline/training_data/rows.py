@@ -27,7 +27,7 @@ class Document:
 
     Attributes:
         picture: the URI of a file, or a cell of a table.
-        where: which line or row names it first.
+        location: which line or row names it first.
         boxes: (M, 4) boxes of what is in the picture, whatever is said of it.
         video, sound: URIs of files; a video with a file of its sound is heard by that.
     """
@@ -35,7 +35,7 @@ class Document:
     id: str
     text: str | None
     picture: str | Cell | None
-    where: str
+    location: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
     video: str | None = None
     sound: str | None = None
@@ -110,8 +110,8 @@ class Listing:
         are_cells = isinstance(there.picture, Cell) and isinstance(document.picture, Cell)
         other = replace(document, picture=there.picture) if are_cells else document
         if (there.text, there.places) != (other.text, other.places):
-            problem = f"in {document.where} is another document than in {there.where}"
-            raise SpecError("path", document.id, "one document for an id", problem)
+            note = f" ({there.location} and {document.location})"
+            raise SpecError("path", document.id, "unique ids", "has two documents", note)
         return number
 
     def positives(self) -> dict[str, list[int]]:
@@ -160,27 +160,27 @@ def with_negatives(listing: Listing, uri: str) -> Listing:
     """The same with the hard negatives of a file behind those that rows have.
 
     Raises:
-        SpecError: for `hard_negatives`: a line is not legal, or names a document that is not there;
+        SpecError: for `hard_negatives`: a line is invalid or names an unknown document;
             or no query of the file is.
     """
-    legal = 'lines {"query": "...", "negatives": ["id", ...]}'
+    line_rule = 'a line {"query": "...", "negatives": ["id", ...]}'
     of_query: dict[str, list[int]] = {}
     for file in files_of(uri, LINES, "hard_negatives"):
         try:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
                 if not isinstance(query, str) or not isinstance(ids, list):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, line_rule, note=f" ({line.location})")
                 for own in ids:
                     if str(own) not in listing.numbers:
-                        there = "ids of documents that the data have"
-                        raise SpecError("path", own, there, f"in {line.where} is none")
+                        rule = "the id of a document in the data"
+                        raise SpecError("path", own, rule, note=f" ({line.location})")
                 of_query.setdefault(query, []).extend(listing.numbers[str(own)] for own in ids)
         except SpecError as error:
-            raise SpecError("hard_negatives", error.value, error.legal, error.problem) from None
+            raise error.at("hard_negatives") from None
     if not any(row.query in of_query for row in listing.rows):
-        known = "a file with queries that the data have"
-        raise SpecError("hard_negatives", uri, known, "has none of the data's queries")
+        known = "a file with queries of the data"
+        raise SpecError("hard_negatives", uri, known, "has none")
     rows = []
     for row in listing.rows:
         more = [n for n in dict.fromkeys(of_query.get(row.query, ())) if n not in row.negatives]
@@ -206,10 +206,10 @@ def with_files(listing: Listing) -> Listing:
             kept = [place for place, number in enumerate(row.negatives) if number not in missing]
             rows.append(with_some_negatives(row, kept))
     number, (kind, uri) = next(iter(missing.items()))
-    where = listing.documents[number].where
+    location = listing.documents[number].location
     if not rows:
-        problem = f"in {where} is not there, nor is any other {kind}"
-        raise SpecError("path", uri, f"the paths of {kind}s that are there", problem)
+        rule = f"data with existing {kind} files"
+        raise SpecError("path", uri, rule, "has none", f" ({location})")
     if distributed.rank() == 0:
         logger.warning(
             "%d of %d rows and %d of %d documents are left out: there is no %s %s (%s)",
@@ -219,7 +219,7 @@ def with_files(listing: Listing) -> Listing:
             len(used),
             kind,
             uri,
-            where,
+            location,
         )
     return listing.with_rows(rows)
 

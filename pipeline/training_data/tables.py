@@ -47,9 +47,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row, where it stands for messages, the folder of its file, and the picture it holds."""
+    """A row, its location for messages, the folder of its file, and the image it holds."""
 
-    where: str
+    location: str
     folder: str
     fields: dict[str, Any]
     cell: Cell | None = None
@@ -71,12 +71,12 @@ def files_of(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[s
         elif root.lower().endswith(suffixes):
             found = [existing_root(uri)[1]]
     except SpecError as error:
-        raise SpecError(field, error.value, error.legal, error.problem) from None
+        raise error.at(field) from None
     except OSError as error:
         raise SpecError(field, uri, "a readable path", f"cannot be read ({error})") from None
     if not found:
-        legal = f"a file, a folder or a glob of files {', '.join(suffixes)}"
-        raise SpecError(field, uri, legal, "names no such file")
+        rule = f"a file, folder or glob of {', '.join(suffixes)} files"
+        raise SpecError(field, uri, rule, "matches none")
     return [fs.unstrip_protocol(path) if "://" in uri else path for path in found]
 
 
@@ -106,30 +106,32 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
     try:
         with fsspec.open(file, "rb", compression=compression) as stream:
             for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
-                where = f"line {number} of {file}"
+                location = f"line {number} of {file}"
                 if len(line) > MAX_LINE_BYTES:
-                    legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
-                    raise SpecError("path", where, legal, "is longer")
+                    rule = f"a file with lines of at most {MAX_LINE_BYTES:,} bytes"
+                    raise SpecError("path", location, rule, "has more")
                 if line.strip():
-                    fields = _object(line, where)
+                    fields = _object(line, location)
                     own = {name: fields[name] for name in columns if name in fields}
-                    yield TableRow(where, folder, own)
+                    yield TableRow(location, folder, own)
     except (OSError, EOFError) as error:
-        problem = f"cannot be read behind line {number} ({type(error).__name__}: {error})"
+        problem = f"cannot be read after line {number} ({type(error).__name__}: {error})"
         raise SpecError("path", file, "a readable file", problem) from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, location: str) -> dict[str, Any]:
     try:
         fields = parse_line(line)
     except (ValueError, RecursionError) as error:
-        problem = f"in {where} is no JSON ({error})"
+        problem = f"cannot be parsed ({error})"
         if not line.endswith(b"\n"):
-            problem = f"in {where} is cut off: the file ends in the middle of it"
+            problem = "is truncated by the end of the file"
         shown = line[:60].decode("utf-8", "replace")
-        raise SpecError("path", shown, "a JSON object a line", problem) from None
+        raise SpecError(
+            "path", shown, "one JSON object per line", problem, f" ({location})"
+        ) from None
     if not isinstance(fields, dict):
-        raise SpecError("path", fields, "a JSON object a line", f"in {where} is none")
+        raise SpecError("path", fields, "one JSON object per line", note=f" ({location})")
     return fields
 
 
@@ -150,17 +152,17 @@ def _read_table(file: str, columns: Collection[str], picture: str | None) -> Ite
                 rows = table.read_row_group(group, wanted)
                 fields_of = rows.to_pylist() if names else [{}] * rows.num_rows
                 for row, fields in enumerate(fields_of):
-                    where = f"row {number} of {file}"
+                    location = f"row {number} of {file}"
                     cell = None
                     if column is not None and there is not None and there[row]:
                         cell = Cell(file, column, group, row)
                     number += 1
-                    yield TableRow(where, folder, fields, cell)
+                    yield TableRow(location, folder, fields, cell)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, SpecError):
             raise
         problem = f"cannot be read from row {number} on ({' '.join(str(error).split())[:200]})"
-        raise SpecError("path", file, "a whole Parquet file", problem) from None
+        raise SpecError("path", file, "a valid Parquet file", problem) from None
 
 
 def columns_of(file: str) -> list[str] | None:
@@ -176,7 +178,7 @@ def columns_of(file: str) -> list[str] | None:
             return pq.ParquetFile(stream).schema_arrow.names
     except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
-        raise SpecError("path", file, "a whole Parquet file", problem) from None
+        raise SpecError("path", file, "a valid Parquet file", problem) from None
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

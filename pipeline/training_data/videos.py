@@ -50,8 +50,8 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         @model_validator(mode="after")
         def _says_which(self) -> Self:
             if (self.ids is None) == (self.splits is None):
-                legal = "a file of ids, such as MSRVTT_train.9k.csv; or splits, and ids null"
-                raise SpecError("ids", self.ids, legal)
+                rule = "a file of ids such as MSRVTT_train.9k.csv, or null when splits is set"
+                raise SpecError("ids", self.ids, rule)
             return self
 
     def listing(self) -> Listing:
@@ -63,15 +63,15 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
             named = self.spec.splits or []
             for split in named:
                 if split not in there:
-                    legal = f"splits of {uri}: {', '.join(there)}"
-                    raise SpecError("splits", split, legal, "is not there")
+                    problem = f"is not a split of {uri}"
+                    raise SpecError.unknown_name("splits", split, there, problem)
             wanted = {video for video, split in splits.items() if split in named}
         else:
             wanted = set()
-            for where, row in read_csv(self.spec.ids, ("video_id",), "ids"):
+            for location, row in read_csv(self.spec.ids, ("video_id",), "ids"):
                 if row["video_id"] not in splits:
-                    legal = f"ids of the videos of {uri}"
-                    raise SpecError("ids", row["video_id"], legal, f"in {where} is none")
+                    rule = f"the id of a video of {uri}"
+                    raise SpecError("ids", row["video_id"], rule, note=f" ({location})")
                 wanted.add(row["video_id"])
         return self._listed(uri, (each for each in sentences if each[1] in wanted))
 
@@ -80,16 +80,16 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         assert isinstance(self.spec.validation, ValidationFiles)
         uri = self.spec.validation.path
         rows = read_csv(uri, ("video_id", "sentence"), "path")
-        return self._listed(uri, ((where, r["video_id"], r["sentence"]) for where, r in rows))
+        return self._listed(uri, ((location, r["video_id"], r["sentence"]) for location, r in rows))
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
         """Lists sentences, each with its location, the id of its video and its text."""
         files, listing = Files(self.spec.videos), Listing()
-        for where, video, sentence in sentences:
-            _check_text(sentence, "path", where)
+        for location, video, sentence in sentences:
+            _check_text(sentence, "path", location)
             number = listing.numbers.get(video)
             if number is None:
-                number = listing.add(files.document(video, where))
+                number = listing.add(files.document(video, location))
             listing.rows.append(Row(sentence.strip(), number))
         if not listing.rows:
             raise SpecError("path", uri, "a file with at least one sentence", "has none")
@@ -103,27 +103,27 @@ def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
         The split of each video; and the location, video and unchecked text of each sentence.
     """
     value = read_json(uri, "path")
-    legal = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
+    rule = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
     named = value if isinstance(value, dict) else {}
     videos, captions = named.get("videos"), named.get("sentences")
     if not isinstance(videos, list) or not isinstance(captions, list):
-        raise SpecError("path", uri, legal, "has another form")
+        raise SpecError("path", uri, rule, "has another format")
     splits: dict[str, str] = {}
     for number, video in enumerate(videos):
-        where = f"video {number} of {uri}"
+        location = f"video {number} of {uri}"
         own = video.get("video_id") if isinstance(video, dict) else video
         if not isinstance(own, str) or not own or not isinstance(video, dict):
-            raise SpecError("path", own, legal, f"stands in {where}")
+            raise SpecError("path", own, rule, note=f" ({location})")
         splits[own] = str(video.get("split", ""))
     sentences = []
     for number, sentence in enumerate(captions):
-        where = f"sentence {number} of {uri}"
+        location = f"sentence {number} of {uri}"
         if not isinstance(sentence, dict):
-            raise SpecError("path", sentence, legal, f"stands in {where}")
+            raise SpecError("path", sentence, rule, note=f" ({location})")
         own = sentence.get("video_id")
         if not isinstance(own, str) or own not in splits:
-            raise SpecError("path", own, "the video_id of a video", f"in {where} is none")
-        sentences.append((where, own, sentence.get("caption")))
+            raise SpecError("path", own, "the video_id of a video", note=f" ({location})")
+        sentences.append((location, own, sentence.get("caption")))
     return splits, sentences
 
 
@@ -171,30 +171,30 @@ class Multivent(RowData["Multivent.Spec"]):
 
     def _list(self, uri: str, judgments: str, videos: str) -> Listing:
         queries: dict[str, str] = {}
-        for where, row in read_csv(uri, ("Query_id", "query"), "path"):
-            _check_text(row["query"], "path", where)
+        for location, row in read_csv(uri, ("Query_id", "query"), "path"):
+            _check_text(row["query"], "path", location)
             if row["Query_id"] in queries:
                 raise SpecError(
-                    "path", row["Query_id"], "a query for an id", f"is again in {where}"
+                    "path", row["Query_id"], "a unique query id", "occurs twice", f" ({location})"
                 )
             queries[row["Query_id"]] = row["query"].strip()
         files, listing = Files(videos), Listing()
         judged: set[str] = set()
         pairs: set[tuple[str, str]] = set()
-        for where, query, own in _relevant(judgments):
+        for location, query, own in _relevant(judgments):
             if query not in queries:
-                legal = f"ids of the queries of {uri}"
-                raise SpecError("judgments", query, legal, f"in {where} is none")
+                rule = f"the id of a query of {uri}"
+                raise SpecError("judgments", query, rule, note=f" ({location})")
             if (query, own) not in pairs:
                 pairs.add((query, own))
                 judged.add(query)
                 number = listing.numbers.get(own)
                 if number is None:
-                    number = listing.add(files.document(own, where))
+                    number = listing.add(files.document(own, location))
                 listing.rows.append(Row(queries[query], number))
         if not listing.rows:
-            legal = "a file with at least one relevance of more than 0"
-            raise SpecError("judgments", judgments, legal, "has none")
+            rule = "a file with at least one relevance above 0"
+            raise SpecError("judgments", judgments, rule, "has none")
         if len(judged) < len(queries) and distributed.rank() == 0:
             text = "%d of %d queries of %s are left out: nothing is relevant to them"
             logger.warning(text, len(queries) - len(judged), len(queries), uri)
@@ -203,29 +203,29 @@ class Multivent(RowData["Multivent.Spec"]):
 
 def _relevant(uri: str) -> Iterator[tuple[str, str, str]]:
     """Where each relevant pair stands, and the ids of its query and its video."""
-    legal = 'lines {"query_id": "...", "doc_id": "...", "relevance": a number of at least 0}'
+    rule = 'a line {"query_id": "...", "doc_id": "...", "relevance": a number >= 0}'
     try:
         for file in files_of(uri, LINES, "judgments"):
             for line in read_rows(file, ("query_id", "doc_id", "relevance")):
                 query, own = line.fields.get("query_id"), line.fields.get("doc_id")
                 grade = line.fields.get("relevance")
                 if not isinstance(grade, int | float) or isinstance(grade, bool):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, rule, note=f" ({line.location})")
                 if not (_is_id(query) and _is_id(own) and 0 <= grade < math.inf):
-                    raise SpecError("path", line.fields, legal, f"stands in {line.where}")
+                    raise SpecError("path", line.fields, rule, note=f" ({line.location})")
                 if grade > 0:
-                    yield line.where, str(query), str(own)
+                    yield line.location, str(query), str(own)
     except SpecError as error:
-        raise SpecError("judgments", error.value, error.legal, error.problem) from None
+        raise error.at("judgments") from None
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
 
 
-def _check_text(text: Any, field: str, where: str) -> None:
+def _check_text(text: Any, field: str, location: str) -> None:
     if not isinstance(text, str) or not text.strip():
-        raise SpecError(field, text, "a text with at least one word", f"stands in {where}")
+        raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
 
 
 class Files:
@@ -239,20 +239,20 @@ class Files:
         try:
             fs, root = existing_root(folder)
         except SpecError as error:
-            raise SpecError("videos", error.value, error.legal, error.problem) from None
+            raise error.at("videos") from None
         if not fs.isdir(root):
-            raise SpecError("videos", folder, "a folder of videos", "is none")
+            raise SpecError("videos", folder, "a folder of videos", "is not a folder")
         self._folder = folder
         self._found: dict[str, str] = {}
         for path, _ in files_below(folder, (VIDEO, SOUND)):
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
-    def document(self, own_id: str, where: str) -> Document:
+    def document(self, own_id: str, location: str) -> Document:
         """A video as a document; one that is not there as if it lay in the folder."""
         name = f"{own_id}{VIDEO}"
         video = self._found.get(name) or posixpath.join(self._folder, name)
         sound = self._found.get(f"{own_id}{SOUND}")
-        return Document(own_id, None, None, where, NO_BOXES, video, sound)
+        return Document(own_id, None, None, location, NO_BOXES, video, sound)
 
 
 def read_csv(
@@ -268,21 +268,21 @@ def read_csv(
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise SpecError(field, uri, "a file in UTF-8", f"is none in line {line}") from None
+        raise SpecError(field, uri, "a UTF-8 file", f"is malformed in line {line}") from None
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(rows, [])
         for column in columns:
             if column not in header:
-                legal = ", ".join(header) or "a file with a header"
-                raise SpecError(field, column, legal, f"is no column of {uri}")
+                problem = f"is not a column of {uri}"
+                raise SpecError.unknown_name(field, column, header, problem)
         for row in filter(None, rows):
-            where = f"line {rows.line_num} of {uri}"
+            location = f"line {rows.line_num} of {uri}"
             if len(row) != len(header):
                 shown = ", ".join(header)
-                raise SpecError(field, row, f"a row of {shown}", f"stands in {where}")
+                raise SpecError(field, row, f"a row of {shown}", note=f" ({location})")
             own = dict(zip(header, row, strict=True))
-            yield where, {column: own[column] for column in columns}
+            yield location, {column: own[column] for column in columns}
     except csv.Error as error:
-        problem = f"is damaged in line {rows.line_num} ({error})"
-        raise SpecError(field, uri, "a whole CSV file", problem) from None
+        problem = f"is malformed in line {rows.line_num} ({error})"
+        raise SpecError(field, uri, "a valid CSV file", problem) from None

@@ -64,8 +64,8 @@ BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOF
 #: Archives inside each other, at most. Each level is decompressed again to search the one in it.
 MAX_ARCHIVE_DEPTH = 4
 
-LEGAL_LINE = (
-    '{"id": "...", "text": "..."}, and where they are known "box": [x0, y0, x1, y1] with'
+LINE_RULE = (
+    'a line {"id": "...", "text": "..."} with the optional fields "box": [x0, y0, x1, y1] with'
     ' 0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1, "start", "end" with 0 <= start <= end,'
     ' and "confidence" from 0 to 1'
 )
@@ -119,7 +119,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Reads all files; raises `SpecError` if one is missing or a line is not legal."""
+        """Reads all files; raises `SpecError` if one is missing or a line is invalid."""
         prepare_table(spec, cls.kind)
 
     @classmethod
@@ -196,14 +196,16 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     the files; nothing else is there than whole tables and their locks.
 
     Raises:
-        SpecError: nothing is there, a file cannot be read, or a line is not legal.
+        SpecError: No file exists, one cannot be read, or a line is invalid.
     """
     fs, files = _files(spec)
     key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files])
     folder = Path(tempfile.gettempdir()) / f"maxray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # on a shared machine anybody may make it first
-        raise SpecError("TMPDIR", str(folder), "a temporary folder of one's own", "is another's")
+        raise SpecError(
+            "TMPDIR", str(folder), "a folder of the current user", "belongs to another user"
+        )
     table = folder / f"transcript-{key}.sqlite"
     if table.exists():
         return table
@@ -236,13 +238,15 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
     if not found:
-        legal = "a file, or a folder that holds one"
-        raise SpecError("path", spec.path, legal, "does not exist or holds nothing")
+        rule = "a file or a non-empty folder"
+        raise SpecError("path", spec.path, rule, "does not exist or is empty")
     is_file = list(found) == [root]
     if not (is_file and spec.form):  # a file whose form is told may have any name
         found = {path: about for path, about in found.items() if path.lower().endswith(endings)}
     if not found:
-        raise SpecError("path", spec.path, f"files {', '.join(endings)}", "holds no such file")
+        raise SpecError(
+            "path", spec.path, f"a file or folder with {', '.join(endings)} files", "has none"
+        )
     for path in found:
         with contextlib.suppress(OSError):  # opening it says why
             _check_regular(fs, path)
@@ -305,9 +309,11 @@ def _fill(
                 raise
             except (*TAR_ERRORS, *BROKEN) as error:
                 problem = f"cannot be read ({type(error).__name__}: {error})"
-                raise SpecError("path", name, "a whole and readable file", problem) from None
+                raise SpecError("path", name, "a readable file", problem) from None
         if not num_read:
-            raise SpecError("path", spec.path, f"files {', '.join(parsers)}", "holds no such file")
+            raise SpecError(
+                "path", spec.path, f"a file or folder with {', '.join(parsers)} files", "has none"
+            )
         database.execute("CREATE INDEX by_id ON lines (id)")
         by_name = database.execute("SELECT max(is_multivent) FROM lines").fetchone()[0] or 0
         database.execute(f"PRAGMA user_version = {by_name}")
@@ -323,14 +329,14 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
         SpecError: archives are nested too deeply, or a member of one is a sparse file.
     """
     if name.lower().endswith((*TARS, ZIP)) and depth == MAX_ARCHIVE_DEPTH:
-        legal = f"at most {MAX_ARCHIVE_DEPTH} archives inside each other"
-        raise SpecError("path", name, legal, "is nested too deeply")
+        rule = f"an archive nested at most {MAX_ARCHIVE_DEPTH} deep"
+        raise SpecError("path", name, rule, "is nested deeper")
     if name.lower().endswith(TARS):
         with TarArchive.open(fileobj=file) as archive:
             for member in archive:
                 if member.issparse():
                     inside = f"{name}/{member.name}"
-                    raise SpecError("path", inside, "a member stored in full", "is a sparse file")
+                    raise SpecError("path", inside, "a regular archive member", "is a sparse file")
                 if member.isfile():
                     content = archive.extractfile(member)
                     assert content is not None  # of a regular file
@@ -349,7 +355,7 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     """The lines of a JSON lines file.
 
     Raises:
-        SpecError: a line is not legal.
+        SpecError: A line is invalid.
     """
     for number, line in enumerate(_lines(name, file), start=1):
         if not (line := line.replace(b"\0", b"").removeprefix(b"\xef\xbb\xbf").strip()):
@@ -357,8 +363,8 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
         try:
             yield _line_record(json.loads(line.decode()))
         except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
-            problem = str(error) if type(error) is ValueError else "is no JSON in UTF-8"
-            raise SpecError("path", f"{name}:{number}", LEGAL_LINE, problem) from None
+            problem = str(error) if type(error) is ValueError else "is not UTF-8 JSON"
+            raise SpecError("path", f"{name}:{number}", LINE_RULE, problem) from None
 
 
 def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
@@ -369,15 +375,15 @@ def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), file.read(0)), 1):
         if len(line) > MAX_LINE_BYTES:
-            legal = f"lines of at most {MAX_LINE_BYTES:,} bytes"
-            raise SpecError("path", f"{name}:{number}", legal, "is longer")
+            rule = f"a line of at most {MAX_LINE_BYTES:,} bytes"
+            raise SpecError("path", f"{name}:{number}", rule, "is longer")
         yield line
 
 
 def _line_record(entry: Any) -> LineRecord:
     """The row of a parsed line; a ValueError says what is wrong with it."""
     if not isinstance(entry, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     id, text = entry.get("id"), entry.get("text")
     if not isinstance(id, str) or not id:
         raise ValueError("has no id" if id is None else f"has the id {id!r}")
@@ -386,8 +392,8 @@ def _line_record(entry: Any) -> LineRecord:
     box = entry.get("box") or [None] * 4
     start, end = entry.get("start"), entry.get("end")
     if entry.get("box") is not None:
-        is_legal = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
-        if not is_legal or not (0 <= box[0] <= box[2] <= 1 and 0 <= box[1] <= box[3] <= 1):
+        is_box = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
+        if not is_box or not (0 <= box[0] <= box[2] <= 1 and 0 <= box[1] <= box[3] <= 1):
             raise ValueError(f"has the box {entry['box']!r}")
     if (start, end) != (None, None) and not (
         _is_number(start) and _is_number(end) and 0 <= start <= end
@@ -421,8 +427,8 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
         if not header:
             return
         if "text" not in header or not (key or "video_id" in header):
-            legal = "a CSV file of MultiVENT 2.0 with the columns video_id and text"
-            raise SpecError("path", name, legal, f"has the columns {', '.join(header)}")
+            rule = "a MultiVENT 2.0 CSV file with the columns video_id and text"
+            raise SpecError("path", name, rule, f"has the columns {', '.join(header)}")
         for values in rows:
             row = dict(zip(header, values, strict=False))
             of = key or PurePosixPath(row["video_id"].strip()).stem

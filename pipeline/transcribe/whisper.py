@@ -205,8 +205,8 @@ class _Generated(LogitsProcessor):
 
 
 def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
-    legal = "the path of an existing folder, or the hub name of a Whisper model"
-    return find_checkpoint(spec.model, spec.revision, hub_files, legal)
+    rule = "the path of an existing folder, or the hub name of a Whisper model"
+    return find_checkpoint(spec.model, spec.revision, hub_files, rule)
 
 
 def _check_folder(
@@ -216,29 +216,27 @@ def _check_folder(
     try:
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        legal = "a checkpoint with a config.json that names its model_type"
-        raise SpecError("model", spec.model, legal, "has none") from None
+        rule = "a checkpoint with a config.json that names its model_type"
+        raise SpecError("model", spec.model, rule, "has none") from None
     if model_type != "whisper":
         raise SpecError("model", spec.model, "a Whisper checkpoint", f"is a {model_type}")
     if with_weights and not any(folder.glob("*.safetensors")):
-        legal = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, legal, "has no safetensors file")
+        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", spec.model, rule, "has no safetensors file")
     try:
         generation = GenerationConfig.from_pretrained(folder)
         WhisperProcessor.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        legal = (
-            "a checkpoint with generation_config.json, a tokenizer and a feature extractor "
-            f"({str(error).splitlines()[0]})"
-        )
-        raise SpecError("model", spec.model, legal, "lacks one of them") from None
+        rule = "a checkpoint with generation_config.json, a tokenizer and a feature extractor"
+        problem = f"lacks one of them ({str(error).splitlines()[0]})"
+        raise SpecError("model", spec.model, rule, problem) from None
     no_timestamps = getattr(generation, "no_timestamps_token_id", None)
     if no_timestamps is None:
-        legal = "a checkpoint whose generation_config.json has no_timestamps_token_id"
-        raise SpecError("model", spec.model, legal, "gives no times")
+        rule = "a checkpoint whose generation_config.json has no_timestamps_token_id"
+        raise SpecError("model", spec.model, rule, "has none")
     if spec.language is not None:
         known = getattr(generation, "lang_to_id", None) or {}
         if f"<|{spec.language}|>" not in known:
-            codes = ", ".join(sorted(code.strip("<|>") for code in known)) or "none (English only)"
-            raise SpecError("language", spec.language, codes)
+            codes = sorted(code.strip("<|>") for code in known)
+            raise SpecError.unknown_name("language", spec.language, codes)
     return generation, no_timestamps

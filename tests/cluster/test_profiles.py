@@ -15,6 +15,6 @@ OF = {"train_gpus": Workers, "recompress": RecompressResources}
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_profile_is_legal(path):
+def test_a_profile_is_valid(path):
     profile = config.load(OF.get(path.stem, IndexResources), str(path), what="resources")
     assert config.dump(profile) != config.dump(type(profile)())

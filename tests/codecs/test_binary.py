@@ -65,5 +65,5 @@ def test_bits_that_fill_up_the_last_byte_mean_nothing():
 
 
 def test_other_queries_are_refused():
-    with pytest.raises(SpecError, match=r"query: 'hamming' is not legal; legal: 'float' or 'bin"):
+    with pytest.raises(SpecError, match=r"query must be one of float, binary, got 'hamming'"):
         build(query="hamming")

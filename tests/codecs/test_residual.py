@@ -107,17 +107,17 @@ def test_a_sample_may_be_as_small_as_the_codebook():
     with pytest.raises(SpecError) as error:
         Residual.fit(spec(), tokens[:15])
     assert str(error.value) == (
-        "codec.num_centroids: 16 is too large;"
-        " legal: at most 15, the number of vectors in the sample to fit on"
+        "codec.num_centroids must be at most 15, the number of vectors in the sample to fit on,"
+        " got 16"
     )
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"bits": 3}, "bits: 3 is not legal; legal: 2 or 4"),
-        ({"num_centroids": 0}, "num_centroids: 0 is not legal; legal: greater than or equal to 1"),
-        ({"num_centroids": 65537}, "num_centroids: 65537 is not legal; legal: less than or equal"),
+        ({"bits": 3}, "bits must be 2 or 4, got 3"),
+        ({"num_centroids": 0}, "num_centroids must be greater than or equal to 1, got 0"),
+        ({"num_centroids": 65537}, "num_centroids must be less than or equal to 65536, got 65537"),
     ],
 )
 def test_other_settings_are_refused(settings, message):

@@ -64,5 +64,5 @@ def test_equal_scores_keep_one_token(ragged):
 
 @pytest.mark.parametrize("ratio", [0, 1, 1.5])
 def test_ratio_is_between_0_and_1(ratio):
-    with pytest.raises(SpecError, match="ratio: "):
+    with pytest.raises(SpecError, match="ratio must be "):
         COMPRESSORS.resolve({"name": "adaptive_eos", "ratio": ratio})

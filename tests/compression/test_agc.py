@@ -94,5 +94,7 @@ def test_a_group_without_saliency_has_the_plain_mean():
 def test_saliency_is_any_tap():
     spec = COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "column_sums"})
     assert [tap.name for tap in Agc(spec).needs_taps] == ["column_sums/mean/last"]
-    with pytest.raises(SpecError, match="saliency: 'attention' names no tap"):
+    with pytest.raises(
+        SpecError, match="saliency must be STATISTIC/HEADS/LAYERS .*, got 'attention'"
+    ):
         COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "attention"})

@@ -44,7 +44,7 @@ def make(compressor, ragged, lengths=LENGTHS, **options):
 
 
 def budget(compressor):
-    """The most vectors of an item; for a method that chooses by itself every number is legal."""
+    """The most vectors of an item; for a method that chooses by itself every number is valid."""
     return compressor.spec.num_vectors if isinstance(compressor, Budgeted) else 10**9
 
 
@@ -187,7 +187,7 @@ def test_ratios_round_down_or_to_the_even_neighbour():
 def test_missing_taps_are_named(name, ragged):
     compressor = build(name, ragged)
     for tap in compressor.needs_taps:
-        with pytest.raises(SpecError, match=f"{tap.name}' is not in the batch; legal: none"):
+        with pytest.raises(SpecError, match=f"got '{tap.name}', which is not in the batch"):
             compressor.compress(ragged(LENGTHS))
 
 
@@ -196,20 +196,20 @@ def test_specs_say_what_is_wrong(name):
     cls = COMPRESSORS.load(name)
     with pytest.raises(SpecError) as error:
         parse(cls.Spec, {"name": name, "num_vector": 3})
-    legal = ", ".join(cls.Spec.model_fields)
-    assert str(error.value) == f"num_vector: 3 stands under an unknown key; legal: {legal}"
+    assert str(error.value).startswith("unknown field 'num_vector'; ")
+    assert str(error.value).endswith(f" valid fields: {', '.join(cls.Spec.model_fields)}")
     if "num_vectors" in cls.Spec.model_fields:
         with pytest.raises(SpecError) as error:
             parse(cls.Spec, {"name": name, "num_vectors": 0})
-        assert str(error.value) == (
-            "num_vectors: 0 is not legal; legal: greater than or equal to 1"
-        )
-        with pytest.raises(SpecError, match="num_vectors: None is missing"):
+        assert str(error.value) == ("num_vectors must be greater than or equal to 1, got 0")
+        with pytest.raises(SpecError, match="field 'num_vectors' is required"):
             parse(cls.Spec, {"name": name})
     if issubclass(cls, Budgeted):
-        with pytest.raises(SpecError, match="ratio: 0.5 stands beside num_vectors"):
+        with pytest.raises(
+            SpecError, match="ratio must be null when num_vectors is given, got 0.5"
+        ):
             parse(cls.Spec, {"name": name, "num_vectors": 3, "ratio": 0.5})
-        with pytest.raises(SpecError, match="ratio: 0 is not legal"):
+        with pytest.raises(SpecError, match="ratio must be .*, got 0"):
             parse(cls.Spec, {"name": name, "ratio": 0})
 
 

@@ -108,7 +108,7 @@ def test_fewer_tokens_than_centroids_make_a_smaller_codebook(ragged):
 def test_a_sample_without_tokens_is_refused(ragged):
     spec = HPC.Spec(num_vectors=5)
     for sample in ([], [ragged([0, 0])]):
-        with pytest.raises(SpecError, match="sample: 0 is the number of its tokens"):
+        with pytest.raises(SpecError, match="sample must be at least one token, got '0 tokens'"):
             HPC.fit(spec, sample)
 
 
@@ -141,7 +141,9 @@ def test_without_bits_queries_stay_as_they_are(ragged):
 
 
 def test_saliency_must_name_a_tap():
-    with pytest.raises(SpecError, match="saliency: 'attention' names no tap"):
+    with pytest.raises(
+        SpecError, match="saliency must be STATISTIC/HEADS/LAYERS .*, got 'attention'"
+    ):
         parse(HPC.Spec, {"num_vectors": 5, "saliency": "attention"})
     spec = parse(HPC.Spec, {"num_vectors": 5, "saliency": "column_sums"})
     assert spec.saliency == "column_sums/mean/last"

@@ -335,16 +335,20 @@ def test_boxes_are_cut_off_at_the_picture_and_so_is_their_area():
     [
         ([0.5, 0.1, 0.4, 0.3], "is reversed"),
         ([0.5, 0.1, 0.5, 0.3], "has no area"),
-        ([1.2, 0.1, 1.4, 0.3], "lies outside the picture"),
-        ([-0.5, 0.1, 0.0, 0.3], "lies outside the picture"),
-        ([0.0, 0.0, 640.0, 480.0], "reaches far out of the picture"),
+        ([1.2, 0.1, 1.4, 0.3], "is outside the image"),
+        ([-0.5, 0.1, 0.0, 0.3], "is outside the image"),
+        ([0.0, 0.0, 640.0, 480.0], "extends far beyond the image"),
         ([0.1, float("nan"), 0.4, 0.3], "is not finite"),
         ([0.1, 0.1, float("inf"), 0.3], "is not finite"),
     ],
 )
-def test_boxes_that_are_not_legal(box, problem):
+def test_invalid_boxes(box, problem):
     boxes = torch.cat([BOXES, torch.tensor([[box]])], dim=1)
-    with pytest.raises(SpecError, match=f"^boxes: .*box 3 of item 0.* {problem}; legal: x0 < x1"):
+    with pytest.raises(
+        SpecError,
+        match=rf"^boxes must be .* x0 < x1 .* {problem} \(box 3 of"
+        rf" item 0\)",
+    ):
         labels_of([[0.5, 0.5]], boxes)
     # What is not a real box may hold anything.
     mask = torch.tensor([[True, True, True, False]])
@@ -406,12 +410,18 @@ def test_long_recordings_in_small_units_keep_their_digits(ragged, unit_items):
 
 def test_settings_that_do_not_fit_together():
     for fields, sentence in (
-        ({"axes": ["x", "x"]}, r"axes: \['x', 'x'\] is not legal; legal: each of x, y and t"),
-        ({"axes": ["z"]}, "axes.0: 'z' is not legal; legal: 'x', 'y' or 't'"),
-        ({"seconds_per_unit": 2.0}, "seconds_per_unit: 2.0 has no use"),
-        ({"axes": ["t"], "seconds_per_unit": 0}, "seconds_per_unit: 0 is not legal"),
-        ({"object_prior": True, "centroid": "mean"}, "object_prior: True has no use for mean"),
-        ({"object_weight": 0.5}, "object_weight: 0.5 is not legal"),
+        ({"axes": ["x", "x"]}, r"axes must be a list of different axes, got \['x', 'x'\]"),
+        ({"axes": ["z"]}, "axes.0 must be one of x, y, t, got 'z'"),
+        (
+            {"seconds_per_unit": 2.0},
+            "seconds_per_unit must be null unless t is among the axes, got 2.0",
+        ),
+        ({"axes": ["t"], "seconds_per_unit": 0}, "seconds_per_unit must be .*, got 0"),
+        (
+            {"object_prior": True, "centroid": "mean"},
+            "object_prior must be false unless centroid is soft, got True",
+        ),
+        ({"object_weight": 0.5}, "object_weight must be .*, got 0.5"),
     ):
         with pytest.raises(SpecError, match=sentence):
             parse(SaMer.Spec, {"num_vectors": 4, **fields})

@@ -114,13 +114,19 @@ def test_equal_scores_keep_the_first_tokens():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"window": [0.6, 0.4]}, "window: [0.6, 0.4] is not legal; legal: two shares"),
-        ({"window": [0.4, math.nan]}, "window: [0.4, nan] is not legal; legal: two shares"),
-        ({"layers": []}, "layers: [] is not legal; legal: at least one layer"),
-        ({"heads": "median"}, "heads: 'median' is not legal; legal: 'mean' or 'max'"),
+        (
+            {"window": [0.6, 0.4]},
+            "window must be [alpha, beta] with 0 <= alpha <= beta <= 1, got [0.6, 0.4]",
+        ),
+        (
+            {"window": [0.4, math.nan]},
+            "window must be [alpha, beta] with 0 <= alpha <= beta <= 1, got [0.4, nan]",
+        ),
+        ({"layers": []}, "layers must be a non-empty list, or null to use the window, got []"),
+        ({"heads": "median"}, "heads must be one of mean, max, got 'median'"),
     ],
 )
-def test_what_is_not_legal_is_said(fields, sentence):
+def test_invalid_specs(fields, sentence):
     with pytest.raises(SpecError) as error:
         COMPRESSORS.resolve({"name": "sap", "num_vectors": 3, **fields})
     assert str(error.value).startswith(sentence)
@@ -129,7 +135,7 @@ def test_what_is_not_legal_is_said(fields, sentence):
 def test_a_layer_that_the_model_lacks_is_said():
     (tap,) = Sap(Sap.Spec(num_vectors=3, layers=[2, 9])).needs_taps
     with pytest.raises(
-        SpecError, match=r"layers: 9 is not legal; legal: -6 to 5 \(the model has 6"
+        SpecError, match=r"layers must be from -6 to 5 \(the model has 6 layers\), got 9"
     ):
         tap.numbers(6)
 
@@ -138,5 +144,5 @@ def test_a_layer_that_the_model_lacks_is_said():
     "name", ["row", "eos_row/median", "eos_row/mean/first", "eos_row/mean/1/2", "eos_row/mean/2-3"]
 )
 def test_what_is_no_tap_is_said(name):
-    with pytest.raises(SpecError, match="names no tap"):
+    with pytest.raises(SpecError, match="must be STATISTIC/HEADS/LAYERS"):
         Tap.parse(name)

@@ -88,7 +88,11 @@ def test_a_special_file_is_a_reject(tmp_path, special, kind, name):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_special_file_is_no_source(tmp_path, special, kind, name):
     (tmp_path / name).symlink_to(special)
-    with pytest.raises(SpecError, match=r"^path: '.*' is a \w+; legal: a regular file or a folder"):
+    with pytest.raises(
+        SpecError,
+        match=r"^path must be a regular file or a folder, got '.*',"
+        r" which is a \w+",
+    ):
         source(kind, tmp_path / name).check()
 
 
@@ -293,7 +297,7 @@ def npy(path: Path, shape: str, descr: str = "<f4", data: bytes = b"", pad: int 
 def test_headers_of_npy(tmp_path, shape, pad):
     npy(tmp_path / "vectors.npy", shape, pad=pad)
     (tmp_path / "ids.txt").write_text("a\n")
-    with pytest.raises(SpecError, match=r"^path: .* holds an unreadable vectors.npy"):
+    with pytest.raises(SpecError, match=r"^path must be .*has an unreadable vectors.npy"):
         source(Vectors, tmp_path).check()
 
 
@@ -309,7 +313,11 @@ def test_lengths_that_overflow(tmp_path, lengths):
     np.save(tmp_path / "vectors.npy", np.zeros((3, 2), np.float32))
     np.save(tmp_path / "lengths.npy", lengths)
     (tmp_path / "ids.txt").write_text("".join(f"{i}\n" for i in range(len(lengths))))
-    with pytest.raises(SpecError, match=r"^path: .* holds an item of .* vectors; legal: at most"):
+    with pytest.raises(
+        SpecError,
+        match=r"^path must be a folder with at most .* vectors per"
+        r" item, got .* has an item of",
+    ):
         source(Vectors, tmp_path).check()
 
 
@@ -317,7 +325,7 @@ def test_a_line_of_ids_that_does_not_end(tmp_path):
     np.save(tmp_path / "vectors.npy", np.zeros((1, 2), np.float32))
     with open(tmp_path / "ids.txt", "wb") as file:
         file.truncate(50 << 30)
-    with pytest.raises(SpecError, match="holds a line of more than 65,536 bytes"):
+    with pytest.raises(SpecError, match="has more than 65,536 bytes in line"):
         source(Vectors, tmp_path).check()
 
 

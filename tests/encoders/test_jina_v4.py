@@ -182,7 +182,10 @@ def test_adapters_elsewhere_and_with_older_names(build, checkpoint, encoder, tmp
     settings = json.loads(described.read_text())
     described.write_text(json.dumps({**settings, "lora_alpha": 4 / 2**0.5, "use_rslora": True}))
     close(build(**given).encode_queries(TEXTS).tokens.vectors, expected.vectors)
-    for wrong, message in ({"use_dora": True}, "has use_dora"), ({"r": None}, "has no r"):
+    for wrong, message in (
+        ({"use_dora": True}, "has the unsupported setting use_dora"),
+        ({"r": None}, "has no r"),
+    ):
         described.write_text(json.dumps({**settings, **wrong}))
         with pytest.raises(SpecError, match=message):
             build(**given)
@@ -191,10 +194,16 @@ def test_adapters_elsewhere_and_with_older_names(build, checkpoint, encoder, tmp
     file = tmp_path / "own" / "adapter_model.safetensors"
     for change, message in (
         (lambda name: name.replace("lora_", "ia3_"), "has no tensors"),
-        (lambda name: name.replace("retrieval", "other"), "legal: code, other, text-matching"),
-        (lambda name: name.replace("lora_B.retrieval", "lora_B.other"), "one matrix of two"),
-        (lambda name: name.replace("layers.2", "layers.7"), "does not fit"),
-        (lambda name: name.replace("q_proj", "v_proj"), "does not fit"),
+        (
+            lambda name: name.replace("retrieval", "other"),
+            "task must be one of code, other, text-matching, got ",
+        ),
+        (
+            lambda name: name.replace("lora_B.retrieval", "lora_B.other"),
+            "has only one of two matrices",
+        ),
+        (lambda name: name.replace("layers.2", "layers.7"), "has another shape for "),
+        (lambda name: name.replace("q_proj", "v_proj"), "has another shape for "),
     ):
         save_file({change(name): tensor for name, tensor in adapters.items()}, file)
         with pytest.raises(SpecError, match=message) as error:
@@ -245,7 +254,7 @@ def test_frames_are_read_one_by_one(encoder):
     close(found.pooled[0], expected)
 
 
-def test_what_is_not_legal(build, checkpoint, encoder, tmp_path):
+def test_invalid_specs(build, checkpoint, encoder, tmp_path):
     check, resolve = ENCODERS.load("jina_v4").check, ENCODERS.resolve
     check(encoder.spec)
     with pytest.raises(SpecError, match="at most 32"):

@@ -101,7 +101,9 @@ def test_weights_of_another_shape(folder):
     weights = load_file(folder / "model.safetensors")
     weights["embedding_proj_layer.weight"] = torch.zeros(3, 5)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SpecError, match=r"has embedding_proj_layer.weight of 3 x 5; .*\(16 x 32\)"):
+    with pytest.raises(
+        SpecError, match=r"\(16 x 32\), got .* has embedding_proj_layer.weight of shape 3 x 5"
+    ):
         ENCODERS.build(resolve(folder))
 
 
@@ -130,7 +132,7 @@ def test_patches_of_another_model(checkpoint, tmp_path, name, family):
     (path,) = (tmp_path / "model").glob("*processor_config.json")
     path.write_text(path.read_text().replace('"patch_size": ', '"patch_size": 1'))
     error = refused(resolve(tmp_path / "model", name=name))
-    assert error.field == "model" and "whose image processor has patch_size" in str(error)
+    assert error.field == "model" and "image processor has the model's patch_size" in str(error)
 
 
 @pytest.mark.parametrize(("name", "family"), QWEN)
@@ -149,7 +151,9 @@ def test_bounds_of_a_picture_that_exclude_each_other(checkpoint, name, family, b
 
 @pytest.mark.parametrize("place", ["<|image_pad|>", "<|AUDIO|>"])
 def test_a_prompt_in_which_a_picture_is_written_out(checkpoint, place):
-    with pytest.raises(SpecError, match="document_prompt.* alone stands for pictures"):
+    with pytest.raises(
+        SpecError, match="document_prompt must be a text without other placeholders"
+    ):
         resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=place + "{content}")
 
 

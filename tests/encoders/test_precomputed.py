@@ -59,18 +59,22 @@ def test_batches_keep_to_their_budget():
     "type", [vectors_type(3, pa.float32()), vectors_type(2, pa.int32()), pa.list_(pa.float32())]
 )
 def test_other_widths_and_types_are_errors(type):
-    with pytest.raises(SpecError, match=r"legal: list<fixed_size_list<float>\[2\]> \(dim=2\)"):
+    with pytest.raises(
+        SpecError,
+        match=r"must be list<fixed_size_list<float>\[2\]>"
+        r" \(dim=2\), got ",
+    ):
         list(build().encode(table([None], type)))
 
 
 def test_null_vector_is_an_error():
-    with pytest.raises(SpecError, match="^vectors: "):
+    with pytest.raises(SpecError, match="^vectors must be "):
         list(build().encode(table([[[1.0, 0.0], None]])))
 
 
 def test_queries_are_vectors_not_texts():
     encoder = build()
-    with pytest.raises(ValueError, match="legal: query vectors"):
+    with pytest.raises(ValueError, match="query must be query vectors, got "):
         encoder.encode_queries(["lift"])
 
 
@@ -85,5 +89,5 @@ def test_fingerprint_follows_label_width_and_scaling():
 def test_required_fields(field):
     fields = {"dim": 2, "label": "mine"}
     del fields[field]
-    with pytest.raises(SpecError, match=f"^{field}: .* is missing"):
+    with pytest.raises(SpecError, match=f"field '{field}' is required"):
         config.parse(Precomputed.Spec, fields)

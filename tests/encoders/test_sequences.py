@@ -75,7 +75,7 @@ def test_strips(encoder, size):
     said = "aspect ratio must be smaller than 200, got 300"
     with pytest.raises(Unreadable, match=f"picture not legal for the model: .*{said}"):
         of_items(encoder, items)
-    with pytest.raises(SpecError, match=f"^query: .*{said}"):
+    with pytest.raises(SpecError, match=f"^query must be .*{said}"):
         encoder.encode_pictures([png(image)])
 
 

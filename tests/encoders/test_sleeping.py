@@ -41,5 +41,5 @@ def test_queries_have_a_vector_a_word():
     queries = encoder.encode_queries(["wing lift", "lift"])
     assert queries.token_texts == [["wing", "lift"], ["lift"]]
     assert torch.equal(queries.tokens.vectors[0, 1], queries.tokens.vectors[1, 0])
-    with pytest.raises(SpecError, match="^query: "):
+    with pytest.raises(SpecError, match="^query must be "):
         encoder.encode_queries([" "])

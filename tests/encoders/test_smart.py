@@ -93,16 +93,27 @@ def test_an_adapter_of_several_layers_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("encoder", "said"),
     [
-        ("minilm", "adapter: .* has one of 2 layers' states of 384; legal: .* of states of 384"),
+        (
+            "minilm",
+            "adapter must be .* of states of 384, got .*, which has one of 2 layers' states of 384",
+        ),
         ({"name": "minilm", "layer": [0, 1, 2]}, "has one of 2 layers' .* of 3 layers' states"),
-        ({"name": "minilm", "layer": [2, 9]}, "^encoder.layer: 9 is not legal; legal: -7 to 6"),
+        ({"name": "minilm", "layer": [2, 9]}, "^encoder.layer must be from -7 to 6 .*, got 9"),
         (
             {"name": "minilm", "layer": []},
-            r"^encoder.layer: \[\] .* the number of a layer",
+            r"^encoder.layer must be a layer number or a list of layer numbers, got \[\]",
         ),
-        ({"name": "minilm", "layer": [1.5]}, r"^encoder.layer: \[1.5\] .* or a list of such"),
-        ({"name": "dual", "model": "x", "layer": [1, 2]}, r"^encoder.layer: \[1, 2\] .* integer"),
-        ({"name": "colpali", "model": "x", "layer": [1, 2]}, "^encoder.layer: .* an unknown key"),
+        (
+            {"name": "minilm", "layer": [1.5]},
+            r"^encoder.layer must be a layer number or a"
+            r" list of layer numbers, got \[1.5\]",
+        ),
+        (
+            {"name": "dual", "model": "x", "layer": [1, 2]},
+            r"^encoder.layer must be an"
+            r" integer, got \[1, 2\]",
+        ),
+        ({"name": "colpali", "model": "x", "layer": [1, 2]}, "^unknown field 'layer' in encoder"),
     ],
 )
 def test_layers_that_do_not_fit_are_said(tmp_path, encoder, said):
@@ -135,9 +146,12 @@ def test_tokens_are_those_of_the_other_encoder_through_it(tmp_path):
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda folder: None, f"adapter: .* has no {FILE}"),
-        (lambda folder: Adapter(12, 4).save(folder), "adapter: .* has one of states of 12"),
-        (lambda folder: (folder / FILE).write_bytes(b"x"), "adapter: .* cannot be read"),
+        (lambda folder: None, f"adapter must be .* has no {FILE}"),
+        (
+            lambda folder: Adapter(12, 4).save(folder),
+            "adapter must be .*, which has one of states of 12",
+        ),
+        (lambda folder: (folder / FILE).write_bytes(b"x"), "adapter must be .* cannot be read"),
     ],
 )
 def test_what_is_no_adapter_of_it_is_refused(tmp_path, write, said):

@@ -114,8 +114,8 @@ def diagnosed_rows():
     ]
 
 
-def reranked(pool: int, first: str, added: bool, quality: float):
+def reranked(depth: int, first: str, added: bool, quality: float):
     """Returns the row of a reranker behind the row `first`."""
-    how = {"model": "m", "pool": pool, "add_first_stage": added, "precision": None}
-    row = result(f"edje_{first}_{pool}_{added}", "edje", None, quality=[quality] * 2, score="edje")
+    how = {"model": "m", "pool": depth, "add_first_stage": added, "precision": None}
+    row = result(f"edje_{first}_{depth}_{added}", "edje", None, quality=[quality] * 2, score="edje")
     return replace(row, first_stage=first, rerank=how, compressor={})

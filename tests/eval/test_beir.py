@@ -55,23 +55,27 @@ def test_windows_line_ends_and_byte_order_marks(folder):
 
 
 def test_missing_files(folder):
-    with pytest.raises(SpecError, match=r"benchmark\.split: .*dev\.tsv' does not exist"):
+    with pytest.raises(SpecError, match=r"benchmark\.split must be .*dev\.tsv'.*does not exist"):
         load(folder, split="dev")
-    with pytest.raises(SpecError, match=r"benchmark\.path: .*queries\.jsonl' does not exist"):
+    with pytest.raises(
+        SpecError,
+        match=r"benchmark\.path must be .*queries\.jsonl'.*does not"
+        r" exist",
+    ):
         load(folder / "nothing")
 
 
 @pytest.mark.parametrize(
     ("file", "text", "problem"),
     [
-        ("qrels/test.tsv", "1\ta\t1\n1\tb\n", "stands in line 2 of"),
-        ("qrels/test.tsv", "1\ta\tgood\n", "stands in line 1 of"),
-        ("qrels/test.tsv", f"1\ta\t{2**31}\n", "stands in line 1 of"),
-        ("qrels/test.tsv", "8\ta\t1\n", "has no judged query"),
-        ("queries.jsonl", '{"_id": "1"}\n', "stands in line 1 of"),
-        ("queries.jsonl", '{"_id": "1", "text": "a"\n', "stands in line 1 of"),
-        ("queries.jsonl", '{"_id": "1", "text": " "}\n', "stands in line 1 of"),
-        ("queries.jsonl", '{"_id": "1", "text": "a"}\n' * 2, "is there twice"),
+        ("qrels/test.tsv", "1\ta\t1\n1\tb\n", r"\(line 2 of "),
+        ("qrels/test.tsv", "1\ta\tgood\n", r"\(line 1 of "),
+        ("qrels/test.tsv", f"1\ta\t{2**31}\n", r"\(line 1 of "),
+        ("qrels/test.tsv", "8\ta\t1\n", "a benchmark with a judged query"),
+        ("queries.jsonl", '{"_id": "1"}\n', r"\(line 1 of "),
+        ("queries.jsonl", '{"_id": "1", "text": "a"\n', r"\(line 1 of "),
+        ("queries.jsonl", '{"_id": "1", "text": " "}\n', r"\(line 1 of "),
+        ("queries.jsonl", '{"_id": "1", "text": "a"}\n' * 2, "which occurs twice"),
         ("queries.jsonl", "", "is empty"),
     ],
 )

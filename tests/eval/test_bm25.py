@@ -19,7 +19,7 @@ ROWS = [
 def index_of(rows):
     columns = dict(zip(("item_id", "parent_id", "text"), zip(*rows, strict=True), strict=True))
     batch = pa.record_batch({name: list(values) for name, values in columns.items()})
-    return SimpleNamespace(batches=lambda columns, where: [batch.slice(0, 2), batch.slice(2)])
+    return SimpleNamespace(batches=lambda columns, filter: [batch.slice(0, 2), batch.slice(2)])
 
 
 def score(frequency: int, length: int, matching: int, lengths=(2, 2, 4, 1)) -> float:

@@ -89,25 +89,25 @@ def test_phrases_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"boxes": [[0, 0, 1, 1.5]]}, "stands in line 1"),
-        ({"boxes": [[0.5, 0, 0.5, 1]]}, "stands in line 1"),
-        ({"boxes": []}, "stands in line 1"),
-        ({"boxes": [[0, 0, 1]]}, "stands in line 1"),
-        ({"phrase": " "}, "stands in line 1"),
-        ({"item_id": 7}, "stands in line 1"),
+        ({"boxes": [[0, 0, 1, 1.5]]}, r"\(line 1 of "),
+        ({"boxes": [[0.5, 0, 0.5, 1]]}, r"\(line 1 of "),
+        ({"boxes": []}, r"\(line 1 of "),
+        ({"boxes": [[0, 0, 1]]}, r"\(line 1 of "),
+        ({"phrase": " "}, r"\(line 1 of "),
+        ({"item_id": 7}, r"\(line 1 of "),
     ],
 )
 def test_phrases_that_are_none(tmp_path, change, problem):
     row = {"item_id": "a", "phrase": "two words", "boxes": [[0, 0, 1, 1]], **change}
-    with pytest.raises(SpecError, match=f"^grounding: .*{problem}") as caught:
+    with pytest.raises(SpecError, match=f"^grounding must be .*{problem}") as caught:
         read_phrases(write(tmp_path / "phrases.jsonl", row))
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_without_phrases(tmp_path):
-    with pytest.raises(SpecError, match="grounding: .* is empty"):
+    with pytest.raises(SpecError, match="grounding must be .*is empty"):
         read_phrases(write(tmp_path / "phrases.jsonl"))
-    with pytest.raises(SpecError, match="grounding: .* does not exist"):
+    with pytest.raises(SpecError, match="grounding must be .*does not exist"):
         read_phrases(str(tmp_path / "nowhere"))
 
 
@@ -150,7 +150,9 @@ def test_phrases_of_the_items_own_words(uri):
         p.text
         for p in generate_phrases(Generated(num_phrases=2), open_index(uri).index, ["full"], None)
     ]
-    with pytest.raises(SpecError, match="grounding: .* finds no item with such words"):
+    with pytest.raises(
+        SpecError, match="grounding must be a file of phrases, .* which finds no item with words"
+    ):
         generate_phrases(spec, open_index(uri).index, ["full"], "modality = 'text'")
 
 
@@ -191,12 +193,12 @@ def test_what_keeps_no_support_is_not_measured(uri):
 
 
 @pytest.mark.parametrize(
-    ("item_id", "problem"),
-    [("b.pdf", "is not in the index"), ("letter.txt", "has no places of tokens")],
+    ("item_id", "rule"),
+    [("b.pdf", "the id of an item in the index"), ("letter.txt", "stored token positions")],
 )
-def test_items_that_cannot_be_grounded(uri, item_id, problem):
+def test_items_that_cannot_be_grounded(uri, item_id, rule):
     phrases = [Phrase(item_id, "fish", [[0, 0, 1, 1]])]
-    with pytest.raises(SpecError, match=f"grounding: '{item_id}' {problem}"):
+    with pytest.raises(SpecError, match=f"grounding must be .*{rule}.*, got '{item_id}'"):
         check_phrases(phrases, open_index(uri).index, ["full"])
 
 

@@ -11,9 +11,9 @@ from pipeline.eval.level import judged_level
 from pipeline.index.reader import ITEMS, Index
 
 
-def level(uri, *documents, asked="auto", where=None):
+def level(uri, *documents, asked="auto", filter=None):
     judged = JudgedQueries({"q": "text"}, {"q": dict.fromkeys(documents, 1)}, 0, 0)
-    return judged_level(Index(uri), judged, asked, where)
+    return judged_level(Index(uri), judged, asked, filter)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_level_of_ids(index_uri, documents, expected):
 @pytest.mark.parametrize(
     ("documents", "how", "message"),
     [
-        (["wing", "bread/1", "bread/2"], {}, "of 3 judged ids 1 are parents and 2 are items; legal:"
-         " judged=parent or judged=item"),
-        (["gone", "lost"], {}, "finds none of the 2 judged ids in the index"),
-        (["wing/1"], {"where": "parent_id = 'bread'"}, "finds none of the 1 judged ids"),
-        (["wing/1", "gone"], {"asked": "parent"}, "1 of the 2 judged ids are items; legal:"
-         " judged=item"),
-        (["wing"], {"asked": "item"}, "1 of the 1 judged ids are parents; legal: judged=parent"),
+        (["wing", "bread/1", "bread/2"], {}, "judged must be parent or item, got .*"
+         "is ambiguous .of 3 judged ids, 1 are parents and 2 are items.$"),
+        (["gone", "lost"], {}, "judged must be a level .*, which has none of the 2 judged ids"),
+        (["wing/1"], {"filter": "parent_id = 'bread'"}, "which has none of the 1 judged ids"),
+        (["wing/1", "gone"], {"asked": "parent"}, "judged must be item, got 'parent', "
+         "which matches no judged id .1 of the 2 judged ids are items.$"),
+        (["wing"], {"asked": "item"}, "judged must be parent, got 'item', .* .1 of the 1 judged"),
     ],
 )  # fmt: skip
 def test_refused_with_the_option_to_use(index_uri, documents, how, message):
@@ -58,6 +58,6 @@ def test_an_item_named_as_a_parent_of_several_is_ambiguous(tmp_path, index_uri):
     uri = str(tmp_path / "index")
     shutil.copytree(index_uri, uri)
     lance.dataset(f"{uri}/{ITEMS}").update({"item_id": "'wing'"}, where="item_id = 'wing/1'")
-    with pytest.raises(SpecError, match="is ambiguous: of 1 judged ids 1 are parents and 1 are"):
+    with pytest.raises(SpecError, match="is ambiguous .of 1 judged ids, 1 are parents and 1 are"):
         level(uri, "wing")
     assert level(uri, "wing", "wing/2") == "item"

@@ -71,12 +71,15 @@ def test_the_job_writes_a_table_and_prints_it(outputs, tmp_path, capsys):
 
 
 def test_what_cannot_be_pooled(outputs, tmp_path):
-    with pytest.raises(SpecError, match="^OUT: .* has the judged queries of"):
+    with pytest.raises(
+        SpecError,
+        match="^OUT must be an evaluation of another collection, got .* has the judged queries of",
+    ):
         pool([*outputs, outputs[0]])
-    with pytest.raises(SpecError, match="^against: 'nothing'"):
+    with pytest.raises(SpecError, match="^against must be .*'nothing'"):
         table(pool(outputs), ["nothing"])
     (tmp_path / "other").mkdir()
     other = evaluation_of([result("other")], judgments="j9")
     (tmp_path / "other/results.json").write_text(other.to_json())
-    with pytest.raises(SpecError, match="share no row"):
+    with pytest.raises(SpecError, match="evaluations with a common row"):
         pool([outputs[0], str(tmp_path / "other")])

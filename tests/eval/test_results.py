@@ -158,5 +158,9 @@ def test_an_evaluation_survives_its_file(evaluation, tmp_path):
 def test_no_evaluation_there(tmp_path, text):
     if text is not None:
         (tmp_path / "results.json").write_text(text)
-    with pytest.raises(SpecError, match=r"^OUT: .* results\.json; legal: the output folder"):
+    with pytest.raises(
+        SpecError,
+        match=r"^OUT must be the output folder of jobs.evaluate,"
+        r" got .* results\.json",
+    ):
         read_results(str(tmp_path), "OUT")

@@ -9,10 +9,10 @@ from pipeline.eval.results import Budget
 from pipeline.eval.views import (
     common_budget,
     correlations,
+    depth_scans,
     in_scans,
     layer_scans,
     line_name,
-    pool_scans,
     retention_lines,
     side_by_side,
 )
@@ -83,14 +83,14 @@ def test_methods_never_share_a_line(rows):
 
 
 def test_scans_over_pools_are_of_one_reranker_behind_one_first_stage(rows):
-    more = [reranked(pool, "full.late", False, 0.5 + pool / 100) for pool in (20, 5, 10)]
-    more += [reranked(pool, "full.late", True, 0.5) for pool in (5, 10)]
-    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # of one pool alone nothing is seen
-    plain, added = pool_scans(evaluation_of([*rows, *more]))
+    more = [reranked(depth, "full.late", False, 0.5 + depth / 100) for depth in (20, 5, 10)]
+    more += [reranked(depth, "full.late", True, 0.5) for depth in (5, 10)]
+    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # a single depth is no scan
+    plain, added = depth_scans(evaluation_of([*rows, *more]))
     assert plain.first.name == "full.late" and list(plain.rows) == [5, 10, 20]
     assert [row.means["nDCG@10"] for row in plain.rows.values()] == [0.55, 0.6, 0.7]
     assert (plain.name, added.name) == (
         "EDJE after full.late",
         "EDJE after full.late, scores added",
     )
-    assert not pool_scans(evaluation_of(rows))
+    assert not depth_scans(evaluation_of(rows))

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import SpecError
 from pipeline.index.conditions import MAX_DEPTH, condition_sql
-from pipeline.index.filters import LEGAL, check_filter, filterable, filtering
+from pipeline.index.filters import FILTER_RULE, check_filter, filterable, filtering
 from pipeline.index.reader import ITEMS, Index
 
 COLUMNS = (
@@ -26,15 +26,15 @@ def index(index_uri) -> Index:
     return Index(index_uri)
 
 
-def sentence(index: Index, where) -> str:
+def sentence(index: Index, filter) -> str:
     """What is said against a filter."""
     with pytest.raises(SpecError) as caught:
-        check_filter(index, where)
+        check_filter(index, filter)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "where",
+    "filter",
     [
         "parent_id = 'heat'",
         "(parent_id = 'heat') OR (item_id = 'it''s')",
@@ -49,91 +49,106 @@ def sentence(index: Index, where) -> str:
         "title = 'naïve ☃'\n",
     ],
 )
-def test_filters_that_pass(index, where):
-    check_filter(index, where)
+def test_filters_that_pass(index, filter):
+    check_filter(index, filter)
 
 
 @pytest.mark.parametrize(
-    ("where", "at", "there"),
+    ("filter", "at", "there"),
     [
-        ("parent_id = 'heat' item_id = 'b'", "near 'item_id', character 20", "AND, OR or the end"),
-        ("item_id = 'a') OR (item_id = 'b'", "near ')', character 14", "AND, OR or the end"),
+        (
+            "parent_id = 'heat' item_id = 'b'",
+            "near 'item_id' at character 20",
+            "AND, OR or the end",
+        ),
+        ("item_id = 'a') OR (item_id = 'b'", "near ')' at character 14", "AND, OR or the end"),
         ("item_id = 'a' OR", "at its end", "an expression"),
         ("item_id = 'a' OR (source = 'b'", "at its end", "a closing bracket"),
-        ("(source = 'b' 'c')", "near \"'c'\", character 15", "a closing bracket"),
-        ("item_id IN ('a', )", "near ')', character 18", "a value"),
-        ("text = 'x' AND item_id BETWEEN 'a' 'x'", "near \"'x'\", character 36", "AND"),
-        ("item_id = 'x' x x", "near 'x', character 15", "AND, OR or the end"),
-        ("source = 'é' AND\n item_id ! 3", "near '!', character 27", "AND, OR or the end"),
-        ("item_id = 'a", 'near "\'", character 11', "another ' behind it"),
-        ("item_id = 'a'; DROP TABLE items", "near ';', character 14", "AND, OR or the end"),
-        ("DELETE FROM items", "near 'FROM', character 8", "AND, OR or the end"),
-        ("item_id = '' OR 1=1; --", "near '--', character 22", "neither comments"),
-        ("item_id = 'a' -- all", "near '--', character 15", "neither comments"),
-        ("item_id = 'a' /* ) */", "near '/*', character 15", "neither comments"),
-        ("item_id = $1", "near '$', character 11", "parameters"),
-        ("item_id = :name", "near ':', character 11", "parameters"),
-        ("item_id = N'x'", "near 'N', character 11", "prefixes of strings"),
-        ("true AND \"Item_id\" = 'a'", "near '\"Item_id\"', character 10", "`item_id` for the col"),
-        ('"title" IS NULL', "near '\"title\"', character 1", "`title` for the column, 'title' "),
+        ("(source = 'b' 'c')", "near \"'c'\" at character 15", "a closing bracket"),
+        ("item_id IN ('a', )", "near ')' at character 18", "a value"),
+        ("text = 'x' AND item_id BETWEEN 'a' 'x'", "near \"'x'\" at character 36", "AND"),
+        ("item_id = 'x' x x", "near 'x' at character 15", "AND, OR or the end"),
+        ("source = 'é' AND\n item_id ! 3", "near '!' at character 27", "AND, OR or the end"),
+        ("item_id = 'a", 'near "\'" at character 11', "another ' after it"),
+        ("item_id = 'a'; DROP TABLE items", "near ';' at character 14", "AND, OR or the end"),
+        ("DELETE FROM items", "near 'FROM' at character 8", "AND, OR or the end"),
+        ("item_id = '' OR 1=1; --", "near '--' at character 22", "no comments"),
+        ("item_id = 'a' -- all", "near '--' at character 15", "no comments"),
+        ("item_id = 'a' /* ) */", "near '/*' at character 15", "no comments"),
+        ("item_id = $1", "near '$' at character 11", "parameters"),
+        ("item_id = :name", "near ':' at character 11", "parameters"),
+        ("item_id = N'x'", "near 'N' at character 11", "string prefixes"),
+        (
+            "true AND \"Item_id\" = 'a'",
+            "near '\"Item_id\"' at character 10",
+            "`item_id` for the col",
+        ),
+        ('"title" IS NULL', "near '\"title\"' at character 1", "`title` for the column, 'title' "),
     ],
 )
-def test_where_a_filter_does_not_parse(index, where, at, there):
-    said = sentence(index, where)
-    assert said.startswith(f"where: {where!r} does not parse {at}; legal: {LEGAL} (there: ")
-    assert there in said.rpartition("(there: ")[2]
+def test_where_a_filter_does_not_parse(index, filter, at, there):
+    said = sentence(index, filter)
+    start = f"filter must be {FILTER_RULE}, got {filter!r}, which does not parse {at} (expected "
+    assert said.startswith(start)
+    assert there in said.removeprefix(start)
 
 
 @pytest.mark.parametrize(
-    ("where", "name"),
+    ("filter", "name"),
     [
-        ("colour = 'red'", "'colour', character 1"),
-        ("item_id = 'colour' AND Colour > 3", "'colour', character 24"),
-        ("`no. Valid` = 1", "'no. Valid', character 1"),
-        ("span.page = 1", "'page', character 6"),
-        ("Span.start = 1 AND span.Start = 1", "'Start', character 25"),
+        ("colour = 'red'", "'colour' at character 1"),
+        ("item_id = 'colour' AND Colour > 3", "'colour' at character 24"),
+        ("`no. Valid` = 1", "'no. Valid' at character 1"),
+        ("span.page = 1", "'page' at character 6"),
+        ("Span.start = 1 AND span.Start = 1", "'Start' at character 25"),
         ("no such column = 1", None),
     ],
 )
-def test_unknown_columns(index, where, name):
-    said = sentence(index, where)
+def test_unknown_columns(index, filter, name):
+    said = sentence(index, filter)
     if name is None:  # it is no condition before it is one of an unknown column
-        assert "does not parse near 'such', character 4" in said
+        assert "does not parse near 'such' at character 4" in said
     else:
         assert said.lower() == (
-            f"where: {where!r} names an unknown column, {name}; legal: {COLUMNS}".lower()
+            f"filter must be a filter on {COLUMNS}, got {filter!r}, which names the unknown column"
+            f" {name}".lower()
         )
 
 
 def test_conditions_alone_are_filters(index):
-    for where in ("item_id", "length(text)", "'text'", "span.start + 1"):
-        said = sentence(index, where)
-        assert said == f"where: {where!r} is neither true nor false of an item; legal: {LEGAL}"
-    for where in ("", " \n", 3):
-        assert sentence(index, where) == f"where: {where!r} is not legal; legal: {LEGAL}"
+    for filter in ("item_id", "length(text)", "'text'", "span.start + 1"):
+        said = sentence(index, filter)
+        assert said == (
+            f"filter must be {FILTER_RULE}, got {filter!r},"
+            " which does not evaluate to true or false"
+        )
+    for filter in ("", " \n", 3):
+        assert sentence(index, filter) == f"filter must be {FILTER_RULE}, got {filter!r}"
 
 
 @pytest.mark.parametrize(
-    ("where", "why"),
+    ("filter", "why"),
     [
         ("item_id = 3", "could not convert to literal of type 'Utf8'"),
         ("lower(item_id, title) = 'a'", "expects 1 arguments"),
         ("item_id = '\ud800'", "surrogates not allowed"),
     ],
 )
-def test_conditions_that_cannot_be(index, where, why):
-    said = sentence(index, where)
-    assert said.startswith(f"where: {where!r} cannot be worked out; legal: {LEGAL} (")
+def test_conditions_that_cannot_be(index, filter, why):
+    said = sentence(index, filter)
+    assert said.startswith(
+        f"filter must be {FILTER_RULE}, got {filter!r}, which cannot be evaluated ("
+    )
     assert why in said and ".rs" not in said
 
 
 def test_a_filter_that_fails_on_an_item(index):
-    where = "cast(item_id AS int) = 1"
-    check_filter(index, where)
-    for read in (index.dataset.count_rows, lambda where: index.dataset.to_table(filter=where)):
-        sentence = "^where: .* cannot be worked out; .*Cannot cast string"
-        with pytest.raises(SpecError, match=sentence), filtering(index, where):
-            read(where)
+    filter = "cast(item_id AS int) = 1"
+    check_filter(index, filter)
+    for read in (index.dataset.count_rows, lambda filter: index.dataset.to_table(filter=filter)):
+        sentence = "^filter must be .* cannot be evaluated .*Cannot cast string"
+        with pytest.raises(SpecError, match=sentence), filtering(index, filter):
+            read(filter)
 
 
 def test_damaged_files_are_not_the_fault_of_the_filter(index_uri, tmp_path):
@@ -141,16 +156,19 @@ def test_damaged_files_are_not_the_fault_of_the_filter(index_uri, tmp_path):
     index = Index(str(tmp_path / "index"))
     for file in (tmp_path / "index" / ITEMS / "data").iterdir():
         file.unlink()
-    where = "parent_id = 'flow'"
-    with pytest.raises(SpecError, match="^index: .* is damaged"), filtering(index, where):
-        index.dataset.to_table(filter=where)
+    filter = "parent_id = 'flow'"
+    with (
+        pytest.raises(SpecError, match="^index must be an intact index, got .*is corrupted"),
+        filtering(index, filter),
+    ):
+        index.dataset.to_table(filter=filter)
 
 
 def test_no_filter_writes(index_uri, index):
     """Whatever a filter holds, the index is as it was."""
     before = lance.dataset(f"{index_uri}/{ITEMS}")
     rows, version = before.to_table(columns=["item_id"]), before.version
-    for where in (
+    for filter in (
         "item_id = 'flow'; DELETE FROM items",
         "DELETE FROM items WHERE item_id = 'flow'",
         "item_id = 'flow' OR (DELETE FROM items)",
@@ -158,7 +176,7 @@ def test_no_filter_writes(index_uri, index):
         "DROP TABLE items",
         "UPDATE items SET item_id = 'x'",
     ):
-        sentence(index, where)
+        sentence(index, filter)
     after = lance.dataset(f"{index_uri}/{ITEMS}")
     assert after.version == version and after.to_table(columns=["item_id"]).equals(rows)
 
@@ -173,8 +191,8 @@ def test_a_long_filter_is_looked_at_quickly(index):
     ids = ", ".join(f"'{number}'" for number in range(20_000))
     check_filter(index, f"item_id IN ({ids})")
     assert "does not parse near 'xyz'" in sentence(index, f"item_id IN ({ids}) xyz")
-    where = "modality = 'text' AND title IS NOT NULL AND span.start > 3"
-    seconds = timeit.repeat(lambda: condition_sql(where, index.schema), number=1, repeat=20)
+    filter = "modality = 'text' AND title IS NOT NULL AND span.start > 3"
+    seconds = timeit.repeat(lambda: condition_sql(filter, index.schema), number=1, repeat=20)
     assert min(seconds) < 0.005
 
 
@@ -234,11 +252,11 @@ GROWING = [
 ]
 
 
-@pytest.mark.parametrize("where", GROWING, ids=range(len(GROWING)))
-def test_what_would_take_the_process_or_its_memory_is_refused(index, where):
+@pytest.mark.parametrize("filter", GROWING, ids=range(len(GROWING)))
+def test_what_would_take_the_process_or_its_memory_is_refused(index, filter):
     """Before Lance sees it: its planner evaluates constants already."""
-    with pytest.raises(SpecError, match="^where: "):
-        condition_sql(where, index.schema)
+    with pytest.raises(SpecError, match="^filter must be "):
+        condition_sql(filter, index.schema)
 
 
 PIECES = (
@@ -267,17 +285,17 @@ def test_what_passes_is_what_lance_parses(index):
             check_filter(index, " ".join(draw.choices(PIECES, k=draw.randint(1, 9))))
     num_passed = 0
     for _ in range(500):
-        where = "item_id = 'a'"
+        filter = "item_id = 'a'"
         for _ in range(draw.randint(1, 4)):
             predicate = draw.choice(PREDICATES)
             predicate = predicate.format(*draw.choices(VALUES, k=predicate.count("{}")))
-            where = draw.choice(JOINED).format(where, predicate)
+            filter = draw.choice(JOINED).format(filter, predicate)
         try:
-            check_filter(index, where)
+            check_filter(index, filter)
             num_passed += 1
         except SpecError as error:
-            assert "cannot be worked out" in str(error), where
-            assert "sql parser error" not in str(error), where
+            assert "cannot be evaluated" in str(error), filter
+            assert "sql parser error" not in str(error), filter
     assert num_passed > 50
 
 
@@ -307,7 +325,7 @@ def typed(tmp_path_factory) -> lance.LanceDataset:
 
 
 @pytest.mark.parametrize(
-    ("where", "number"),
+    ("filter", "number"),
     [
         ("Num > 1 OR `a b` = 1", 2),
         ("(Num + 1) * 2 = 4 AND flag", 1),
@@ -323,6 +341,6 @@ def typed(tmp_path_factory) -> lance.LanceDataset:
         ("item_id = \"it's\" OR item_id = 'it''s' OR item_id = 'a'", 1),
     ],
 )
-def test_filters_of_every_type(typed, where, number):
-    sql = condition_sql(where, typed.schema)
-    assert typed.count_rows(sql) == typed.count_rows(where) == number
+def test_filters_of_every_type(typed, filter, number):
+    sql = condition_sql(filter, typed.schema)
+    assert typed.count_rows(sql) == typed.count_rows(filter) == number

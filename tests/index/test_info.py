@@ -157,7 +157,11 @@ def test_keys_of_newer_versions_are_ignored():
     ],
 )
 def test_malformed_metadata_is_refused(changes, detail):
-    with pytest.raises(SpecError, match=rf"^index: 'r' is malformed; legal: .* \({detail}\)$"):
+    with pytest.raises(
+        SpecError,
+        match=rf"^index must be .*, got 'r', which is malformed"
+        rf" \({detail}\)$",
+    ):
         representation_infos(column(**changes))
 
 

@@ -67,7 +67,7 @@ def test_columns_of_either_format_are_written_and_read(tmp_path):
         index = Index(str(tmp_path / name))
         assert index.schema.field("e").type == type
         check(index.items(["0", "1", "2", "3"]))
-        (found,) = index.batches(["item_id"], where="e IS NOT NULL")
+        (found,) = index.batches(["item_id"], filter="e IS NOT NULL")
         assert found["item_id"].to_pylist() == ["0", "2", "3"]
         assert index.content_key(["e"]) != index.content_key([])
 

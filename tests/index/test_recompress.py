@@ -243,17 +243,26 @@ def test_what_is_refused(uri, monkeypatch):
     version = Index(str(uri)).dataset.version
     other = {"compressor": {"name": "random", "num_vectors": 4, "seed": 1}, "id": "hpool_4"}
     for source, representation, sentence in [
-        ("full", other, r"representations.hpool_4.compressor: .* differs .*, or another `id`$"),
-        ("hpool_4", SAMER, "source: 'hpool_4' lacks tokens; legal: a representation by the .*none"),
-        ("fully", SAMER, "source: 'fully' is not in the index; legal: full, hpool_4$"),
+        (
+            "full",
+            other,
+            r"representations.hpool_4.compressor must be .* as in the index,"
+            r" unless `id` is set",
+        ),
+        ("hpool_4", SAMER, "source must be a representation of the compressor none, got 'hpool_4'"),
+        (
+            "fully",
+            SAMER,
+            "source must be one of full, hpool_4, got 'fully', which is not in the index",
+        ),
     ]:
         with pytest.raises(SpecError, match=sentence):
             run(spec(uri, representation, source=source))
-    with pytest.raises(SpecError, match="representations: .* legal: at least one"):
+    with pytest.raises(SpecError, match="representations must be a non-empty list"):
         run(spec(uri))
-    with pytest.raises(SpecError, match="'hpool_4' is named twice; legal: a different `id`"):
+    with pytest.raises(SpecError, match="unique .*, got 'hpool_4', which occurs twice"):
         run(spec(uri, HPOOL, HPOOL))
-    with pytest.raises(SpecError, match="holds no index; legal: the URI of an index made by"):
+    with pytest.raises(SpecError, match="must be the URI of an index .* which contains no index"):
         run(spec(uri.parent / "none", HPOOL))
     assert not (uri.parent / "none").exists()
     assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_support"
@@ -275,5 +284,9 @@ def test_a_damaged_data_file_is_one_sentence(uri):
         lambda: status(str(uri)),
         lambda: open_index(str(uri)).search("wings"),
     ):
-        with pytest.raises(SpecError, match=r"index: '.*' is damaged; legal: a whole index \("):
+        with pytest.raises(
+            SpecError,
+            match=r"index must be an intact index, got '.*', which"
+            r" is corrupted \(",
+        ):
             work()

@@ -260,32 +260,42 @@ def test_an_item_of_which_nothing_is_made_has_null(model):
 def test_what_is_refused(tmp_path, uri, photos, dual, model):
     """In one sentence, and before a column is added."""
     version = Index(str(uri)).version
-    with pytest.raises(SpecError, match=r"rerank: .* rows already; legal: .*jobs\.backfill"):
+    with pytest.raises(SpecError, match=r"rerank must be null, got .* has rows; .*jobs\.backfill"):
         index(spec(uri, photos, dual, rerank=model))
-    with pytest.raises(SpecError, match="rerank: None is missing; legal: the folder of an EDJE"):
+    with pytest.raises(
+        SpecError, match="field 'rerank' is required; it must be the folder of an EDJE"
+    ):
         fill(spec(uri, photos, dual))
-    with pytest.raises(SpecError, match="rerank: .* has no edje.json"):
+    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
         fill(spec(uri, photos, dual, rerank=str(tmp_path)))
     other = {**dual, "layer": 1}
-    with pytest.raises(SpecError, match="rerank: .* reads another encoder .fingerprint"):
+    with pytest.raises(
+        SpecError, match="rerank must be .*was trained on another encoder .fingerprint"
+    ):
         index(spec(tmp_path / "other", photos, other, rerank=model))
     of_other = edje_of(tmp_path / "of_other", other)
-    with pytest.raises(SpecError, match="encoder: 'dual' differs from the index's"):
+    with pytest.raises(
+        SpecError, match="encoder must be the encoder of .*, got 'dual', which has the fingerprint"
+    ):
         fill(spec(uri, photos, other, rerank=of_other))
     assert "rerank_tokens" not in Index(str(uri)).schema.names
     fill(spec(uri, photos, dual, rerank=model), "3")
     again = edje_of(tmp_path / "again", dual, num_tokens=5)
     for run in (fill, index):
-        with pytest.raises(SpecError, match="rerank: .* has the adapter .*, not that of the tok"):
+        with pytest.raises(
+            SpecError, match="rerank must be .*the index's adapter .* has the adapter"
+        ):
             run(spec(uri, photos, dual, rerank=again))
-    with pytest.raises(SpecError, match="index: .* is empty; legal: an index that has rows"):
+    with pytest.raises(SpecError, match="index must be an index with rows, got .*, which is empty"):
         (tmp_path / "nothing").mkdir()
         (tmp_path / "nothing/a.png").write_bytes(b"no picture")
         nothing = spec(tmp_path / "empty", tmp_path / "nothing", dual)
         index(nothing)
         fill(nothing.model_copy(update={"rerank": model}))
     captions = [{"compressor": "none", "of": "caption"}]
-    with pytest.raises(SpecError, match="rerank: .* legal: null, or a representation `of: con"):
+    with pytest.raises(
+        SpecError, match="rerank must be null unless a representation is `of: content`"
+    ):
         index(spec(uri, photos, dual, rerank=model, representations=captions))
     assert version < Index(str(uri)).version
 
@@ -311,7 +321,11 @@ def test_a_video_has_tokens_of_each_frame_up_to_a_bound(tmp_path, dual, model):
 def test_the_jobs_as_a_user_runs_them(uri, photos, dual, model, tmp_path, capsys):
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec(uri, photos, dual)))
     arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
-    with pytest.raises(SpecError, match=r"legal: null; add it with `python -m jobs\.backfill`"):
+    with pytest.raises(
+        SpecError,
+        match=r"rerank must be null, .*; add it with `python -m"
+        r" jobs\.backfill`",
+    ):
         index_job.main(arguments)
     backfill_job.main(arguments)
     assert "2/2 fragments  7 rows" in capsys.readouterr().out

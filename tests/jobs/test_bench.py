@@ -94,7 +94,7 @@ def test_a_resume_is_split_into_its_steps(cluster, tmp_path):
 def test_too_few_items_for_a_steady_state_are_refused(cluster):
     _, error, code = bench(cluster, "--items", "64", "--commit-items", "64")
     assert code == 2
-    assert "items: 64 is not legal; legal: more than commit_items (64)" in error
+    assert "items must be more than commit_items (64), two commits at least, got 64" in error
 
 
 @pytest.mark.heavy
@@ -156,7 +156,17 @@ assert not there, there
 def test_the_rerank_bench(tmp_path):
     record = tmp_path / "figures.json"
     only = ("--only", "paths", "passes", "latency", "--layers", "1", "--tokens", "4")
-    few = ("--queries", "2", "--pool", "3", "--batch-tokens", "60", "--repeats", "1", "--calls")
+    few = (
+        "--queries",
+        "2",
+        "--rerank-depth",
+        "3",
+        "--batch-tokens",
+        "60",
+        "--repeats",
+        "1",
+        "--calls",
+    )
     process = start_job("jobs.bench", "rerank", *only, *few, "2", "--out", str(record))
     out, error = process.communicate(timeout=280)
     assert process.returncode == 0, error
@@ -170,7 +180,7 @@ def test_the_rerank_bench(tmp_path):
     sides = {"plain loop", "scores", "a pass, eager", "a pass, compiled"}
     assert set(passes) == {"title", "peaks", *(f"4 {side}" for side in sides)}
     assert len(latency["3 scores, int8"]["milliseconds"]) == 2
-    assert "| path | pairs/s |" in out and "| pool | path |" in out
+    assert "| path | pairs/s |" in out and "| rerank depth | path |" in out
 
 
 def test_reranking_is_measured_without_ray_and_lance():
@@ -187,7 +197,7 @@ def test_a_device_that_is_not_there_is_one_sentence():
     process = start_job("jobs.bench", "compress", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     _, error = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert error == "error: device: 'cuda' is not there; legal: cpu\n"
+    assert error == "error: device must be cpu, got 'cuda', which is not available\n"
 
 
 @pytest.mark.heavy

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from jobs import demo
-from pipeline.search.maps import HIT_STEP, SHEET_STEP, TRUE_COLOUR
+from pipeline.search.map_sheets import HIT_STEP, SHEET_STEP, TRUE_COLOUR
 
 
 @pytest.mark.heavy

@@ -146,7 +146,7 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     index = Index(own_index)
     info = index.representation("hpool_4")
     (batch,) = index.batches(
-        ["item_id", *CONTENT], where="item_id LIKE 'wing%' OR item_id = 'flow'"
+        ["item_id", *CONTENT], filter="item_id LIKE 'wing%' OR item_id = 'flow'"
     )
     lost = np.array([7], np.uint64)  # of an item that the index has no more
     sample = Sample({}, np.sort(np.concatenate([content_hashes(batch), lost])))
@@ -163,9 +163,9 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     assert f"Fitted on {said}: fitted.\n" in capsys.readouterr().out
     page = (tmp_path / "out/report.html").read_text()
     assert f"<dt>fitted</dt><dd>{said}</dd>" in page
-    evaluate.main([*asked, "where=parent_id <> 'wing'"])
+    evaluate.main([*asked, "filter=parent_id <> 'wing'"])
     assert "Fitted on 4 items of the index, 1 of them evaluated" in capsys.readouterr().out
-    evaluate.main([*asked, "where=parent_id = 'bread'"])
+    evaluate.main([*asked, "filter=parent_id = 'bread'"])
     assert "Fitted on" not in capsys.readouterr().out
     page = (tmp_path / "out/report.html").read_text()
     assert "4 items of the index, none of them evaluated" in page
@@ -208,7 +208,11 @@ def test_judgments_of_items(spec_file, tmp_path, capsys):
     qrels = "1\twing/2\t1\n1\theat/1\t0\nb\tbread\t1\nb\tbread/2\t0\n"
     (tmp_path / "benchmark/qrels/test.tsv").write_text(qrels)
     asked = [spec_file, "scores=[late]", "representations=[full]"]
-    with pytest.raises(SpecError, match="judged: 'auto' is ambiguous: of 4 judged ids 1 are par"):
+    with pytest.raises(
+        SpecError,
+        match="judged must be parent or item, got 'auto', which is"
+        " ambiguous .of 4 judged ids, 1 are par",
+    ):
         evaluate.main(asked)
     evaluate.main([*asked, "judged=item"])
     assert "1 of 2 relevant documents are not in the index" in capsys.readouterr().out
@@ -270,10 +274,26 @@ def test_illegal_specs(spec_file, tmp_path, override, field):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("where=true", "field .where. was renamed to .filter."),
+        ("rerank=[{model: m, pool: 5}]", "field .pool. was renamed to .rerank_depth. in rerank.0"),
+    ],
+)
+def test_renamed_fields(spec_file, override, message):
+    with pytest.raises(SpecError, match=message):
+        evaluate.main([spec_file, override])
+
+
 def test_queries_without_a_relevant_document(spec_file, tmp_path, capsys):
     qrels = tmp_path / "benchmark/qrels/test.tsv"
     qrels.write_text("1\twing\t0\nb\tbread\t-3\n")
-    with pytest.raises(SpecError, match="benchmark: 'beir' has no relevant document"):
+    with pytest.raises(
+        SpecError,
+        match="benchmark must be a benchmark with a grade above 0"
+        " .*'beir', which has no relevant document",
+    ):
         evaluate.main([spec_file])
     qrels.write_text("1\twing\t1\nb\tbread\t-3\n")
     evaluate.main([spec_file, "scores=[late]", "representations=[full]"])
@@ -295,13 +315,16 @@ def test_query_vectors_of_ones_own(spec_file, tmp_path):
     assert {q: pytest.approx(scores) for q, scores in runs[0].items()} == runs[1]
 
     pq.write_table(pa.table({"id": ["1"], "vectors": rows[:1]}), path)
-    with pytest.raises(SpecError, match="query_vectors: 'b' is judged and has no vectors"):
+    with pytest.raises(
+        SpecError,
+        match="query_vectors must be vectors for every judged query, got 'b', which has none",
+    ):
         evaluate.main([spec_file, f"query_vectors={path}", f"output={tmp_path / 'none'}"])
 
 
 def test_only_what_a_filter_lets_through_takes_part(spec_file, tmp_path, texts):
-    where = "where=parent_id <> 'bread'"
-    evaluate.main([spec_file, where, "representations=[full]", "scores=[late]"])
+    filter = "filter=parent_id <> 'bread'"
+    evaluate.main([spec_file, filter, "representations=[full]", "scores=[late]"])
     others = {name.split("/")[0] for name in texts} - {"bread"}
     for name in ("full.late", "bm25"):
         found = read_run(str(tmp_path / f"out/runs/{name}.trec"))
@@ -338,19 +361,19 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     with pytest.raises(SpecError) as caught:
         evaluate.main([spec_file, "scores=[late]", "weights=[1, 2]"])
     assert str(caught.value) == (
-        "weights: [1.0, 2.0] mean nothing without the score hybrid; legal: hybrid among the scores"
+        "weights must be [1.0, 1.0] unless hybrid is among the scores, got [1.0, 2.0]"
     )
 
 
 @pytest.mark.parametrize(
-    ("where", "sentence"),
+    ("filter", "sentence"),
     [
-        ("nonsense", "where: 'nonsense' names an unknown column"),
-        ("item_id = ''", "lets none through"),
+        ("nonsense", "filter must be a filter on "),
+        ("item_id = ''", "which matches none"),
     ],
 )
-def test_a_filter_that_is_none(spec_file, where, sentence):
-    spec = config.load(EvaluateSpec, spec_file, [f"where={where}"])
+def test_a_filter_that_is_none(spec_file, filter, sentence):
+    spec = config.load(EvaluateSpec, spec_file, [f"filter={filter}"])
     with pytest.raises(SpecError, match=sentence):
         run(spec, lambda line: None)
 
@@ -444,9 +467,15 @@ def test_a_table_by_kind_of_document(spec_file, own_index, tmp_path):
     assert "By kind of document" in page and "nDCG@10, 1 query" in page
 
     given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
-    with pytest.raises(SpecError, match="kinds: 'metadata.colour' .* legal: metadata.topic"):
+    with pytest.raises(
+        SpecError,
+        match="kinds must be .*metadata.topic.*, got"
+        " 'metadata.colour', which is not in the metadata",
+    ):
         evaluate.main(given)
-    with pytest.raises(SpecError, match="kinds: 'span' is no column of text; legal: item_id, "):
+    with pytest.raises(
+        SpecError, match="kinds must be one of item_id, .*, got 'span', which is not a text column"
+    ):
         evaluate.main([spec_file, "kinds=span"])
     spec = config.load(EvaluateSpec, spec_file, ["scores=[late]", "kinds=modality"])
     assert run(spec, lambda line: None).kinds == {"text": ["1", "b"]}

@@ -30,10 +30,10 @@ def read_back(path, dim=384):
     }
 
 
-def stored(uri, name, where=None):
+def stored(uri, name, filter=None):
     """The vectors that the index itself reads, by id."""
     vectors = {}
-    for rows, flat, lengths in Index(uri).tokens(name, where=where):
+    for rows, flat, lengths in Index(uri).tokens(name, filter=filter):
         parts = np.split(flat.astype(np.float32), np.cumsum(lengths)[:-1])
         vectors |= dict(zip(rows["item_id"].to_pylist(), parts, strict=True))
     return vectors
@@ -104,8 +104,8 @@ def test_single_vectors(index_uri, output, form):
 
 
 def test_only_what_a_filter_lets_through(index_uri, output, form, capsys):
-    where = "parent_id = 'bread' OR parent_id = 'flow'"
-    how = ["--representation", "hpool_2", "--format", form, "--where", where]
+    filter = "parent_id = 'bread' OR parent_id = 'flow'"
+    how = ["--representation", "hpool_2", "--format", form, "--filter", filter]
     export.main([index_uri, str(output), *how])
     assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors there
     assert f" 2 items, 4 vectors of hpool_2: {output}\n" in capsys.readouterr().out
@@ -117,17 +117,25 @@ def test_any_fsspec_uri(index_uri, form):
         how = ["--representation", "hpool_4", "--format", form]
         export.main([index_uri, uri, *how, *overwrite])
         assert_equal(read_back(uri), stored(index_uri, "hpool_4"))
-    with pytest.raises(SpecError, match="^output: .* is there already; legal: a new path, or --ov"):
+    with pytest.raises(
+        SpecError,
+        match="^output must be a new path unless --overwrite is given, got .*, which exists",
+    ):
         export.main([index_uri, uri, *how])
     fsspec.filesystem("memory").rm("/exports", recursive=True)
-    with pytest.raises(SpecError, match="^output: 'nowhere://a.parquet' cannot be reached"):
+    with pytest.raises(
+        SpecError, match="^output must be .*'nowhere://a.parquet'.*cannot be reached"
+    ):
         export.main([index_uri, "nowhere://a.parquet", "--representation", "full"])
 
 
 def test_an_output_that_is_there(index_uri, output, form):
     how = [index_uri, str(output), "--format", form, "--representation"]
     export.main([*how, "full"])
-    with pytest.raises(SpecError, match="^output: .* is there already; legal: a new path, or --ov"):
+    with pytest.raises(
+        SpecError,
+        match="^output must be a new path unless --overwrite is given, got .*, which exists",
+    ):
         export.main([*how, "hpool_4"])
     assert_equal(read_back(output), stored(index_uri, "full"))
     export.main([*how, "hpool_4", "--overwrite"])
@@ -145,14 +153,20 @@ def test_an_empty_folder_is_as_good_as_none(index_uri, tmp_path):
 def test_what_is_no_export_is_never_overwritten(index_uri, tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter one")
     how = ["--representation", "full", "--overwrite"]
-    with pytest.raises(SpecError, match="^output: .* is a folder that holds something else"):
+    with pytest.raises(SpecError, match="^output must be .*is a folder with other files"):
         export.main([index_uri, str(tmp_path), *how, "--format", "npy"])
     (tmp_path / "a.parquet").mkdir()
-    with pytest.raises(SpecError, match="^output: .* is a folder; legal: the path of a file"):
+    with pytest.raises(
+        SpecError, match="^output must be the path of a file, got .*, which is a folder"
+    ):
         export.main([index_uri, str(tmp_path / "a.parquet"), *how])
-    with pytest.raises(SpecError, match="^output: .* is a file; legal: the path of a folder"):
+    with pytest.raises(
+        SpecError, match="^output must be the path of a folder, got .*, which is a file"
+    ):
         export.main([index_uri, str(tmp_path / "thesis.txt"), *how, "--format", "npy"])
-    with pytest.raises(SpecError, match="^output: .* legal: a path that ends in .parquet, or"):
+    with pytest.raises(
+        SpecError, match="^output must be a path that ends in .parquet, unless .*, got "
+    ):
         export.main([index_uri, str(tmp_path / "thesis.txt"), *how])
     assert (tmp_path / "thesis.txt").read_text() == "chapter one"
 
@@ -186,20 +200,22 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
     [
         (
             ["--representation", "hpool_99"],
-            "representation: 'hpool_99' is not in the index;"
-            " legal: minilm_pooled, full, hpool_4, hpool_2, random_4",
+            "representation must be one of minilm_pooled, full, hpool_4, hpool_2, random_4, got"
+            " 'hpool_99', which is not in the index",
         ),
         (
-            ["--representation", "full", "--where", "parent_id ="],
-            "where: 'parent_id =' does not parse at its end",
+            ["--representation", "full", "--filter", "parent_id ="],
+            "filter must be a condition in SQL",
         ),
         (
-            ["--representation", "full", "--where", "colour = 1"],
-            "where: 'colour = 1' names an unknown column",
+            ["--representation", "full", "--filter", "colour = 1"],
+            "filter must be a filter on ",
         ),
         (
-            ["--representation", "full", "--where", "parent_id = 'none'"],
-            "where: \"parent_id = 'none'\" lets through no item with vectors",
+            ["--representation", "full", "--filter", "parent_id = 'none'"],
+            'filter must be a filter that matches items with vectors, got "parent_id ='
+            " 'none'\", which"
+            " matches none",
         ),
         ([], "the following arguments are required: --representation; see --help"),
     ],
@@ -215,7 +231,7 @@ def test_a_place_that_cannot_be_written(index_uri, tmp_path):
     (tmp_path / "file").write_text("")
     done = run_as_user(index_uri, str(tmp_path / "file/a.parquet"), "--representation", "full")
     assert done.returncode == 2
-    assert "lies under the file" in done.stderr
+    assert "is below the file" in done.stderr
 
 
 def test_memory_does_not_grow_with_the_index(index_uri, output, form, monkeypatch):

@@ -50,115 +50,120 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
     [
         (
             "source.pathh=x",
-            "source.pathh: 'x' stands under an unknown key; legal: name, path, collection,"
-            " id_field, text_field, title_field, passages",
+            "unknown field 'pathh' in source; did you mean 'path'? valid fields: name, path,"
+            " collection, id_field, text_field, title_field, passages",
         ),
         (
             "sources=x",
-            "sources: 'x' stands under an unknown key; legal: index, source, encoder,"
+            "unknown field 'sources'; did you mean 'source'? valid fields: index, source, encoder,"
             " representations, sweep, keep_positions, keep_taps, rerank, unit_items,"
             " fragment_items, commit_items, commit_seconds, fit",
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",
-            "representations.0.compressor.num_vectors: 0 is not legal;"
-            " legal: greater than or equal to 1",
+            "representations.0.compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
         (
             "representations.0.compressor=squeeze",
-            "representations.0.compressor.name: 'squeeze' is not one of the compressors;"
-            " legal: adaptive, adaptive_eos, agc, cluster, eos, hpc, hpool, light_colpali, none,"
-            " random, samer, sap, spatial",
+            "representations.0.compressor.name must be one of"
+            " adaptive, adaptive_eos, agc, cluster, eos, hpc, hpool, light_colpali, none,"
+            " random, samer, sap, spatial, got 'squeeze'",
         ),
         (
             "representations=[]",
-            "representations: [] is not legal; legal: at least one, here or in `sweep`",
+            "representations must be a non-empty list, unless `sweep` has representations, got []",
         ),
         (
             "sweep={compressor: [none]}",
-            "representations: 'full' is named twice; legal: a different `id` for each",
+            "representations must be unique (set a different `id`), got 'full', which occurs twice",
         ),
         (
             "sweep={compressor: []}",
-            "sweep.compressor: [] is not legal; legal: a value or a list of at least one value",
+            "sweep.compressor must be a value or a list of at least one value, got []",
         ),
         (
             "representations.3.id=x",
-            "override: 'representations.3.id=x' is not legal; legal: an index below 1 at '3'",
+            "override must be of the form dotted.field=value, got 'representations.3.id=x',"
+            " which has"
+            " '3' where the spec has a list of 1",
         ),
-        ("source", "override: 'source' is not legal; legal: dotted.field=value"),
-        ("index=", "index: None is not legal; legal: a valid string"),
-        ("index=''", "index: '' is empty; legal: a path or URI"),
+        ("source", "override must be of the form dotted.field=value, got 'source'"),
+        ("index=", "index must be a string, got None"),
+        ("index=''", "index must be a path or URI, got '', which is empty"),
         (
             "unit_items=0",
-            "unit_items: 0 is not legal; legal: greater than or equal to 1",
+            "unit_items must be greater than or equal to 1, got 0",
         ),
-        ("unit_items=true", "unit_items: True is not legal; legal: a number"),
+        ("unit_items=true", "unit_items must be a number, got True"),
         (
             "source.path={tmp}/nowhere",
-            "source.path: '{tmp}/nowhere' does not exist; legal: an existing file or folder",
+            "source.path must be an existing file or folder, got '{tmp}/nowhere', which does"
+            " not exist",
         ),
         (
             "source.path={tmp}/empty",
-            "source.path: '{tmp}/empty' holds none; legal: a folder that holds .txt, .md, .jsonl,"
-            " .jsonl.gz files",
+            "source.path must be a folder with .txt, .md, .jsonl, .jsonl.gz files, got"
+            " '{tmp}/empty',"
+            " which contains none",
         ),
         (
             "representations.0.id=text",
-            "representations.0.id: 'text' is the name of another column; legal: none of item_id,",
+            "representations.0.id must be a name other than item_id,",
         ),
         (
             "representations.0.id=minilm_pooled",
-            "representations.0.id: 'minilm_pooled' is the name of another column; legal: none of",
+            "representations.0.id must be a name other than ",
         ),
         (
             "representations.0.id=vectors",
-            "representations.0.id: 'vectors' is the name of another column; legal: none of",
+            "representations.0.id must be a name other than",
         ),
         (
             "representations.0.id=_rowid",
-            "representations.0.id: '_rowid' is not legal; legal: lower-case letters, digits and _,"
-            " a letter first",
+            "representations.0.id must be lower-case letters, digits and _, starting with a letter,"
+            " got '_rowid'",
         ),
-        ("1=2", "1: 2 stands under an unknown key; legal: index,"),
-        ("unit_items=9999999", "unit_items: 9999999 is not legal; legal: less than or equal to"),
+        ("1=2", "unknown field '1'; valid fields: index,"),
+        ("unit_items=9999999", "unit_items must be less than or equal to"),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 70000}}]",
-            "representations.0.compressor.num_vectors: 70000 is not legal; legal: less than or",
+            "representations.0.compressor.num_vectors must be less than or equal to",
         ),
         (
             "encoder={name: precomputed, dim: 8, label: x}",
-            "encoder: 'precomputed' reads vectors; legal: an encoder of item_id or text, which the"
-            " source text gives",
+            "encoder must be an encoder of item_id or text, as provided by the source text, got"
+            " 'precomputed', which reads vectors",
         ),
-        ("index=~nobody-of-that-name/x", "index: '~nobody-of-that-name/x' names no user's home"),
+        ("index=~nobody-of-that-name/x", "index must be a path whose ~ can be expanded"),
         (
             "encoder={name: sleeping, name: minilm}",
-            "encoder: '{name: sleeping, name: minilm}' cannot",
+            "encoder must be a YAML value, got '{name: sleeping, name: minilm}', which cannot",
         ),
-        ("commit_seconds=-1", "commit_seconds: -1 is not legal; legal: greater than 0"),
+        ("commit_seconds=-1", "commit_seconds must be greater than 0, got -1"),
         (
             "index=nosuch://host/index",
-            "index: 'nosuch://host/index' has the scheme nosuch; legal: a local path, or a URI with"
-            " one of the schemes file, s3, gs, az",
+            "index must be a local path, or a URI with one of the schemes file, s3, gs, az, got"
+            " 'nosuch://host/index', which has the scheme nosuch",
         ),
         (
             "index={tmp}/spec.yaml",
-            "index: '{tmp}/spec.yaml' is a file; legal: the path of a folder",
+            "index must be the path of a folder, got '{tmp}/spec.yaml', which is a file",
         ),
         (
             "index={tmp}/spec.yaml/index",
-            "index: '{tmp}/spec.yaml/index' lies under the file {tmp}/spec.yaml; legal: a path"
-            " under folders",
+            "index must be a path below a folder, got '{tmp}/spec.yaml/index', which is below"
+            " the file"
+            " {tmp}/spec.yaml",
         ),
         (
             "index={tmp}",
-            "index: '{tmp}' holds something else; legal: an index, or a new or empty folder",
+            "index must be an index, or a new or empty folder, got '{tmp}', which has other"
+            " contents",
         ),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
-def test_a_spec_that_is_not_legal(tmp_path, spec, override, sentence, dry):
+def test_an_invalid_spec(tmp_path, spec, override, sentence, dry):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError) as error:
         index.main([spec(), *dry, override.replace("{tmp}", str(tmp_path))])
@@ -169,18 +174,25 @@ def test_a_spec_that_is_not_legal(tmp_path, spec, override, sentence, dry):
 @pytest.mark.parametrize(
     ("profile", "sentence"),
     [
-        (None, "resources: '{path}' does not exist; legal: the path of an existing YAML file"),
+        (
+            None,
+            "resources must be the path of an existing YAML file, got '{path}', which does"
+            " not exist",
+        ),
         (
             "encode: {num_cpus: -1}",
-            "encode.num_cpus: -1 is not legal; legal: greater than or equal",
+            "encode.num_cpus must be greater than or equal to 0, got -1",
         ),
-        ("encode: {num_gpus: 1.5}", "encode.num_gpus: 1.5 is not legal; legal: a share of one GPU"),
-        ("read: {min_actors: 3}", "read.max_actors: 1 is not legal; legal: at least min_actors, 3"),
-        ("write: {max_actors: 0}", "write.max_actors: 0 is not legal; legal: greater than 0"),
-        ("object_store_bytes: 1000", "object_store_bytes: 1000 is not legal; legal: greater than"),
+        (
+            "encode: {num_gpus: 1.5}",
+            "encode.num_gpus must be a whole number or less than 1, got 1.5",
+        ),
+        ("read: {min_actors: 3}", "read.max_actors must be at least min_actors=3, got 1"),
+        ("write: {max_actors: 0}", "write.max_actors must be greater than 0, got 0"),
+        ("object_store_bytes: 1000", "object_store_bytes must be greater than"),
     ],
 )
-def test_a_profile_that_is_not_legal(tmp_path, spec, profile, sentence):
+def test_an_invalid_profile(tmp_path, spec, profile, sentence):
     path = tmp_path / "profile.yaml"
     if profile:
         path.write_text(profile)
@@ -193,20 +205,26 @@ def test_a_profile_that_is_not_legal(tmp_path, spec, profile, sentence):
 def test_a_missing_model_folder(tmp_path, spec):
     with pytest.raises(SpecError) as error:
         index.main([spec(encoder={"name": "minilm", "model": str(tmp_path / "model")})])
-    assert re.match(rf"encoder\.model: '{tmp_path}/model' .*; legal: ", str(error.value))
+    assert re.match(rf"encoder\.model must be .*, got '{tmp_path}/model', which ", str(error.value))
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "spec: '{path}' does not exist; legal: the path of an existing YAML file"),
-        ("", "spec: '{path}' holds no mapping; legal: a YAML mapping of fields to values"),
-        ("- a list", "spec: '{path}' holds no mapping; legal: a YAML mapping of fields to values"),
-        ("a: [1", "spec: '{path}' is not legal; legal: a readable YAML file (while parsing"),
-        (b"\xff\xfe\xfa", "spec: '{path}' is not legal; legal: a readable YAML file ("),
-        ("index: a\nindex: b", "spec: '{path}' is not legal; legal: a readable YAML file (the key"),
-        ("encoder: minilm", "index: None is missing; legal: a value (the field is required)"),
+        (
+            None,
+            "spec must be the path of an existing YAML file, got '{path}', which does not exist",
+        ),
+        ("", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
+        ("- a list", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
+        ("a: [1", "spec must be a YAML file, got '{path}', which cannot be read (while parsing"),
+        (b"\xff\xfe\xfa", "spec must be a YAML file, got '{path}', which cannot be read ("),
+        (
+            "index: a\nindex: b",
+            "spec must be a YAML file, got '{path}', which cannot be read (duplicate",
+        ),
+        ("encoder: minilm", "field 'index' is required"),
     ],
 )
 @pytest.mark.parametrize("job", [index, recompress])
@@ -215,7 +233,7 @@ def test_a_spec_file_that_cannot_be_read(tmp_path, content, sentence, job):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if job is recompress and content == "encoder: minilm":
-        sentence = "encoder: 'minilm' stands under an unknown key; legal: index, source,"
+        sentence = "unknown field 'encoder'; valid fields: index, source,"
     with pytest.raises(SpecError) as error:
         job.main([str(path)])
     assert str(error.value).startswith(sentence.replace("{path}", str(path)))
@@ -225,12 +243,12 @@ def test_a_spec_file_that_cannot_be_read(tmp_path, content, sentence, job):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--limit", "0"], "argument --limit: '0' is not legal; legal: an integer >= 1"),
-        (["--limit", "few"], "argument --limit: 'few' is not legal; legal: an integer >= 1"),
-        (["--limit", "1", "--remove-missing"], "--remove-missing needs the whole listing"),
+        (["--limit", "0"], "argument --limit: must be an integer >= 1, got '0'"),
+        (["--limit", "few"], "argument --limit: must be an integer >= 1, got 'few'"),
+        (["--limit", "1", "--remove-missing"], "--remove-missing cannot be combined with --limit"),
     ],
 )
-def test_options_that_are_not_legal(spec, arguments, complaint, capsys, tmp_path):
+def test_invalid_options(spec, arguments, complaint, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
         index.main([spec(), *arguments])
     assert exit.value.code == 2
@@ -244,11 +262,11 @@ def test_options_that_are_not_legal(spec, arguments, complaint, capsys, tmp_path
         (
             "index",
             "sweep={compressor.name: [hpool], compressor.num_vectors: [4, 0]}",
-            "sweep.compressor.num_vectors: 0 is not legal; legal: greater than or equal to 1",
+            "sweep.compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
-        ("index", "index=/proc/index", "index: '/proc/index' cannot be written; legal: a writable"),
-        ("index", "index=[", "index: '[' cannot be read; legal: a value in YAML's form ("),
-        ("recompress", "source=full", "index: '"),  # before the fields of the spec
+        ("index", "index=/proc/index", "index must be a writable path, got '/proc/index'"),
+        ("index", "index=[", "index must be a YAML value, got '[', which cannot"),
+        ("recompress", "source=full", "index must be "),  # before the fields of the spec
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
@@ -359,5 +377,8 @@ def test_status_before_the_first_row_and_with_a_job_that_left_no_summary(tmp_pat
     status.main([uri])
     printed = capsys.readouterr().out
     assert re.search(r"^items +0$", printed, re.M)
-    with pytest.raises(SpecError, match="holds no index; legal: the URI of an index made by"):
+    with pytest.raises(
+        SpecError,
+        match="must be the URI of an index made by jobs.index, got .* which contains no index",
+    ):
         status.main([str(tmp_path / "elsewhere")])

@@ -79,13 +79,13 @@ def test_what_cannot_be_mined(index_uri, pairs, tmp_path):
     with pytest.raises(SpecError) as error:
         mine.main((index_uri, str(pairs), output, "--ranks", "5", "4"))
     assert str(error.value) == (
-        "ranks: (5, 4) is not legal; legal: two whole numbers, 1 <= first <= last"
+        "ranks must be two integers first, last with 1 <= first <= last, got (5, 4)"
     )
     other = lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
     with pytest.raises(SpecError) as error:
         mine.main((index_uri, str(other), output))
     assert str(error.value) == (
-        f"index: '{index_uri}' has none of them;"
-        " legal: one that has documents of the data, under the same ids"
+        "index must be an index with documents of the data under the same ids,"
+        f" got '{index_uri}', which has none"
     )
     assert not (tmp_path / "negatives.jsonl").exists()

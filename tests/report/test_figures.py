@@ -12,14 +12,14 @@ from tests.eval.evaluations import diagnosed_rows, evaluation_of, reranked
 
 
 def test_every_figure_is_drawn():
-    pools = [reranked(pool, "full.late", False, pool / 20) for pool in (5, 10)]
-    evaluation = evaluation_of([*diagnosed_rows(), *pools])
+    depths = [reranked(depth, "full.late", False, depth / 20) for depth in (5, 10)]
+    evaluation = evaluation_of([*diagnosed_rows(), *depths])
     drawn = {drawing.name: drawing for drawing in drawings(evaluation)}
     assert {name: len(drawing.panels) for name, drawing in drawn.items()} == {
         "index_utilisation": 4,
         "quality_retention": 1,
         "osr_by_layer": 1,
-        "reranking_by_pool": 1,
+        "reranking_by_depth": 1,
         "diagnostics_quality": 3,
     }
     for drawing in drawn.values():

@@ -235,12 +235,12 @@ def test_gradients_reach_every_weight():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"heads": 3}, "heads: 3 .* divides 8"),
-        ({"max_tokens": 3}, "max_tokens: 3 .* num_tokens=4"),
-        ({"num_tokens": 0}, "num_tokens: 0"),
-        ({"kind": "linear"}, "kind: 'linear'"),
+        ({"heads": 3}, "heads must be a divisor of 8, .*, got 3"),
+        ({"max_tokens": 3}, "max_tokens must be at least num_tokens=4, got 3"),
+        ({"num_tokens": 0}, "num_tokens must be .*, got 0"),
+        ({"kind": "linear"}, "kind must be one of .*, got 'linear'"),
     ],
 )
-def test_what_is_not_legal_is_said(spec, said):
+def test_invalid_specs(spec, said):
     with pytest.raises(SpecError, match=said):
         adapter(**spec)

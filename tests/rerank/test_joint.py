@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from pipeline.config import SpecError, parse
-from pipeline.rerank.edje import ABOUT, ADAPTER, HEADS, Edje, check_tokens, load_adapter
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
+from pipeline.rerank.edje import ADAPTER, HEADS, METADATA, Edje, check_tokens, load_adapter
 from pipeline.rerank.joint import JointEncoder
-from pipeline.rerank.pool import pairs_of, reranked
 from tests.rerank.models import FAMILIES, edje, joint_encoder, language_model
 
 TEXTS = ["lift of a wing", "heat", "the boundary layer over a flat plate in a stream of gas"]
@@ -102,7 +102,9 @@ def test_scores_depend_on_the_pair_alone(tmp_path, positions):
 def test_places_through_the_sequence_must_suffice(tmp_path):
     joint = joint_encoder(tmp_path, positions="sequence")
     tokens, mask = tokens_of(joint, 38)
-    with pytest.raises(SpecError, match="positions: 'sequence' .* text .* 40 places"):
+    with pytest.raises(
+        SpecError, match="positions must be text, because .* 40 positions, got 'sequence'"
+    ):
         joint.scores(["a wing"], tokens, mask)
     in_text = joint_encoder(tmp_path / "text")
     assert in_text.scores(["a wing"], tokens, mask).isfinite().all()
@@ -119,7 +121,7 @@ def test_patches_have_positions_behind_those_of_the_text(tmp_path):
     together = joint.scores(TEXTS[:2], tokens, mask)
     alone = joint.scores(TEXTS[:1], tokens[:1, :10], mask[:1, :10])
     torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=0)
-    with pytest.raises(SpecError, match="max_text_tokens: 40 .* at most 39"):
+    with pytest.raises(SpecError, match="max_text_tokens must be at most 39 .*, got 40"):
         joint_encoder(tmp_path / "full", positions="patches", max_text_tokens=40)
 
 
@@ -129,10 +131,12 @@ def test_a_pool_reads_its_text_once(tmp_path, monkeypatch):
     pairs = torch.tensor([[0, 0], [0, 1], [0, 2]])
     embedded, words = [], joint.words
     monkeypatch.setattr(joint, "words", lambda ids: embedded.append(len(ids)) or words(ids))
-    pool = joint.scores(TEXTS[:1], tokens, mask, pairs)
+    of_one_text = joint.scores(TEXTS[:1], tokens, mask, pairs)
     assert embedded == [1]
     monkeypatch.undo()
-    torch.testing.assert_close(pool, joint.scores(TEXTS[:1] * 3, tokens, mask), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        of_one_text, joint.scores(TEXTS[:1] * 3, tokens, mask), atol=1e-5, rtol=0
+    )
 
 
 def test_what_is_cut_of_a_text_is_said(tmp_path):
@@ -155,7 +159,7 @@ def test_no_pairs_have_no_scores(tmp_path):
 
 def test_tokens_of_another_width_are_refused(tmp_path):
     joint = joint_encoder(tmp_path)
-    with pytest.raises(SpecError, match="tokens: 'of 31 numbers' .* of 32"):
+    with pytest.raises(SpecError, match="tokens must be vectors of width 32, got 31"):
         joint.scores(["heat"], torch.zeros(1, 2, 31), torch.ones(1, 2, dtype=torch.bool))
 
 
@@ -285,7 +289,9 @@ def test_scores_in_int8_are_close(tmp_path, family):
 
 def test_int8_comes_of_float32(tmp_path):
     given = {"model": language_model(tmp_path), "dtype": "bfloat16", "quantise": "int8"}
-    with pytest.raises(SpecError, match="quantise: 'int8' .* null, or dtype float32"):
+    with pytest.raises(
+        SpecError, match="quantise must be null unless dtype is float32, got 'int8'"
+    ):
         parse(JointEncoder.Spec, given)
 
 
@@ -300,20 +306,20 @@ def test_the_bundled_model_gets_a_head_of_its_own():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"model": "nowhere/at all"}, "model: .* is not a folder"),
-        ({"max_text_tokens": 64}, "max_text_tokens: 64 .* at most 40"),
-        ({"max_text_tokens": 2}, "max_text_tokens: 2"),
-        ({"positions": "none"}, "positions: 'none'"),
+        ({"model": "nowhere/at all"}, "model must be .* which is not a folder"),
+        ({"max_text_tokens": 64}, "max_text_tokens must be at most 40 .*, got 64"),
+        ({"max_text_tokens": 2}, "max_text_tokens must be .*, got 2"),
+        ({"positions": "none"}, "positions must be .*, got 'none'"),
     ],
 )
-def test_what_is_not_legal_is_said(tmp_path, spec, said):
+def test_invalid_specs(tmp_path, spec, said):
     given = {"model": language_model(tmp_path), "max_text_tokens": 24, **spec}
     with pytest.raises(SpecError, match=said):
         JointEncoder(parse(JointEncoder.Spec, given), 4)
 
 
 def test_a_model_of_another_kind_is_refused(checkpoint):
-    with pytest.raises(SpecError, match="model: .* is a siglip"):
+    with pytest.raises(SpecError, match="model must be .*, which is a siglip"):
         JointEncoder.check(JointEncoder.Spec(model=checkpoint("siglip")))
 
 
@@ -347,7 +353,7 @@ def test_what_was_saved_is_loaded(tmp_path, kind):
 
 def test_fingerprints_tell_adapters_and_joint_encoders_apart(tmp_path, folder):
     path, made = folder
-    first = json.loads((path / ABOUT).read_text("utf-8"))["fingerprints"]
+    first = json.loads((path / METADATA).read_text("utf-8"))["fingerprints"]
     changes = {}
     for name in ("same", "adapter", "joint", "vision", "settings"):
         if name == "adapter":
@@ -361,14 +367,14 @@ def test_fingerprints_tell_adapters_and_joint_encoders_apart(tmp_path, folder):
         elif name == "settings":
             made.adapter.spec = made.adapter.spec.model_copy(update={"max_tokens": 9})
         made.save(tmp_path / name)
-        changes[name] = json.loads((tmp_path / name / ABOUT).read_text("utf-8"))["fingerprints"]
+        changes[name] = json.loads((tmp_path / name / METADATA).read_text("utf-8"))["fingerprints"]
     assert changes["same"] == first
     assert changes["adapter"]["adapter"] != first["adapter"]
     assert changes["adapter"]["joint"] == first["joint"] != changes["joint"]["joint"]
     of_adapter = [changes[name]["adapter"] for name in ("same", "joint", "vision", "settings")]
     assert len(set(of_adapter)) == 4
     check_tokens(path, first["adapter"])
-    with pytest.raises(SpecError, match=r"edje: .* has the adapter .*, not that of the tokens"):
+    with pytest.raises(SpecError, match=r"edje must be .*the index's adapter .* has the adapter"):
         check_tokens(path, changes["adapter"]["adapter"])
 
 
@@ -381,19 +387,19 @@ def test_a_folder_that_is_none_or_damaged_is_one_error(folder, tmp_path):
                 load(path, "start")
             assert error.value.field == "start"
 
-    with pytest.raises(SpecError, match=f"edje: .*nowhere.* has no {ABOUT}"):
+    with pytest.raises(SpecError, match=f"edje must be .*nowhere.*has no {METADATA}"):
         Edje.load(tmp_path / "nowhere")
-    about = (path / ABOUT).read_text("utf-8")
+    about = (path / METADATA).read_text("utf-8")
     for damaged, said in (
-        (about[:40], f"has a damaged {ABOUT}"),
-        ("{}", f"has a damaged {ABOUT}"),
-        ("[]", f"has a damaged {ABOUT}"),
+        (about[:40], f"has a damaged {METADATA}"),
+        ("{}", f"has a damaged {METADATA}"),
+        ("[]", f"has a damaged {METADATA}"),
         (about.replace('"format": 1', '"format": 9'), "is of format 9; .* format 1"),
         (about.replace('"num_tokens": 3', '"num_tokens": 2'), "its adapter that were changed"),
     ):
-        (path / ABOUT).write_text(damaged, "utf-8")
+        (path / METADATA).write_text(damaged, "utf-8")
         refused(said)
-    (path / ABOUT).write_text(about, "utf-8")
+    (path / METADATA).write_text(about, "utf-8")
     for name, part in ((ADAPTER, "adapter"), (HEADS, "joint"), ("model.safetensors", "joint")):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(whole[:-9])
@@ -406,16 +412,16 @@ def test_a_folder_that_is_none_or_damaged_is_one_error(folder, tmp_path):
     refused("has files of its joint that were changed")
 
 
-# -- the pool --------------------------------------------------------------------------------------
+# -- the candidates --------------------------------------------------------------------------------
 
 
 def test_a_pool_is_reranked_and_stands_above_all_others():
     torch.manual_seed(0)
     first = torch.randn(5, 12)
-    pairs = pairs_of(first, 4)
+    pairs = candidate_pairs(first, 4)
     scores = torch.randn(len(pairs))
     for add in (False, True):
-        order = reranked(first, pairs, scores, add).argsort(dim=1, descending=True)
+        order = rerank_scores(first, pairs, scores, add).argsort(dim=1, descending=True)
         for query in range(5):
             ranked = first[query].argsort(descending=True).tolist()
             rows = pairs[:, 0] == query
@@ -428,9 +434,9 @@ def test_a_pool_is_reranked_and_stands_above_all_others():
 
 def test_a_pool_larger_than_the_corpus_is_the_corpus_and_an_empty_one_changes_nothing():
     first = torch.rand(2, 3)
-    assert pairs_of(first, 10).shape == (6, 2)
-    none = pairs_of(first, 0)
-    torch.testing.assert_close(reranked(first, none, torch.zeros(0)), first.double())
+    assert candidate_pairs(first, 10).shape == (6, 2)
+    none = candidate_pairs(first, 0)
+    torch.testing.assert_close(rerank_scores(first, none, torch.zeros(0)), first.double())
 
 
 def test_texts_can_be_taken(tmp_path):

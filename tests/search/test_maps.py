@@ -16,7 +16,9 @@ from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import Passage
-from pipeline.search.maps import Previews, Word, draw, light, moment, similarity_map, titled
+from pipeline.search.map_images import add_header, draw_image, highlight
+from pipeline.search.maps import Word, similarity_map, visible_time
+from pipeline.search.previews import Previews
 from tests.pdfs import Page, pdf
 
 #: 200 x 100 points, the words 6 points a letter: every box is known.
@@ -92,7 +94,7 @@ def test_the_picture_is_lit_where_the_word_is(uri):
     image = Previews(searcher.index).picture("a.pdf#page=1")
     map = similarity_map(searcher, "Lisbon", "a.pdf#page=1")
     before = np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).astype(int)
-    after = np.asarray(Image.open(io.BytesIO(draw(image, map, 0))).convert("RGB")).astype(int)
+    after = np.asarray(Image.open(io.BytesIO(draw_image(image, map, 0))).convert("RGB")).astype(int)
     assert before.shape == after.shape == (200, 400, 3)
     change = np.abs(after - before).sum(axis=2)
     x0, y0, x1, y1 = (np.array(map.best_word(0).box) * [400, 200, 400, 200]).astype(int)
@@ -103,9 +105,9 @@ def test_the_picture_is_lit_where_the_word_is(uri):
 def test_a_saved_map_has_a_header(uri):
     searcher = open_index(uri)
     map = similarity_map(searcher, "the harbour of Lisbon", "a.pdf#page=1")
-    bare = light(Previews(searcher.index), map)
+    bare = highlight(Previews(searcher.index), map)
     for token in (None, 1):
-        whole = Image.open(io.BytesIO(titled(bare, map, "the harbour of Lisbon " * 9, token)))
+        whole = Image.open(io.BytesIO(add_header(bare, map, "the harbour of Lisbon " * 9, token)))
         header = np.asarray(whole.convert("RGB")).astype(int)[: whole.height - 200]
         assert (whole.width, len(header) > 100) == (420, True)
         assert (header.sum(axis=2) < 150).sum() > 1000  # the query, in several lines
@@ -125,7 +127,7 @@ def test_a_stop_word_is_hardly_highlighted(uri):
 
 def test_maps_from_the_command_line(uri, tmp_path, capsys):
     out = tmp_path / "maps"
-    search.main([uri, "fish", "--k", "1", "--where", "modality = 'page'", "--save-maps", str(out)])
+    search.main([uri, "fish", "--k", "1", "--filter", "modality = 'page'", "--save-maps", str(out)])
     assert "brightest: fish" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["1-01-fish.png", "1.json", "1.png"]
     stored = json.loads((out / "1.json").read_text())
@@ -140,13 +142,16 @@ def test_what_has_no_map(uri, tmp_path):
     assert similarity_map(searcher, "fish", "letter.txt").best_word().text == "fish"
     with pytest.raises(SpecError, match="is not in the index"):
         similarity_map(searcher, "fish", "b.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text, which has no picture"):
+    with pytest.raises(
+        SpecError, match="item_id must be .*'letter.txt' .is a text, which has no picture"
+    ):
         Previews(searcher.index).picture("letter.txt")
     with pytest.raises(
-        SpecError, match="documents: .* has no readable a.pdf .* --documents pages=FOLDER"
+        SpecError,
+        match="documents must be the folder of .*has no readable a.pdf .* --documents pages=FOLDER",
     ):
         Previews(searcher.index, {"": str(tmp_path)}).picture("a.pdf#page=1")
-    with pytest.raises(SpecError, match=r"documents.path: '.*nowhere' does not exist"):
+    with pytest.raises(SpecError, match=r"documents.path must be .*'.*nowhere'.*does not exist"):
         Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
 
 
@@ -166,7 +171,7 @@ def test_only_the_file_that_was_indexed_is_shown(uri, tmp_path):
     (tmp_path / "a.pdf").unlink()
     with pytest.raises(SpecError, match="has no readable a.pdf"):
         moved.picture("a.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id: 'letter.txt' is a text"):
+    with pytest.raises(SpecError, match="item_id must be .*'letter.txt' .is a text"):
         here.picture("letter.txt")
 
 
@@ -184,8 +189,8 @@ def test_a_frame_is_drawn_at_a_time_when_its_text_is_visible():
     def word(text, times):
         return Word(text, (0, 0), (0, 0, 1, 1), times, np.zeros(1), 0.0, 0.0)
 
-    assert moment(word("title", (1.0, 3.0))) == 2.0
-    assert moment(word("", (1.0, 3.0))) == 1.0  # a patch
-    assert moment(word("page", None)) is None
+    assert visible_time(word("title", (1.0, 3.0))) == 2.0
+    assert visible_time(word("", (1.0, 3.0))) == 1.0  # a patch
+    assert visible_time(word("page", None)) is None
     region = Passage((-1, -1), (0, 0, 1, 1), (1.0, 3.0), contribution=0.0)
-    assert moment(region) == 1.0
+    assert visible_time(region) == 1.0

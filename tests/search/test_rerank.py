@@ -1,4 +1,4 @@
-"""Search in two stages: EDJE's joint encoder over the pool of the first, in both directions."""
+"""Reranking of search results with EDJE's joint encoder, for text and image queries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
 from pipeline.eval.spec import EvaluateSpec
-from pipeline.eval.views import pool_scans
+from pipeline.eval.views import depth_scans
 from pipeline.index.reader import Index
 from pipeline.report.files import write
 from pipeline.schema import Composed
-from pipeline.search.maps import HIT_STEP
+from pipeline.search.map_sheets import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
 from tests.pictures import index_captioned, noise, png
@@ -79,13 +79,13 @@ def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("add_first_stage", [False, True])
-@pytest.mark.parametrize("pool", [1, 4, 100])
-def test_the_pool_is_in_the_order_of_the_joint_encoder(uri, model, pool, add_first_stage):
-    searcher, reranker = open_index(uri), Reranker(model, pool, add_first_stage)
+@pytest.mark.parametrize("depth", [1, 4, 100])
+def test_the_order_is_that_of_the_joint_encoder(uri, model, depth, add_first_stage):
+    searcher, reranker = open_index(uri), Reranker(model, depth, add_first_stage)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
     alone = joint_scores(reranker, TEXT, uri)
     value = {h.item_id: alone[h.item_id] + add_first_stage * h.score for h in first}
-    expected = sorted(first[:pool], key=lambda h: -value[h.item_id]) + first[pool:]
+    expected = sorted(first[:depth], key=lambda h: -value[h.item_id]) + first[depth:]
     found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
     assert [h.item_id for h in found] == [h.item_id for h in expected]
     assert [h.rank for h in found] == list(range(1, NUM_PHOTOS + 1))
@@ -93,20 +93,20 @@ def test_the_pool_is_in_the_order_of_the_joint_encoder(uri, model, pool, add_fir
         about = hit.reranked
         assert (about.first_rank, about.first_score) == (before.rank, before.score)
         assert about.num_truncated_tokens == 0 and about.problem == ""
-        if before.rank <= pool:
+        if before.rank <= depth:
             assert about.joint == pytest.approx(alone[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
         else:
             assert about.joint is None and hit.score == before.score
     fewer = searcher.search(TEXT, k=2, rerank=reranker, **HOW)
     assert [h.item_id for h in fewer] == [h.item_id for h in found[:2]]
-    if pool == 100 and not add_first_stage:
+    if depth == 100 and not add_first_stage:
         assert [h.item_id for h in found] != [h.item_id for h in first]
 
 
 def test_ten_are_reranked_by_default(model):
     reranker = Reranker(model)
-    assert reranker.pool == 10 and not reranker.add_first_stage
+    assert reranker.rerank_depth == 10 and not reranker.add_first_stage
 
 
 def test_several_queries_and_shards_give_the_same(uri, model):
@@ -126,7 +126,7 @@ def test_several_queries_and_shards_give_the_same(uri, model):
 def test_a_picture_finds_by_the_items_texts(uri, model, photos):
     """Of a photo the tokens are those that the index has; an item without text is flagged."""
     searcher, reranker = open_index(uri), Reranker(model, 5)
-    tokens, mask = reranker.tokens_of(searcher, [photos["3.png"]])
+    tokens, mask = reranker.image_tokens(searcher, [photos["3.png"]])
     torch.testing.assert_close(tokens, stored(uri)["3.png"], atol=2e-3, rtol=2e-3)
     assert mask.all()
 
@@ -134,9 +134,9 @@ def test_a_picture_finds_by_the_items_texts(uri, model, photos):
     found = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **HOW)
     captions = {name: f"a wing with {i} engines" for i, name in enumerate(photos) if i}
     value = {n: reranker.joint.scores([text], tokens, mask).item() for n, text in captions.items()}
-    pool = [h.item_id for h in first[:5]]
-    best = iter(sorted((n for n in pool if n in value), key=lambda name: -value[name]))
-    expected = [next(best) if name in value else name for name in pool]
+    candidates = [h.item_id for h in first[:5]]
+    best = iter(sorted((n for n in candidates if n in value), key=lambda name: -value[name]))
+    expected = [next(best) if name in value else name for name in candidates]
     assert [h.item_id for h in found] == expected + [h.item_id for h in first[5:]]
     for hit in found:
         is_flagged = hit.item_id == "0.png" and hit.reranked.first_rank <= 5
@@ -164,7 +164,7 @@ def test_an_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
     value = joint_scores(reranker, TEXT, uri)
     others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
     assert [found[i].item_id for i in (0, 2, 3, 4)] == others
-    # Behind the pool nothing is looked at.
+    # Nothing beyond the rerank depth is read.
     assert found[5].item_id == sixth and found[5].reranked.problem == ""
 
 
@@ -177,7 +177,7 @@ def test_items_deleted_meanwhile_and_an_empty_pool(tmp_path, dual, model, photos
     assert searcher.search(TEXT, rerank=reranker, **HOW) == before  # of its own version
     after = open_index(uri).search(TEXT, rerank=reranker, **HOW)
     assert [h.item_id for h in after] == [h.item_id for h in before[1:]]
-    for restricted in ({"where": "modality = 'text'"}, {"ids": [best]}, {"ids": []}):
+    for restricted in ({"filter": "modality = 'text'"}, {"ids": [best]}, {"ids": []}):
         assert open_index(uri).search(TEXT, rerank=reranker, **restricted, **HOW) == []
         assert open_index(uri).search(photos["3.png"], rerank=reranker, **restricted, **HOW) == []
 
@@ -195,19 +195,23 @@ def test_what_is_refused(tmp_path, uri, dual, model, photos):
     """In one sentence, and before anything is encoded."""
     searcher, reranker = open_index(uri), Reranker(model)
     plain = index_captioned(tmp_path / "plain", dual, photos)
-    with pytest.raises(SpecError, match=r"there are none; legal: .*jobs\.backfill SPEC.yaml rer"):
+    with pytest.raises(
+        SpecError,
+        match=r"an index without rerank_tokens, got"
+        r" .*jobs\.backfill SPEC.yaml rer",
+    ):
         open_index(plain).search(TEXT, rerank=reranker, **HOW)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
-    with pytest.raises(SpecError, match="rerank: .* has the adapter .*, not that of the tokens"):
+    with pytest.raises(SpecError, match="rerank must be .*the index's adapter .* has the adapter"):
         searcher.search(TEXT, rerank=other, **HOW)
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
-        with pytest.raises(SpecError, match="rerank: .* needs the query as it was written"):
+        with pytest.raises(SpecError, match="rerank must be .*reads the query itself"):
             searcher.search(query, "hpool_4", rerank=reranker)
-    with pytest.raises(SpecError, match="pool: 0 is not legal; legal: an integer >= 1"):
+    with pytest.raises(SpecError, match="rerank_depth must be an integer >= 1, got 0"):
         Reranker(model, 0)
-    with pytest.raises(SpecError, match="rerank: .* has no edje.json"):
+    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
         Reranker(str(tmp_path))
-    with pytest.raises(SpecError, match="k: 0 is not legal"):
+    with pytest.raises(SpecError, match="k must be an integer >= 1, got 0"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # A picture needs no tokens of the items.
     assert open_index(plain).search(photos["1.png"], rerank=reranker, **HOW)[0].reranked
@@ -227,8 +231,8 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
-    """Printed, as JSON and as a run; a picture; and what is not legal."""
-    given = [uri, "--score", "single", "--rerank", f"edje={model}", "--pool", "4"]
+    """Printed, as JSON and as a run; a picture; and invalid requests."""
+    given = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
     reranker = Reranker(model, 4)
     found = open_index(uri).search(TEXT, rerank=reranker, score="single")
     search.main([*given, TEXT])
@@ -256,7 +260,7 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
     assert "tokens longer than what the reranker reads" in capsys.readouterr().out
     for wrong in ("maxsim", "edje", f"x={model}"):
-        with pytest.raises(SpecError, match="rerank: .* is not legal; legal: edje=FOLDER"):
+        with pytest.raises(SpecError, match="rerank must be edje=FOLDER"):
             search.main([uri, TEXT, "--rerank", wrong])
 
 
@@ -265,7 +269,7 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     folder = Path(uri).parent / "1.png"
     written = tmp_path / "sheet.png"
     given = [uri, TEXT, "--score", "single", "--k", "3", "--save-sheet", str(written)]
-    search.main([*given, "--rerank", f"edje={model}", "--pool", "5"])
+    search.main([*given, "--rerank", f"edje={model}", "--rerank-depth", "5"])
     assert f"sheet: {written}" in capsys.readouterr().out
     searcher = open_index(uri)
     rows = [
@@ -302,14 +306,18 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     assert Image.open(written).width > one.width
     assert "; 1 of its hits have no picture" in capsys.readouterr().out
     written.unlink()
-    search.main([*given, "--where", "item_id = 'x'"])
+    search.main([*given, "--filter", "item_id = 'x'"])
     assert "sheet: none; there are no hits" in capsys.readouterr().out and not written.exists()
-    with pytest.raises(SpecError, match=r"save-sheet: .*y.txt.*legal: a file that ends with .png"):
+    with pytest.raises(
+        SpecError,
+        match=r"save-sheet must be a file that ends with .png, got"
+        r" .*y.txt",
+    ):
         search.main([*given[:-1], str(tmp_path / "y.txt")])
-    for alone in (["--pool", "3"], ["--add-first-stage"], ["--precision", "int8"]):
+    for alone in (["--rerank-depth", "3"], ["--add-first-stage"], ["--precision", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             search.main([uri, TEXT, *alone])
-        said = f"{alone[0]} is for --rerank edje=FOLDER"
+        said = f"{alone[0]} requires --rerank edje=FOLDER"
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
         with pytest.raises(SystemExit) as stopped:
@@ -326,11 +334,14 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
     lines = [json.dumps({"_id": query, "text": text}) for query, text in queries.items()]
     (folder / "queries.jsonl").write_text("\n".join(lines))
-    rerank = [{"model": model, "pool": 3}, {"model": model, "pool": 7, "add_first_stage": True}]
+    rerank = [
+        {"model": model, "rerank_depth": 3},
+        {"model": model, "rerank_depth": 7, "add_first_stage": True},
+    ]
     rerank += [
         {"model": model, "score": "late", "label": "after_late"},
-        {"model": model, "pool": 5},
-        {"model": model, "pool": 5, "precision": "bfloat16"},
+        {"model": model, "rerank_depth": 5},
+        {"model": model, "rerank_depth": 5, "precision": "bfloat16"},
     ]
     given = {
         "index": uri,
@@ -344,10 +355,10 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     evaluation = run(spec, lambda line: None)
     names = [result.name for result in evaluation.results]
     assert names[-5:] == ["after_late", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
-    (scan,) = pool_scans(evaluation)  # of one reranker behind one first stage
-    assert {pool: row.name for pool, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
+    (scan,) = depth_scans(evaluation)  # of one reranker behind one first stage
+    assert {depth: row.name for depth, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
     write(evaluation, spec.output)
-    assert Image.open(tmp_path / "out/reranking_by_pool.png").width > 800
+    assert Image.open(tmp_path / "out/reranking_by_depth.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (
         ("edje_3", Reranker(model, 3), "single"),
@@ -371,8 +382,11 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
     assert "edje_3" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
     for wrong, sentence in (
-        ([rerank[0], rerank[0]], "rerank: 'edje_3' is named twice; legal: a different `label`"),
-        ([{"model": str(tmp_path)}], "^rerank.0.model: .* has no edje.json"),
+        (
+            [rerank[0], rerank[0]],
+            "rerank must be unique .*, got 'edje_3', which occurs twice",
+        ),
+        ([{"model": str(tmp_path)}], "^rerank.0.model must be .*, which has no edje.json"),
     ):
         with pytest.raises(SpecError, match=sentence):
             run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)

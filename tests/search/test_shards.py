@@ -53,10 +53,12 @@ def test_shards_are_runs_of_all_fragments(uri, number):
 @pytest.mark.parametrize("number", [1, 2, 3, 40])
 @pytest.mark.parametrize("k", [1, 3, 5, 100])
 @pytest.mark.parametrize("group_by", [None, "parent"])
-@pytest.mark.parametrize("where", [None, "item_id > 'p1'", "item_id = 'nothing'"])
-def test_merged_shards_equal_the_whole(uri, number, k, group_by, where):
-    expected = open_index(uri).rank(QUERIES, k=k, group_by=group_by, where=where)
-    for ranking, other in zip(merged(uri, number, k, group_by, where=where), expected, strict=True):
+@pytest.mark.parametrize("filter", [None, "item_id > 'p1'", "item_id = 'nothing'"])
+def test_merged_shards_equal_the_whole(uri, number, k, group_by, filter):
+    expected = open_index(uri).rank(QUERIES, k=k, group_by=group_by, filter=filter)
+    for ranking, other in zip(
+        merged(uri, number, k, group_by, filter=filter), expected, strict=True
+    ):
         assert ranking.item_ids == other.item_ids
         assert ranking.parent_ids == other.parent_ids
         assert ranking.scores == pytest.approx(other.scores, abs=1e-6)
@@ -97,8 +99,8 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
         {"k": 3},
         {"k": 100},
         {"k": 3, "group_by": "parent"},
-        {"k": 5, "where": "parent_id <> 'bread'"},
-        {"k": 5, "where": "item_id = 'nothing'", "group_by": "parent"},
+        {"k": 5, "filter": "parent_id <> 'bread'"},
+        {"k": 5, "filter": "item_id = 'nothing'", "group_by": "parent"},
     ):
         expected = alone.search(texts, "hpool_4", score=score, **options)
         hits = sharded.search(texts, "hpool_4", score=score, **options)
@@ -115,7 +117,7 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"k": 0}, "k"), ({"where": "colour = 'red'"}, "where"), ({"score": "best"}, "score")],
+    [({"k": 0}, "k"), ({"filter": "colour = 'red'"}, "filter"), ({"score": "best"}, "score")],
 )
 def test_illegal_arguments_are_said_as_without_shards(sharded, options, field, monkeypatch):
     """And before an actor is asked: Ray would print the errors of all of them but the first."""
@@ -168,7 +170,7 @@ def test_an_actor_that_dies_is_started_again(cluster, uri):
         after = processes(searcher)
         assert after[0] == before[0] and after[1] != before[1]
         ray.get(kill.remote(after[1]))
-        with pytest.raises(JobError, match="a shard of .* ended for good"):
+        with pytest.raises(JobError, match="a shard of .* failed permanently"):
             for _ in range(20):
                 searcher.rank(QUERIES)
 
@@ -183,5 +185,5 @@ def test_actors_that_find_no_place(cluster, uri):
 def test_an_illegal_number_of_shards(cluster, uri):
     from pipeline.search.sharded import ShardedSearcher
 
-    with pytest.raises(SpecError, match="num_shards: 0"):
+    with pytest.raises(SpecError, match="num_shards must be .*0"):
         ShardedSearcher(uri, num_shards=0)

@@ -61,7 +61,7 @@ def test_equals_the_job(client, index_uri, tmp_path):
         assert data and index_uri.encode() not in data
     assert found.id in {each.id for each in client.evaluations()}
     client.delete_evaluation(found.id)
-    with pytest.raises(ServerError, match="is not known"):
+    with pytest.raises(ServerError, match="unknown evaluation"):
         client.evaluation(found.id)
 
 
@@ -69,7 +69,7 @@ def test_others_do_not_see_it(url, client):
     asked = client.evaluate(index="texts", **ASKED)
     with Client(url, "mr_other") as other:
         for ask in (other.evaluation, other.cancel_evaluation, other.delete_evaluation):
-            with pytest.raises(ServerError, match="is not known"):
+            with pytest.raises(ServerError, match="unknown evaluation"):
                 ask(asked.id)
         assert other.evaluations() == []
     with Client(url, "mr_few") as few, pytest.raises(ServerError, match="may not ask"):
@@ -93,12 +93,12 @@ def test_others_do_not_see_it(url, client):
         ({"queries": {"q1": "x", "q\0": "y"}}, "qrels", "tabs"),
         ({"queries": {"q1": "  "}}, "queries", "texts with a word"),
         ({"queries": {"q1": "x" * 5_000}}, "queries", "4,000 characters"),
-        ({"k": 101}, "k", "legal: 100"),
+        ({"k": 101}, "k", "at most 100, got 101"),
         ({"k": 1}, "k", "at least 10"),
         ({"representations": ["nope"]}, "representation", "nope"),
     ],
 )
-def test_what_is_not_legal(http, change, field, says):
+def test_an_invalid_request(http, change, field, says):
     asked = {"index": "texts", **ASKED, **change}
     response = http.post("/v1/evaluations", json={k: v for k, v in asked.items() if v is not None})
     error = wire.ErrorAnswer.model_validate_json(response.content).error
@@ -230,5 +230,5 @@ def test_deleted_by_several_at_once(settings):
 def test_names_that_are_none(settings, name):
     store = Store(settings)
     for ask in (store.evaluation, store.cancel, store.delete, lambda n: store.file(n, "table.md")):
-        with pytest.raises(ApiError, match="is not known"):
+        with pytest.raises(ApiError, match="unknown evaluation"):
             ask(name)

@@ -46,12 +46,16 @@ def test_equal_results_and_errors(uri):
         assert found.to_pylist() == [f"i{i}" for i in range(200) if i < 30 or i >= 190]
         halves = [await part.matching_ids(KEY, edition, "number % 2 = 0") for part in parts]
         assert [len(half) for half in halves] == [50, 50]
-        for where, says in (("nope = 1", "unknown column"), ("number =", "does not parse")):
-            with pytest.raises(SpecError, match=f"^where: .*{says}"):
-                await filters.matching_ids(KEY, edition, where)
+        for filter, says in (("nope = 1", "unknown column"), ("number =", "does not parse")):
+            with pytest.raises(SpecError, match=f"^filter must be .*{says}"):
+                await filters.matching_ids(KEY, edition, filter)
         assert (await filters.matching_ids(KEY, edition, "number = 7")).to_pylist() == ["i7"]
         assert len(filters._idle) == 1  # one process was enough for all
-        with pytest.raises(SpecError, match=r"^index: .*another one now"):
+        with pytest.raises(
+            SpecError,
+            match=r"^index must be the index being served, got .*"
+            r" was replaced by another",
+        ):
             other = edition._replace(content="0")
             await filters.matching_ids(KEY, other, "number = 7")
 
@@ -112,12 +116,12 @@ def test_a_key_leaves_a_process_to_others(uri):
 def test_memory_of_a_filter_is_bounded(uri):
     """What takes more ends the process, or is an error; the next filter is evaluated."""
     edition = Index(uri).edition
-    where = " || ".join(["text"] * 100) + " = 'x'"  # 2 GB for the 200 items
+    filter = " || ".join(["text"] * 100) + " = 'x'"  # 2 GB for the 200 items
 
     async def scenario():
         filters = Filters(uri, None, 60, memory_bytes=128 << 20)
-        with pytest.raises(SpecError, match="^where: "):
-            await filters.matching_ids(KEY, edition, where)
+        with pytest.raises(SpecError, match="^filter must be "):
+            await filters.matching_ids(KEY, edition, filter)
         assert len(await filters.matching_ids(KEY, edition, "number < 3")) == 3
 
     asyncio.run(scenario())

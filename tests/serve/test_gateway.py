@@ -42,18 +42,18 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
     ("change", "field", "says"),
     [
         ({"k": 0}, "k", "0"),
-        ({"k": 101}, "k", "legal: 100"),
+        ({"k": 101}, "k", "at most 100, got 101"),
         ({"k": "many"}, "k", "'many'"),
         ({"query": ""}, "query", "at least"),
         ({"query": "  "}, "query", "at least one word"),
         ({"query": "x" * 20_000}, "query", "20,000 characters"),
         ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
-        ({"query": {"vectors": [[1, 2], [3]]}}, "query", "not of one length"),
+        ({"query": {"vectors": [[1, 2], [3]]}}, "query", "of equal length"),
         ({"query": {"vectors": [[1, 2]]}}, "query", "vectors of 2 numbers"),
         ({"query": {"vectors": [[0.0] * 384]}}, "query", "zeros"),
         ({"query": {"image": "!"}}, "query.image", "cannot be read"),
         ({"representation": "nope"}, "representation", "hpool_2"),
-        ({"representation": "rerank_tokens"}, "representation", "reranking alone"),
+        ({"representation": "rerank_tokens"}, "representation", "only for reranking"),
         ({"score": "best"}, "score", "'late'"),
         ({"weights": [1, 2]}, "weights", "hybrid"),
         ({"weights": [0, 0], "score": "hybrid"}, "weights", "not both 0"),
@@ -63,13 +63,13 @@ def refused(response: httpx2.Response, status: int, code: str, field: str | None
         ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "at most 400 operators"),
         ({"filter": "`repeat`(text, 1000000) = 'x'"}, "filter", "does not parse"),
         ({"group_by": "source"}, "group_by", "parent"),
-        ({"rerank": {"depth": 101}}, "rerank.depth", "legal: 100"),
+        ({"rerank": {"rerank_depth": 101}}, "rerank.rerank_depth", "at most 100, got 101"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
         ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
-        ({"surprise": 1}, "surprise", "Extra"),
+        ({"surprise": 1}, "surprise", "unknown field"),
     ],
 )
-def test_what_is_not_legal_names_its_field(http, change, field, says):
+def test_an_invalid_request_names_its_field(http, change, field, says):
     response = http.post("/v1/search", json={**SEARCH, **change})
     assert says in refused(response, 422, "invalid_argument", field)
 
@@ -141,7 +141,7 @@ def test_more_text_than_a_server_allows(http):
 
 def test_more_queries_than_a_server_allows(http):
     response = http.post("/v1/search:batch", json={"queries": ["x"] * 151, "index": "texts"})
-    assert "legal: 150" in refused(response, 422, "invalid_argument", "queries")
+    assert "at most 150" in refused(response, 422, "invalid_argument", "queries")
 
 
 def test_bodies_that_are_too_large(http):
@@ -337,7 +337,12 @@ def test_one_id_in_the_logs_of_all_stages(http):
     """And none of them holds the query."""
     import ray
 
-    query = {**SEARCH, "query": "zeppelin", "representation": "hpool_2", "rerank": {"depth": 3}}
+    query = {
+        **SEARCH,
+        "query": "zeppelin",
+        "representation": "hpool_2",
+        "rerank": {"rerank_depth": 3},
+    }
     http.post("/v1/search", json=query, headers={"X-Request-ID": "trace-7"})
     session = ray._private.worker.global_worker.node.get_session_dir_path()
 

@@ -77,11 +77,14 @@ def test_keys_expire():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no list"),
-        ("keys: [", "no YAML"),
-        ("keys: [{name: a}]", "keys.0.sha256"),
+        ("", "contains no list"),
+        ("keys: [", "not valid YAML"),
+        ("keys: [{name: a}]", "field 'sha256' is required in keys.0"),
         ("keys: [{name: a, sha256: xyz}]", "keys.0.sha256"),
-        (f"keys: [{{name: a, sha256: {'0' * 64}, indexs: []}}]", "keys.0.indexs"),
+        (
+            f"keys: [{{name: a, sha256: {'0' * 64}, indexs: []}}]",
+            "unknown field 'indexs' in keys.0; did you mean 'indexes'",
+        ),
         (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: a, sha256: {'1' * 64}}}]", "twice"),
         (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: b, sha256: {'0' * 64}}}]", "twice"),
     ],
@@ -96,7 +99,7 @@ def test_entries_as_the_command_prints_them():
     entry = f"  - name: ann\n    sha256: {'0' * 63}a\n"
     for text in (entry, "keys:\n" + entry, entry + entry.replace("ann", "bob").replace("0a", "0b")):
         assert read_keys(text)[0].name == "ann"
-    with pytest.raises(SpecError, match="keys.0.sha256: 'xyz'"):
+    with pytest.raises(SpecError, match="keys.0.sha256 must be .*'xyz'"):
         read_keys("- {name: a, sha256: xyz}")
 
 
@@ -130,7 +133,7 @@ def test_the_command_prints_an_entry_and_the_key(capsys):
     assert key.name == "ann" and key.indexes == ["a", "b"] and not key.evaluate
     assert key.sha256 == hash_of(printed.err.split()[-1])
     assert yaml.safe_load(printed.out)[0]["sha256"] == key.sha256
-    with pytest.raises(SpecError, match="requests_per_second: 0"):
+    with pytest.raises(SpecError, match="requests_per_second must be .*0"):
         serve.main(["key", "--name", "ann", "--requests-per-second", "0"])
 
 

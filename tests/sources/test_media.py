@@ -59,9 +59,12 @@ def test_a_folder_at_any_depth(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nowhere", "path: '.*nowhere' does not exist"),
-        ("a.txt", "path: '.*a.txt' is not legal; legal: a folder, or a file that ends in .wav"),
-        ("", "path: '.*' holds none; legal: a folder with files that end in .wav"),
+        (
+            "nowhere",
+            "path must be an existing file or folder, got '.*nowhere', which does not exist",
+        ),
+        ("a.txt", "path must be a folder, or a file that ends in .wav.*, got '.*a.txt'"),
+        ("", "path must be a folder with files that end in .wav.*, got '.*', which contains none"),
     ],
 )
 def test_nothing_to_read(tmp_path, name, sentence):

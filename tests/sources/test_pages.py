@@ -262,9 +262,12 @@ def test_documents_that_lie_elsewhere():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nowhere", "path: '.*nowhere' does not exist"),
-        ("a.txt", "path: '.*a.txt' is not legal; legal: a folder, or a file that ends in .pdf"),
-        ("", "path: '.*' holds none; legal: a folder that holds .pdf files"),
+        (
+            "nowhere",
+            "path must be an existing file or folder, got '.*nowhere', which does not exist",
+        ),
+        ("a.txt", "path must be a folder, or a file that ends in .pdf, got '.*a.txt'"),
+        ("", "path must be a folder with .pdf files, got '.*', which contains none"),
     ],
 )
 def test_nothing_to_read(tmp_path, name, sentence):
@@ -286,7 +289,7 @@ def test_a_pipe_is_a_reject(tmp_path):
     [("dpi", float("inf")), ("dpi", 0), ("max_pixels", 1), ("limits", {"seconds": float("inf")})],
 )
 def test_options_that_make_no_sense(option, value):
-    with pytest.raises(SpecError, match=f"{option}.* is not legal"):
+    with pytest.raises(SpecError, match=f"{option}.* must be .*, got "):
         parse(Pages.Spec, {"path": "x", option: value})
 
 

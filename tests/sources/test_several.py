@@ -55,7 +55,10 @@ def test_the_resolved_spec_reads_back_to_itself(folders):
 
 
 def test_two_sources_of_one_collection_are_refused(folders):
-    with pytest.raises(SpecError, match="collection: 'letters' is the name of two collections"):
+    with pytest.raises(
+        SpecError,
+        match="collection must be unique for each source, got 'letters', which occurs twice",
+    ):
         spec_of(folders, collection="letters")
 
 
@@ -66,5 +69,5 @@ def test_an_empty_list_is_refused(folders):
 
 def test_what_one_of_them_lacks_is_named_by_its_number(folders):
     (folders / "papers/a.pdf").unlink()
-    with pytest.raises(SpecError, match=r"^1\.path: .* holds none"):
+    with pytest.raises(SpecError, match=r"^1\.path must be .*contains none"):
         SOURCES.build(spec_of(folders).source).check()

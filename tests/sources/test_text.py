@@ -407,20 +407,24 @@ def test_check_says_what_is_wrong(tmp_path: Path):
     for path, words in {
         "": "is empty",
         tmp_path / "missing": "does not exist",
-        tmp_path / "empty": r"holds none; legal: .*\.txt, \.md, \.jsonl, \.jsonl\.gz",
-        tmp_path / "beir": "holds no corpus.jsonl",
+        tmp_path / "empty": r"\.txt, \.md, \.jsonl, \.jsonl\.gz files, got .* which contains none",
+        tmp_path / "beir": "contains no corpus.jsonl",
         tmp_path / "zero.jsonl": "is an empty file",
         tmp_path / "zero": "is an empty file",
         tmp_path / "a.pdf": "a file that ends in",
         "nosuch://a/b": "cannot be opened",
         "memory://nothing/here": "does not exist",
     }.items():
-        with pytest.raises(SpecError, match=f"^path: .*{words}"):
+        with pytest.raises(SpecError, match=f"^path must be .*{words}"):
             source(path).check()
 
 
 def test_passages_that_would_not_advance_are_refused():
-    with pytest.raises(SpecError, match=r"^passages.overlap_words: 9 .*below max_words .9."):
+    with pytest.raises(
+        SpecError,
+        match=r"^passages.overlap_words must be an integer below"
+        r" max_words .9., got 9",
+    ):
         source("x", passages={"max_words": 9, "overlap_words": 9})
 
 

@@ -336,7 +336,11 @@ def test_a_corrupt_file_in_a_folder_is_a_reject(tmp_path: Path):
     (tmp_path / "b.parquet").write_bytes(b"")
     pq.write_table(pa.table({"other": [1]}), tmp_path / "c.parquet")
     vectors = source(tmp_path)
-    with pytest.raises(SpecError, match=r"^id_column: 'id' is not a column; .* other"):
+    with pytest.raises(
+        SpecError,
+        match=r"^id_column must be 'other', got 'id',"
+        r" which is not a column",
+    ):
         vectors.check()  # c is the first that can be read
     *rejects, item = [r for *_, r in listed(vectors)]
     assert item.item_id == "d"
@@ -429,28 +433,30 @@ def test_check_of_npy_says_what_is_wrong(tmp_path: Path):
     array = np.ones((2, 3, DIM), np.float32)
     flat, lengths = np.ones((6, DIM), np.float32), np.array([2, 4])
     ids = "a\nb\n"
-    refuses("holds no vectors; legal: a folder with vectors.npy and ids.txt, or a folder of files")
-    refuses("holds no ids.txt", vectors=array)
-    refuses("holds no vectors.npy", ids=ids)
-    refuses("^dim: 128 is not legal; legal: 4, the width", 128, vectors=array, ids=ids)
-    refuses("holds 1 ids and 2 rows of vectors.npy", vectors=array, ids="a\n")
-    refuses("holds 3 ids and 2 rows of lengths.npy", vectors=flat, lengths=lengths, ids="a\nb\nc")
+    refuses(
+        "a folder with vectors.npy and ids.txt, or a file or folder .*, which contains no vectors"
+    )
+    refuses("contains no ids.txt", vectors=array)
+    refuses("contains no vectors.npy", ids=ids)
+    refuses("^dim must be 4, the width .*, got 128", 128, vectors=array, ids=ids)
+    refuses("has 1 ids and 2 rows of vectors.npy", vectors=array, ids="a\n")
+    refuses("has 3 ids and 2 rows of lengths.npy", vectors=flat, lengths=lengths, ids="a\nb\nc")
     refuses("6 vectors and lengths of sum 5", vectors=flat, lengths=np.array([2, 3]), ids=ids)
-    refuses("holds the length -1", vectors=flat, lengths=np.array([7, -1]), ids=ids)
+    refuses("has the length -1", vectors=flat, lengths=np.array([7, -1]), ids=ids)
     refuses("lengths.npy as float64 of shape", vectors=flat, lengths=np.ones(2), ids=ids)
-    refuses(r"shape \(2, 3, 4\); .*\(T, D\) beside", vectors=array, lengths=lengths, ids=ids)
-    refuses(r"shape \(4,\); .*\(n, N, D\) or", vectors=np.ones(DIM), ids=ids)
-    refuses("holds no items", vectors=array[:0], ids="")
+    refuses(r"shape \(T, D\), got .* shape \(2, 3, 4\)", vectors=array, lengths=lengths, ids=ids)
+    refuses(r"shape \(n, N, D\) or .*, got .* shape \(4,\)", vectors=np.ones(DIM), ids=ids)
+    refuses("contains no items", vectors=array[:0], ids="")
     refuses("Fortran order", vectors=np.asfortranarray(array), ids=ids)
     refuses("dtype complex128", vectors=array.astype(complex), ids=ids)
     refuses("dtype object", vectors=np.array([["a", None]]), ids=ids)
     refuses("unreadable vectors.npy", vectors=b"no array", ids=ids)
     np.save(tmp_path / "vectors.npy", array)
     content = (tmp_path / "vectors.npy").read_bytes()
-    refuses("of which the header promises", vectors=content[:-1], ids=ids)
-    with pytest.raises(SpecError, match=r"^path: .* does not exist"):
+    refuses("but the header requires", vectors=content[:-1], ids=ids)
+    with pytest.raises(SpecError, match=r"^path must be .*does not exist"):
         source(tmp_path / "missing").check()
-    with pytest.raises(SpecError, match=r"^dim: 0 "):
+    with pytest.raises(SpecError, match=r"^dim must be .*got 0"):
         source(tmp_path, dim=0)
 
 
@@ -461,22 +467,34 @@ def test_check_of_columns_says_what_is_wrong(tmp_path: Path):
             source(tmp_path, **options).check()
 
     good = table({"a": [[1.0] * DIM]})
-    refuses("^id_column: 'key' is not a column; .* id, vectors", good, id_column="key")
-    refuses("^vectors_column: 'v' is not a column", good, vectors_column="v")
-    refuses("^dim: 128 is not legal; legal: 4", good, dim=128)
-    refuses("holds no rows", good.slice(0, 0))
-    refuses("^id_column: 'id' has the type double", pa.table({"id": [1.5], "vectors": [[[1.0]]]}))
-    refuses("^vectors_column: .* list<.*: double>", pa.table({"id": ["a"], "vectors": [[1.0]]}))
-    refuses("a column text of strings", good.append_column("text", pa.array([1])))
+    refuses(
+        "^id_column must be one of .*id, vectors, got 'key', which is not a column",
+        good,
+        id_column="key",
+    )
+    refuses("^vectors_column must be .*, got 'v', which is not a column", good, vectors_column="v")
+    refuses("^dim must be 4, .*, got 128", good, dim=128)
+    refuses("contains no rows", good.slice(0, 0))
+    refuses(
+        "^id_column must be a column of strings or integers, got 'id', which has the type double",
+        pa.table({"id": [1.5], "vectors": [[[1.0]]]}),
+    )
+    refuses(
+        "^vectors_column must be a column of lists .* list<.*: double>",
+        pa.table({"id": ["a"], "vectors": [[1.0]]}),
+    )
+    refuses(
+        "a file without a column text, or one of strings", good.append_column("text", pa.array([1]))
+    )
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
-    with pytest.raises(SpecError, match=r"holds a\.parquet, which cannot be read"):
+    with pytest.raises(SpecError, match=r"contains the unreadable a\.parquet"):
         source(tmp_path).check()
     stream = tmp_path / "stream.arrow"
     with pa.ipc.new_stream(stream, good.schema) as writer:
         writer.write_table(good)
-    with pytest.raises(SpecError, match=r"holds stream\.arrow, which cannot be read"):
+    with pytest.raises(SpecError, match=r"contains the unreadable stream\.arrow"):
         source(stream).check()
-    with pytest.raises(SpecError, match="holds no vectors"):
+    with pytest.raises(SpecError, match="contains no vectors"):
         source(Path(__file__)).check()
 
 

@@ -143,5 +143,8 @@ def test_pairs_are_scored_each_for_itself(checkpoint):
 
 
 def test_an_encoder_that_reads_neither_form():
-    with pytest.raises(SpecError, match="^--form: 'text' .* sleeping; legal: no form with this"):
+    with pytest.raises(
+        SpecError,
+        match="^--form must be .*, got 'text', which is not supported by the encoder sleeping",
+    ):
         check_form(ENCODERS.resolve("sleeping"), "text")

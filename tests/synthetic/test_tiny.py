@@ -16,8 +16,8 @@ from pipeline.encoders.batching import join
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.rerank.edje import about_of, load_adapter, load_joint
-from pipeline.rerank.pool import pairs_of, reranked
+from pipeline.rerank.candidates import candidate_pairs, rerank_scores
+from pipeline.rerank.edje import load_adapter, load_joint, read_metadata
 from pipeline.search.searcher import open_index
 from pipeline.synthetic import tiny
 from pipeline.synthetic.shapes_data import Shapes, png, validation_scenes
@@ -105,7 +105,7 @@ def test_the_shipped_dual_encoder_is_a_first_stage_that_leaves_work(siglip):
 def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     """Behind SaMer's eight vectors a scene, from tokens as an index keeps them."""
     folder = SHIPPED / "shapes_edje"
-    assert about_of(folder)["vision"]["fingerprint"] == colpali.fingerprint
+    assert read_metadata(folder)["vision"]["fingerprint"] == colpali.fingerprint
     scenes, captions, _ = validation_scenes(300)
     documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
     samer = {"name": "samer", "num_vectors": 8}
@@ -118,11 +118,11 @@ def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
     for scores, judged, backwards in ((first, relevant, False), (first.T, relevant.T, True)):
-        pairs = pairs_of(scores, 10)
+        pairs = candidate_pairs(scores, 10)
         text_item = pairs.flip(1) if backwards else pairs
         logits = joint.scores(captions.texts, tokens, mask, text_item)
         before = ranking(scores, judged)
-        after = ranking(reranked(scores, pairs, logits, False), judged)
+        after = ranking(rerank_scores(scores, pairs, logits, False), judged)
         assert after["R@10"].mean() == before["R@10"].mean()
         for measure in ("R@1", "R@5"):
             assert after[measure].mean() > before[measure].mean() + 0.05
@@ -171,7 +171,7 @@ def test_the_job_draws_the_same_collection_again(tmp_path):
     assert one == two and len(one) == 5 + 3
     command[-1] = "0"
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "'0' is not legal; legal: an integer >= 1" in refused.stderr
+    assert refused.returncode == 2 and "must be an integer >= 1, got '0'" in refused.stderr
 
 
 def files(folder: Path) -> list[Path]:

@@ -14,9 +14,9 @@ from tests.train.runs import spec_of, trained
 
 def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
     trained(spec_of(tmp_path, model))
-    with pytest.raises(SpecError, match="seed: 1 .* 0, that of the checkpoint"):
+    with pytest.raises(SpecError, match="seed must be 0 as in the checkpoint .*, got 1"):
         trained(spec_of(tmp_path, model, seed=1))
-    with pytest.raises(SpecError, match=r"learner.temperature: 0.2"):
+    with pytest.raises(SpecError, match=r"learner.temperature must be .*0.2"):
         trained(spec_of(tmp_path, model, {"temperature": 0.2}))
     trained(spec_of(tmp_path, model, log_every=5))  # changes nothing that is learned
 
@@ -27,7 +27,11 @@ def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
     trained(spec)
     shutil.rmtree(tmp_path / "model")
     tiny.colpali(tmp_path / "model")
-    with pytest.raises(SpecError, match=r"output: .* has a checkpoint of another .* is of"):
+    with pytest.raises(
+        SpecError,
+        match=r"output must be .*has a checkpoint of another model"
+        r" .* instead of",
+    ):
         trained(spec)
 
 

@@ -83,7 +83,7 @@ def test_boxes_become_the_objects_of_tokens():
     assert objects[1].sum() == 0
     assert objects[2].reshape(4, 4)[2:, 2:].tolist() == [[1, 1], [1, 1]]
     with pytest.raises(
-        SpecError, match=r"boxes: \[10.0, 20.0, 60.0, 90.0\] .*shares of the picture"
+        SpecError, match=r"boxes must be \[x0, y0, x1, y1\] .*, got \[10.0, 20.0, 60.0, 90.0\]"
     ):
         with_objects(batch, [np.array([[10.0, 20.0, 60.0, 90.0]]), *boxes[1:]])
 
@@ -147,7 +147,7 @@ def test_a_trained_projection_is_named_in_an_encoders_spec(model, tmp_path):
 def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
     other = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
     wrong = ENCODERS.resolve({**other, "projection": str(tmp_path / "nowhere")})
-    with pytest.raises(SpecError, match="projection: .*nowhere.* has no projection"):
+    with pytest.raises(SpecError, match="projection must be .*nowhere.*has no projection"):
         ENCODERS.load("colqwen2").check(wrong)
 
 
@@ -157,19 +157,40 @@ def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
         (
             {"encoder": "sleeping"},
             {},
-            "learner.encoder.name: 'sleeping' .* one that can be trained: .*minilm",
+            "learner.encoder.name must be one of .*minilm.*, got 'sleeping'",
         ),
-        ({"encoder": "minilm", "trainable": "projection"}, {}, "learner.trainable: 'projection'"),
-        ({"compressor": {"name": "hpc", "num_vectors": 4}}, {}, "compressor.name: 'hpc'"),
-        ({"hidden_states_cache": "x"}, {}, "learner.hidden_states_cache: .* null"),
+        (
+            {"encoder": "minilm", "trainable": "projection"},
+            {},
+            "learner.trainable must be .*, got 'projection'",
+        ),
+        (
+            {"compressor": {"name": "hpc", "num_vectors": 4}},
+            {},
+            "compressor.name must be .*, got 'hpc'",
+        ),
+        (
+            {"hidden_states_cache": "x"},
+            {},
+            "learner.hidden_states_cache must be null when trainable is all",
+        ),
         (
             {"trainable": "projection", "encoder": {"name": "dual", "model": "SIGLIP"}},
             {},
-            "learner.trainable: 'projection' .* all or lora .colmodernvbert, colpali, colqwen2",
+            "learner.trainable must be all or lora .*colmodernvbert, colpali, colqwen2.*, got"
+            " 'projection'",
         ),
-        ({"trainable": "projection", "score": "hybrid"}, {}, "learner.score: 'hybrid'"),
-        ({"temperature": 0}, {}, "learner.temperature: 0"),
-        ({}, {"num_scenes": 4}, "batch_size: 8 .* gives? at least once"),
+        (
+            {"trainable": "projection", "score": "hybrid"},
+            {},
+            "learner.score must be late .*, got 'hybrid'",
+        ),
+        ({"temperature": 0}, {}, "learner.temperature must be greater than 0, got 0"),
+        (
+            {},
+            {"num_scenes": 4},
+            "batch_size must be at most the number of examples per epoch, got 8",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_before(model, checkpoint, tmp_path, learner, data, said):
@@ -184,7 +205,8 @@ def test_states_need_data_that_repeat(model, tmp_path, data):
     learner = {"trainable": "projection", "hidden_states_cache": str(tmp_path / "states")}
     data = {"name": "shapes", "num_scenes": 24, "fresh": False, **data}
     with pytest.raises(
-        SpecError, match="learner.hidden_states_cache: .* data whose epochs have the same"
+        SpecError,
+        match="learner.hidden_states_cache must be null for data whose queries or documents differ",
     ):
         Loop(spec_of(tmp_path / "run", model, learner, data=data), say=print)
 
@@ -255,7 +277,10 @@ def test_one_query_and_documents_that_are_the_same_have_gradients(model, tmp_pat
 
 def test_distillation_needs_a_teacher(model, tmp_path):
     spec = spec_of(tmp_path, model, {"distillation": {}})
-    with pytest.raises(SpecError, match="learner.distillation: 'kl' .* scores of a teacher"):
+    with pytest.raises(
+        SpecError,
+        match="learner.distillation must be null for data without teacher scores, got 'kl'",
+    ):
         Loop(spec, say=lambda line: None).run()
 
 

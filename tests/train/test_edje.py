@@ -67,7 +67,7 @@ def run_of(towers, bert, tmp_path):
 
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
         own = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
-        own = {"name": "edje", "encoder": towers, "pool": 4, **own, **(learner or {})}
+        own = {"name": "edje", "encoder": towers, "rerank_depth": 4, **own, **(learner or {})}
         data = {"name": "shapes", "num_scenes": 24, "captions": 1, "validation": 12}
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
@@ -342,14 +342,16 @@ def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
     runs = runs_of(study)
     (tmp_path / "study.yaml").write_text(config.dump_yaml(study), "utf-8")
     path, record, plot = (str(tmp_path / name) for name in ("study.yaml", "out.json", "out.png"))
-    few = ["--calls", "2", "--pool", "3", "5", "--text-tokens", "6", "--out", record]
-    with pytest.raises(SpecError, match="study: .* has no trained EDJE"):
+    few = ["--calls", "2", "--rerank-depth", "3", "5", "--text-tokens", "6", "--out", record]
+    with pytest.raises(SpecError, match="study must be .*has no trained EDJE"):
         rerank.main(["--study", path])
-    with pytest.raises(SpecError, match="plot: .* has nothing to draw; legal: null, or beside"):
+    with pytest.raises(SpecError, match="plot must be used with --study, got "):
         rerank.main(["--plot", plot])
     for run in runs[:3]:  # the last one has not been run
         trained(run.spec)
-    with pytest.raises(SpecError, match="tokens: None is missing; legal: how many an item has"):
+    with pytest.raises(
+        SpecError, match="field 'tokens' is required; it must be the number of tokens per item"
+    ):
         rerank.main(["--study", path])
     rerank.main(["--study", path, "--tokens", "16", *few, "--plot", plot])
     figures = json.loads(Path(record).read_text("utf-8"))["figures"]["study"]
@@ -504,30 +506,39 @@ def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
 @pytest.mark.parametrize(
     ("learner", "said"),
     [
-        ({"itm": 0}, "learner.itm: 0 .* or a distillation"),
+        ({"itm": 0}, "learner.itm must be greater than 0 unless distillation .*, got 0"),
         (
             {"compressor": {"name": "hpool", "num_vectors": 2}},
-            "learner.first_stage: .*single.* late",
+            "learner.first_stage must be late .*, got 'single'",
         ),
         (
             LATE | {"compressor": {"name": "hpc", "num_vectors": 2}},
-            "compressor.name: .*hpc.* alone",
+            "compressor.name must be one of none, .*, got 'hpc'",
         ),
         (
             LATE | {"compressor": {"name": "sap", "num_vectors": 2}},
-            "compressor.name: .*sap.* alone",
+            "compressor.name must be one of none, .*, got 'sap'",
         ),
-        ({"mlm": -1}, "learner.mlm: -1"),
-        ({"init_from": "nowhere"}, "learner.adapter: .* null, where `init_from` has one"),
+        ({"mlm": -1}, "learner.mlm must be .*, got -1"),
+        ({"init_from": "nowhere"}, "learner.adapter must be null when `init_from` is set"),
         (
             {"init_from": "nowhere", "adapter": None, "joint": None},
-            "learner.init_from: .*nowhere.* has no",
+            "learner.init_from must be .*nowhere.* has no",
         ),
-        ({"distillation": {"teacher": "nowhere"}}, "learner.distillation.teacher: .* has no"),
-        ({"joint": {"model": "nowhere/at all"}}, "learner.joint.model: .* is not a folder"),
-        ({"encoder": {"name": "dual", "model": "x y"}}, "learner.encoder.model: 'x y'"),
-        ({"adapter": {"num_tokens": 64, "max_tokens": 32}}, "learner.adapter.max_tokens: 32"),
-        ({"negatives_top_k": 2}, "learner.negatives_top_k: 2 .* at least num_negatives=3"),
+        (
+            {"distillation": {"teacher": "nowhere"}},
+            "learner.distillation.teacher must be .* has no",
+        ),
+        ({"joint": {"model": "nowhere/at all"}}, "learner.joint.model must be .* is not a folder"),
+        (
+            {"encoder": {"name": "dual", "model": "x y"}},
+            "learner.encoder.model must be .*, got 'x y'",
+        ),
+        (
+            {"adapter": {"num_tokens": 64, "max_tokens": 32}},
+            "learner.adapter.max_tokens must be at least num_tokens=64, got 32",
+        ),
+        ({"negatives_top_k": 2}, "learner.negatives_top_k must be at least num_negatives=3, got 2"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before(run_of, learner, said):
@@ -538,9 +549,12 @@ def test_what_cannot_be_trained_is_said_before(run_of, learner, said):
 @pytest.mark.parametrize(
     ("learner", "said"),
     [
-        ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage: .* late"),
-        ({"adapter": {**ADAPTER, "heads": 3}}, "adapter.heads: 3 .* divides 32"),
-        ({"joint": {"model": "bundled", "max_text_tokens": 513}}, "joint.max_text_tokens: 513"),
+        ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage must be late "),
+        ({"adapter": {**ADAPTER, "heads": 3}}, "adapter.heads must be a divisor of 32, .*, got 3"),
+        (
+            {"joint": {"model": "bundled", "max_text_tokens": 513}},
+            "joint.max_text_tokens must be .*, got 513",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_when_it_is_built(run_of, learner, said):
@@ -552,14 +566,14 @@ def test_a_teacher_of_another_encoder_is_refused(run_of, checkpoint, tmp_path):
     trained(run_of("run", max_steps=1))
     own = {"distillation": {"teacher": str(tmp_path / "run" / "model")}}
     other = {"name": "dual", "model": checkpoint("clip"), "dtype": "float32"}
-    with pytest.raises(SpecError, match=r"distillation.teacher: .* is of another encoder"):
+    with pytest.raises(SpecError, match=r"distillation.teacher must be .*was trained on another"):
         Loop(run_of("other", {**own, "encoder": other}), say=print)
 
 
 def test_the_shipped_spec_has_the_papers_values():
     spec = config.load(TrainSpec, str(ROOT / "jobs" / "specs" / "training" / "edje.yaml"))
     learner = spec.learner
-    assert learner.name == "edje" and learner.num_negatives == 3 and learner.pool == 10
+    assert learner.name == "edje" and learner.num_negatives == 3 and learner.rerank_depth == 10
     assert (
         learner.mask_probability == 0.5 and learner.negatives == "sampled" and learner.contrast == 0
     )

@@ -17,7 +17,7 @@ from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
 def test_a_batch_that_workers_cannot_share_is_refused(model, tmp_path):
-    with pytest.raises(SpecError, match="batch_size: 8 is not legal; legal: a multiple .* 3"):
+    with pytest.raises(SpecError, match="batch_size must be a multiple of num_workers=3, got 8"):
         train(spec_of(tmp_path, model), Workers(num_workers=3))
 
 
@@ -35,7 +35,7 @@ def test_two_workers_of_ray_learn_what_this_process_does(cluster, model, tmp_pat
 @pytest.mark.heavy
 def test_what_is_wrong_in_a_worker_is_said(cluster, model, tmp_path):
     train(spec_of(tmp_path, model, epochs=1), Workers())
-    with pytest.raises(SpecError, match="seed: 1 .* that of the checkpoint"):
+    with pytest.raises(SpecError, match="seed must be .* as in the checkpoint .*, got 1"):
         train(spec_of(tmp_path, model, epochs=1, seed=1), Workers(max_failures=0))
 
 

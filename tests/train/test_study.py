@@ -45,10 +45,16 @@ def test_a_sweep_is_a_run_for_each_combination(model, tmp_path):
 @pytest.mark.parametrize(
     ("sweep", "said"),
     [
-        ({"learner.temperature": [0.1, 0]}, "sweep.learner.temperature: 0 .* greater than 0"),
-        ({"learner.temprature": [0.1]}, "sweep.learner.temprature: 0.1 stands under an unknown"),
-        ({"seed": []}, r"sweep.seed: \[\]"),
-        ({"seed": [1, 1]}, "sweep: 'seed 1' stands twice"),
+        (
+            {"learner.temperature": [0.1, 0]},
+            "sweep.learner.temperature must be greater than 0, got 0",
+        ),
+        (
+            {"learner.temprature": [0.1]},
+            "unknown field 'temprature' in sweep.learner; did you mean 'temperature'",
+        ),
+        ({"seed": []}, r"sweep.seed must be .*, got \[\]"),
+        ({"seed": [1, 1]}, "sweep must be unique combinations, got 'seed 1', which occurs twice"),
     ],
 )
 def test_what_is_wrong_in_a_sweep_is_said(model, tmp_path, sweep, said):
@@ -92,5 +98,5 @@ def test_the_job_trains_a_study(model, tmp_path, capsys):
     train.main([path])
     said = capsys.readouterr().out
     assert "run 2 of 2: seed 1" in said and "± " in said
-    with pytest.raises(SpecError, match="batch_size: 1 is not legal; legal: greater than or equal"):
+    with pytest.raises(SpecError, match="batch_size must be greater than or equal to 2, got 1"):
         train.main([path, "batch_size=1"])

@@ -44,22 +44,22 @@ def test_bad_entities(tmp_path):
         return str(error.value)
 
     assert message("12") == (
-        f"entities: '{tmp_path}/Annotations/12.xml' cannot be read (FileNotFoundError); legal:"
-        " a folder with Sentences/<id>.txt and Annotations/<id>.xml for each picture"
+        "entities must be a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image,"
+        f" got '{tmp_path}/Annotations/12.xml', which cannot be read (FileNotFoundError)"
     )
     entities(tmp_path, xmin="-30")
     assert message() == (
-        f"entities: [-31.0, 50.0, 100.0, 100.0] in {tmp_path}/Annotations/11.xml stands out of the"
-        " picture; legal: boxes within the picture, 200 x 100 pixels"
+        "entities must be a box within the image of 200 x 100 pixels, got [-31.0, 50.0, 100.0,"
+        f" 100.0] ({tmp_path}/Annotations/11.xml)"
     )
     entities(tmp_path, xmin="many")
-    assert message().startswith(f"entities: '{tmp_path}/Annotations/11.xml' cannot be read (could")
+    assert f"got '{tmp_path}/Annotations/11.xml', which cannot be read (could" in message()
     entities(tmp_path, objects="<object>")
-    assert message().startswith(f"entities: '{tmp_path}/Annotations/11.xml' cannot be read (mism")
+    assert f"got '{tmp_path}/Annotations/11.xml', which cannot be read (mism" in message()
     entities(tmp_path, f"{SENTENCE}\n[/EN#1/people Two men")
     assert message() == (
-        f"entities: '[/EN#1/people Two men' stands in line 2 of {tmp_path}/Sentences/11.txt;"
-        " legal: phrases [/EN#<number>/<type> words]"
+        "entities must be a line with phrases [/EN#<number>/<type> words], got '[/EN#1/people Two"
+        f" men' (line 2 of {tmp_path}/Sentences/11.txt)"
     )
 
 
@@ -81,29 +81,31 @@ def test_instances():
     [
         (
             coco([150, 0, 100, 50]),
-            "[150.0, 0.0, 250.0, 50.0] in annotation 70 of file stands out of the picture;"
-            " legal: boxes within the picture, 200 x 100 pixels",
+            "a box within the image of 200 x 100 pixels, got [150.0, 0.0, 250.0, 50.0]"
+            " (annotation 70"
+            " of file)",
         ),
         (
             coco([0, 0, 0.5, 0.5]),
-            "'file' has boxes as shares; legal: bbox: [x, y, width, height] in pixels",
+            "a file with bbox: [x, y, width, height] in pixels, got 'file', which has"
+            " relative boxes",
         ),
         (
             {"images": [], "annotations": [{"id": 1, "image_id": 5, "bbox": [0, 0, 9, 9]}]},
-            "'5' in annotation 1 of file is none; legal: ids of its images",
+            "the id of an image of the file, got '5' (annotation 1 of file)",
         ),
         (
             [],
-            "'file' has another form (TypeError: list indices must be integers or slices, not str);"
-            " legal: COCO's instances: {images: [{id, width, height}],"
-            " annotations: [{image_id, bbox}]}",
+            "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}, got"
+            " 'file', which has another format (TypeError: list indices must be integers or"
+            " slices, not str)",
         ),
     ],
 )
 def test_bad_instances(value, message):
     with pytest.raises(SpecError) as error:
         of_coco(value, "file")
-    assert str(error.value) == f"instances: {message}"
+    assert str(error.value) == f"instances must be {message}"
 
 
 def test_shares_are_checked():
@@ -117,5 +119,5 @@ def test_shares_are_checked():
         5,
         [[1, 0, 0, 1]],
     ):
-        with pytest.raises(SpecError, match="^boxes: .* in line 1 .*; legal: boxes "):
+        with pytest.raises(SpecError, match=r"^boxes must be boxes .*, got .* \(line 1\)"):
             checked(boxes, "boxes", "line 1")

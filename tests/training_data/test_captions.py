@@ -80,7 +80,8 @@ def test_karpathys_form_and_its_splits(tmp_path):
     with pytest.raises(SpecError) as error:
         built(3, splits=["test"], **given)
     assert str(error.value) == (
-        f"data.splits: 'test' is not there; legal: splits of {path}: restval, train, val"
+        f"data.splits must be one of restval, train, val, got 'test', which is not a split of"
+        f" {path}"
     )
 
 
@@ -133,17 +134,21 @@ def coco(**image):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (json.dumps(CAPTIONS, indent=1)[:3000], "ends in the middle of line 102;"),
+        (
+            json.dumps(CAPTIONS, indent=1)[:3000],
+            "a complete JSON file, got '{}', which ends in the middle of line 102",
+        ),
         (
             '{"images":\n [}',
-            "is damaged in line 2, column 3 (Expecting value); legal: a whole JSON",
+            "a complete JSON file, got '{}', which is malformed in line 2, column 3"
+            " (Expecting value)",
         ),
-        ("[3]", "has another form (neither a list of objects nor COCO's"),
-        (json.dumps(coco()), "has no caption; legal: a file with at least one caption"),
-        (json.dumps(coco(file_name=None)), "None in image 1 of {}; legal: the name of a file"),
+        ("[3]", "has another format (neither a list of objects nor COCO's"),
+        (json.dumps(coco()), "a file with at least one caption, got '{}', which has none"),
+        (json.dumps(coco(file_name=None)), "a file name in file_name, got None (image 1 of {})"),
         (
             json.dumps({**coco(), "annotations": [{"image_id": 1, "caption": " "}]}),
-            "' ' is a caption of image 1 of {}; legal: a text with at least one word",
+            "a text with at least one word, got ' ' (a caption of image 1 of {})",
         ),
     ],
 )
@@ -153,22 +158,23 @@ def test_bad_files(content, problem, tmp_path):
     with pytest.raises(SpecError) as error:
         captions(path)
     assert problem.replace("{}", str(path)) in str(error.value)
-    assert str(error.value).startswith("data.path: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith("data.path must be ") and "\n" not in str(error.value)
 
 
 def test_what_is_missing(tmp_path):
     with pytest.raises(SpecError) as error:
         captions(tmp_path / "none.json")
     assert str(error.value) == (
-        f"data.path: '{tmp_path}/none.json' does not exist; legal: an existing file or folder"
+        f"data.path must be an existing file or folder, got '{tmp_path}/none.json', which does not"
+        " exist"
     )
     (tmp_path / "train.txt").write_text("11\n")
     with pytest.raises(SpecError) as error:
         captions(tmp_path / "train.txt")
     assert str(error.value) == (
-        "data.entities: None is missing; legal: a folder of Flickr30K Entities, which has the"
+        "field 'entities' is required in data; it must be a folder of Flickr30K Entities with the"
         " captions of the ids in `path`"
     )
     with pytest.raises(SpecError) as error:
         captions(instances=tmp_path / "none.json")
-    assert str(error.value).startswith(f"data.instances: '{tmp_path}/none.json' does not exist")
+    assert str(error.value).endswith(f" got '{tmp_path}/none.json', which does not exist")

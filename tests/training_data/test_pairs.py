@@ -124,75 +124,74 @@ def test_the_form_of_colpalis_training_set(tmp_path, caplog):
 GOOD = {"query": "q", "text": "t"}
 BAD_LINES = {
     '{"query": "q", "te': (
-        """path: '{"query": "q", "te' in line 2 of {} is cut off: the file ends in the middle of"""
-        " it; legal: a JSON object a line"
+        """path must be one JSON object per line, got '{"query": "q", "te', which is truncated by"""
+        " the end of the file (line 2 of {})"
     ),
-    "[1]": "path: [1] in line 2 of {} is none; legal: a JSON object a line",
+    "[1]": "path must be one JSON object per line, got [1] (line 2 of {})",
     '{"text": "t"}': (
-        "columns.query (query): None in line 2 of {}; legal: a text with at least one word in each"
-        " row"
+        "columns.query (query) must be a text with at least one word in each row, got None (line 2"
+        " of {})"
     ),
     '{"query": " ", "text": "t"}': (
-        "columns.query (query): ' ' in line 2 of {}; legal: a text with at least one word in each"
-        " row"
+        "columns.query (query) must be a text with at least one word in each row, got ' '"
+        " (line 2 of"
+        " {})"
     ),
     '{"query": "q"}': (
-        "path: None in line 2 of {} has no positive; legal: a document in each row: text, image,"
-        " video, audio"
+        "path must be a row with a document (text, image, video, audio), got None (line 2 of {})"
     ),
     '{"query": "q", "document_id": "x"}': (
-        "path: 'x' in line 2 of {} is unknown; legal: a document in each row: text, image, video,"
-        " audio, or the document_id of one that stands before or in `documents`"
+        "path must be a row with a document (text, image, video, audio) or the document_id of an"
+        " earlier one or of one in `documents`, got 'x', which is unknown (line 2 of {})"
     ),
     '{"query": "q", "text": ""}': (
-        "columns.text (text): '' in line 2 of {}; legal: a text with at least one word, or null"
+        "columns.text (text) must be a text with at least one word, or null, got '' (line 2 of {})"
     ),
     '{"query": "q", "image": 7}': (
-        "columns.image (image): 7 in line 2 of {};"
-        " legal: the path of a picture, or in Parquet its bytes"
+        "columns.image (image) must be the path of an image, or its bytes in Parquet, got 7 (line 2"
+        " of {})"
     ),
     '{"query": "q", "video": 7}': (
-        "columns.video (video): 7 in line 2 of {}; legal: a path, or null"
+        "columns.video (video) must be a path or null, got 7 (line 2 of {})"
     ),
     '{"query": "q", "audio": ""}': (
-        "columns.audio (audio): '' in line 2 of {}; legal: a path, or null"
+        "columns.audio (audio) must be a path or null, got '' (line 2 of {})"
     ),
     '{"query": "q", "image": "a.jpg", "video": "a.mp4"}': (
-        "columns.video (video): 'a.mp4' in line 2 of {}; legal: image or video, the other null"
+        "columns.video (video) must be null when image is given, got 'a.mp4' (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "document_id": []}': (
-        "columns.document_id (document_id): [] in line 2 of {}; legal: a text or a whole number"
+        "columns.document_id (document_id) must be a string or an integer, got [] (line 2 of {})"
     ),
     '{"query": "q", "text": "other", "document_id": "d"}': (
-        "path: 'd' in line 2 of {} is another document than in line 1 of {};"
-        " legal: one document for an id"
+        "path must be unique ids, got 'd', which has two documents (line 1 of {} and line 2 of {})"
     ),
     '{"query": "q", "text": "t", "negatives": ["x"]}': (
-        "columns.negatives (negatives): 'x' in line 2 of {} is none;"
-        " legal: ids of documents that rows or `documents` have"
+        "columns.negatives (negatives) must be the id of a document in the rows or in `documents`,"
+        " got 'x' (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "negatives": "x"}': (
-        "columns.negatives (negatives): 'x' in line 2 of {}; legal: a list of documents"
+        "columns.negatives (negatives) must be a list of documents, got 'x' (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "negatives": ["d"], "scores": [1]}': (
-        "columns.scores (scores): [1] in line 2 of {};"
-        " legal: 2 numbers: of the document and of each negative"
+        "columns.scores (scores) must be 2 numbers, for the document and each negative, got [1]"
+        " (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "boxes": [[10, 20, 50, 60]]}': (
-        "columns.boxes (boxes): [[10, 20, 50, 60]] in line 2 of {} are in pixels;"
-        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+        "columns.boxes (boxes) must be boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and"
+        " 0 <= y0 < y1 <= 1, got [[10, 20, 50, 60]], which are in pixels (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "boxes": [[0.5, 0.5, 1.2, 1]]}': (
-        "columns.boxes (boxes): [[0.5, 0.5, 1.2, 1]] in line 2 of {} stand out of the picture;"
-        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+        "columns.boxes (boxes) must be boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and"
+        " 0 <= y0 < y1 <= 1, got [[0.5, 0.5, 1.2, 1]], which exceed the image (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "boxes": [[0.5, 0.5, 0.5, 1]]}': (
-        "columns.boxes (boxes): [[0.5, 0.5, 0.5, 1]] in line 2 of {} have no area;"
-        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+        "columns.boxes (boxes) must be boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and"
+        " 0 <= y0 < y1 <= 1, got [[0.5, 0.5, 0.5, 1]], which have no area (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "boxes": [0.5]}': (
-        "columns.boxes (boxes): [0.5] in line 2 of {} are no boxes;"
-        " legal: boxes [x0, y0, x1, y1] as shares of the picture, 0 <= x0 < x1 <= 1, y alike"
+        "columns.boxes (boxes) must be boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and"
+        " 0 <= y0 < y1 <= 1, got [0.5] (line 2 of {})"
     ),
 }
 
@@ -208,7 +207,11 @@ def test_a_bad_line_is_named(line, tmp_path):
 
 def test_a_line_in_the_middle_is_no_json(tmp_path):
     path = lines(tmp_path / "pairs.jsonl", [GOOD, '{"query": "q",', GOOD])
-    with pytest.raises(SpecError, match=r"^data.path: '.*' in line 2 of .* is no JSON \("):
+    with pytest.raises(
+        SpecError,
+        match=r"^data.path must be .*, got .* cannot be parsed"
+        r" \(.*\(line 2 of ",
+    ):
         built(1, name="pairs", path=path)
 
 
@@ -227,28 +230,37 @@ def test_bad_files(tmp_path):
     cut.write_bytes(table.read_bytes()[:-20])
     gz = tmp_path / "cut.jsonl.gz"
     gz.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 99)[:-20])
-    some = "a file, a folder or a glob of files .jsonl, .jsonl.gz, .parquet"
+    some = "a file, folder or glob of .jsonl, .jsonl.gz, .parquet files"
     cases = [
-        ({"path": empty}, f"data.path: '{empty}' has no row; legal: files with at least one row"),
+        (
+            {"path": empty},
+            f"data.path must be files with at least one row, got '{empty}', which contain none",
+        ),
         (
             {"path": tmp_path / "none.jsonl"},
-            f"data.path: '{tmp_path}/none.jsonl' does not exist; legal: an existing file or folder",
+            f"data.path must be an existing file or folder, got '{tmp_path}/none.jsonl', which does"
+            " not exist",
         ),
         (
             {"path": tmp_path / "*.json"},
-            f"data.path: '{tmp_path}/*.json' names no such file; legal: {some}",
+            f"data.path must be {some}, got '{tmp_path}/*.json', which matches none",
         ),
         (
             {"path": table},
-            f"data.columns.query: 'query' is no column of {table}; legal: question, text",
+            "data.columns.query must be one of question, text, got 'query', which is not a"
+            " column of"
+            f" {table}",
         ),
         (
             {"path": table, "columns": {"query": "question", "text": "passage"}},
-            f"data.columns.text: 'passage' is no column of {table}; legal: question, text",
+            "data.columns.text must be one of question, text, got 'passage', which is not a"
+            " column of"
+            f" {table}",
         ),
         (
             {"path": table, "columns": {"queri": "question"}},
-            "columns.queri: 'question' stands under an unknown key; legal: query, text, image,"
+            "unknown field 'queri' in columns; did you mean 'query'? valid fields: query,"
+            " text, image,"
             " video, audio, document_id, negatives, scores, boxes",
         ),
     ]
@@ -256,17 +268,23 @@ def test_bad_files(tmp_path):
         with pytest.raises(SpecError) as error:
             built(1, name="pairs", **given)
         assert str(error.value) == message
-    with pytest.raises(SpecError, match=f"^data.path: '{cut}' cannot be read .*a whole Parquet"):
+    with pytest.raises(
+        SpecError,
+        match=f"^data.path must be a valid Parquet file, got '{cut}', which cannot be read",
+    ):
         built(1, name="pairs", path=cut)
-    with pytest.raises(SpecError, match=f"^data.path: '{gz}' cannot be read behind line"):
+    with pytest.raises(
+        SpecError,
+        match=f"^data.path must be a readable file, got '{gz}', which cannot be read after line",
+    ):
         built(1, name="pairs", path=gz)
     nothing = tmp_path / "nothing.parquet"
     pq.write_table(pa.table({"query": ["q"], "answer": ["t"]}), nothing)
     with pytest.raises(SpecError) as error:
         built(1, name="pairs", path=nothing)
     assert str(error.value) == (
-        f"data.columns: 'text, image, video, audio or document_id' is no column of {nothing};"
-        " legal: query, answer"
+        "data.columns must be one of query, answer, got 'text, image, video, audio or document_id',"
+        f" which is not a column of {nothing}"
     )
 
 

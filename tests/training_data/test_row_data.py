@@ -154,16 +154,14 @@ def test_hard_negatives_of_a_file(pairs, tmp_path):
     assert np.isnan(data.rows.rows[0].scores[4])
     bad = {
         '{"query": "query 0", "negatives": ["d77"]}': (
-            "data.hard_negatives: 'd77' in line 1 of {} is none;"
-            " legal: ids of documents that the data have"
+            "data.hard_negatives must be the id of a document in the data, got 'd77' (line 1 of {})"
         ),
         '{"query": "other", "negatives": ["d7"]}': (
-            "data.hard_negatives: '{}' has none of the data's queries;"
-            " legal: a file with queries that the data have"
+            "data.hard_negatives must be a file with queries of the data, got '{}', which has none"
         ),
         '{"query": "query 0"}': (
-            "data.hard_negatives: {'query': 'query 0'} stands in line 1 of {};"
-            ' legal: lines {"query": "...", "negatives": ["id", ...]}'
+            'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
+            " {'query': 'query 0'} (line 1 of {})"
         ),
     }
     for line, message in bad.items():
@@ -206,7 +204,7 @@ def test_a_file_is_validation_data(pairs, tmp_path):
 
 @pytest.mark.parametrize("share", [0, 1, 1.5, True, "some"])
 def test_a_share_is_between_0_and_1(share, pairs):
-    with pytest.raises(SpecError, match=f"^validation: {share!r} is not legal; legal: a share"):
+    with pytest.raises(SpecError, match=f"^validation must be a fraction .*, got {share!r}"):
         built(name="pairs", path=pairs, validation=share)
 
 
@@ -216,8 +214,7 @@ def test_a_share_without_a_query_of_its_own(tmp_path):
     with pytest.raises(SpecError) as error:
         built(name="pairs", path=path, validation=0.1)
     assert str(error.value) == (
-        "data.validation: 0.1 leaves no query that is not trained on;"
-        " legal: another share, or {path: ...}"
+        "data.validation must be another fraction or {path: ...}, got 0.1, which holds out no query"
     )
 
 
@@ -228,7 +225,8 @@ def test_fewer_rows_than_a_batch(pairs):
     with pytest.raises(SpecError) as error:
         built(21, name="pairs", path=pairs)
     assert str(error.value) == (
-        f"data.path: '{pairs}' has 20 rows to train on; legal: at least 21, a batch"
+        f"data.path must be data of at least one batch (21 rows), got '{pairs}', which has 20"
+        " training rows"
     )
 
 
@@ -252,8 +250,8 @@ def test_a_picture_that_is_not_there_is_left_out_and_said(tmp_path, caplog):
     with pytest.raises(SpecError) as error:
         built(5, name="pairs", path=path, root=tmp_path / "nowhere")
     assert str(error.value) == (
-        f"data.path: '{tmp_path}/nowhere/{NAMES[0]}' in line 1 of {path} is not there,"
-        " nor is any other picture; legal: the paths of pictures that are there"
+        f"data.path must be data with existing picture files, got '{tmp_path}/nowhere/{NAMES[0]}',"
+        f" which has none (line 1 of {path})"
     )
 
 

@@ -151,7 +151,8 @@ def test_documents_of_sound_want_it(tmp_path):
     with pytest.raises(SpecError) as error:
         built(1, name="pairs", path=path, media={"wants": ["frames"]})
     assert str(error.value) == (
-        "data.media.wants: ['frames'] leaves nothing of documents that are sound; legal: audio, too"
+        "data.media.wants must be a list with audio, got ['frames'], which leaves nothing of audio"
+        " documents"
     )
     with pytest.raises((SpecError, ValidationError), match="media.wants"):
         built(1, name="pairs", path=path, media={"wants": []})
@@ -237,44 +238,44 @@ FORM = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]
 BAD_MSRVTT = [
     (
         *("MSRVTT_data.json", lambda value: value.pop("videos")),
-        f"data.path: '{{}}/MSRVTT_data.json' has another form; legal: {FORM}",
+        f"data.path must be {FORM}, got '{{}}/MSRVTT_data.json', which has another format",
     ),
     (
         *("MSRVTT_data.json", lambda value: value["videos"].append({"id": 9})),
-        f"data.path: None stands in video 3 of {{}}/MSRVTT_data.json; legal: {FORM}",
+        f"data.path must be {FORM}, got None (video 3 of {{}}/MSRVTT_data.json)",
     ),
     (
         *("MSRVTT_data.json", lambda value: value["sentences"][3].update(video_id="video9")),
-        "data.path: 'video9' in sentence 3 of {}/MSRVTT_data.json is none;"
-        " legal: the video_id of a video",
+        "data.path must be the video_id of a video, got 'video9' (sentence 3 of"
+        " {}/MSRVTT_data.json)",
     ),
     (
         *("MSRVTT_data.json", lambda value: value["sentences"][1].update(caption=" ")),
-        "data.path: ' ' stands in sentence 1 of {}/MSRVTT_data.json;"
-        " legal: a text with at least one word",
+        "data.path must be a text with at least one word, got ' ' (sentence 1 of"
+        " {}/MSRVTT_data.json)",
     ),
     (
         *(NINE, lambda data: data + b"video77\n"),
-        f"data.ids: 'video77' in line 4 of {{}}/{NINE} is none;"
-        " legal: ids of the videos of {}/MSRVTT_data.json",
+        "data.ids must be the id of a video of {}/MSRVTT_data.json, got 'video77' (line 4 of"
+        f" {{}}/{NINE})",
     ),
     (
         *(NINE, lambda data: data.replace(b"video_id", b"id")),
-        f"data.ids: 'video_id' is no column of {{}}/{NINE}; legal: id",
+        f"data.ids must be 'id', got 'video_id', which is not a column of {{}}/{NINE}",
     ),
     (
         *(NINE, lambda data: data + b'"video1'),
-        f"data.ids: '{{}}/{NINE}' is damaged in line 4 (unexpected end of data);"
-        " legal: a whole CSV file",
+        f"data.ids must be a valid CSV file, got '{{}}/{NINE}', which is malformed in line 4"
+        " (unexpected end of data)",
     ),
     (
         *(NINE, lambda data: data + b"vid\xff"),
-        f"data.ids: '{{}}/{NINE}' is none in line 4; legal: a file in UTF-8",
+        f"data.ids must be a UTF-8 file, got '{{}}/{NINE}', which is malformed in line 4",
     ),
     (
         *(TESTS, lambda data: data + b"ret9,msr9,video9\n"),
-        "data.validation.path: ['ret9', 'msr9', 'video9'] stands in line 3 of {}/"
-        f"{TESTS}; legal: a row of key, vid_key, video_id, sentence",
+        "data.validation.path must be a row of key, vid_key, video_id, sentence, got ['ret9', 'msr9',"
+        f" 'video9'] (line 3 of {{}}/{TESTS})",
     ),
 ]
 
@@ -299,17 +300,18 @@ def test_bad_files_of_msrvtt(name, change, message, small_msrvtt, tmp_path):
 
 def test_what_msrvtt_is_to_name(small_msrvtt, tmp_path):
     cases = {
-        "data.splits: 'val' is not there; legal: splits of {}/MSRVTT_data.json: test, train": {
-            "splits": ["val"]
-        },
-        "ids: None is not legal; legal: a file of ids, such as MSRVTT_train.9k.csv; or splits, and"
-        " ids null": {"ids": None},
+        "data.splits must be one of test, train, got 'val', which is not a split of"
+        " {}/MSRVTT_data.json": {"splits": ["val"]},
+        "ids must be a file of ids such as MSRVTT_train.9k.csv, or null when splits is set, got"
+        " None": {"ids": None},
     }
     for message, given in cases.items():
         with pytest.raises(SpecError) as error:
             of_msrvtt(small_msrvtt, **given)
         assert str(error.value) == message.replace("{}", str(small_msrvtt))
-    with pytest.raises(SpecError, match="^data.videos: '/nowhere' does not exist; legal: an exist"):
+    with pytest.raises(
+        SpecError, match="^data.videos must be an existing file or folder, got '/nowhere'"
+    ):
         path = small_msrvtt / "MSRVTT_data.json"
         built(2, name="msrvtt", path=path, videos="/nowhere", splits=["train"])
 
@@ -378,44 +380,45 @@ def test_validation_data_may_lie_elsewhere(tmp_path):
     assert len(share.validation().documents) == 1
 
 
-LEGAL = 'lines {"query_id": "...", "doc_id": "...", "relevance": a number of at least 0}'
+RULE = 'a line {"query_id": "...", "doc_id": "...", "relevance": a number >= 0}'
 BAD_MULTIVENT = [
     (
         *(QUERIES, lambda data: data.replace(b"Query_id", b"id")),
-        f"data.path: 'Query_id' is no column of {{}}/{QUERIES}; legal: id, query",
+        "data.path must be one of id, query, got 'Query_id', which is not a column of"
+        f" {{}}/{QUERIES}",
     ),
     (
         *(QUERIES, lambda data: data + b"x,Vote, spring\r\n"),
-        f"data.path: ['x', 'Vote', ' spring'] stands in line 6 of {{}}/{QUERIES};"
-        " legal: a row of Query_id, query",
+        "data.path must be a row of Query_id, query, got ['x', 'Vote', ' spring'] (line 6 of"
+        f" {{}}/{QUERIES})",
     ),
     (
         *(QUERIES, lambda data: data + data.splitlines(keepends=True)[1]),
-        f"data.path: '{QUERY.format(0)}' is again in line 6 of {{}}/{QUERIES};"
-        " legal: a query for an id",
+        f"data.path must be a unique query id, got '{QUERY.format(0)}', which occurs twice (line 6"
+        f" of {{}}/{QUERIES})",
     ),
     (
         *(QUERIES, lambda data: data + b"x,\r\n"),
-        f"data.path: '' stands in line 6 of {{}}/{QUERIES}; legal: a text with at least one word",
+        f"data.path must be a text with at least one word, got '' (line 6 of {{}}/{QUERIES})",
     ),
     (
         *(JUDGED, lambda data: b'{"query_id": "x", "doc_id": "y", "relevance": 1}\n' + data),
-        f"data.judgments: 'x' in line 1 of {{}}/{JUDGED} is none;"
-        f" legal: ids of the queries of {{}}/{QUERIES}",
+        f"data.judgments must be the id of a query of {{}}/{QUERIES}, got 'x' (line 1 of"
+        f" {{}}/{JUDGED})",
     ),
     (
         *(JUDGED, lambda data: b'{"query_id": "x", "doc_id": "y", "relevance": "1"}\n' + data),
-        "data.judgments: {'query_id': 'x', 'doc_id': 'y', 'relevance': '1'} stands in line 1 of"
-        f" {{}}/{JUDGED}; legal: {LEGAL}",
+        f"data.judgments must be {RULE}, got {{'query_id': 'x', 'doc_id': 'y', 'relevance': '1'}}"
+        f" (line 1 of {{}}/{JUDGED})",
     ),
     (
         *(JUDGED, lambda data: data.replace(b'"relevance": 1', b'"relevance": 0')),
-        f"data.judgments: '{{}}/{JUDGED}' has none;"
-        " legal: a file with at least one relevance of more than 0",
+        "data.judgments must be a file with at least one relevance above 0, got"
+        f" '{{}}/{JUDGED}', which has none",
     ),
     (
         *(JUDGED, lambda data: data[:-20]),
-        f" in line 4 of {{}}/{JUDGED} is cut off: the file ends in the middle of it;",
+        f"which is truncated by the end of the file (line 4 of {{}}/{JUDGED})",
     ),
 ]
 

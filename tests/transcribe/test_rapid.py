@@ -139,7 +139,7 @@ def test_what_is_not_sure_is_left_out():
 
 
 def test_a_missing_model_is_said(tmp_path):
-    with pytest.raises(SpecError, match="^recognition: .*does not exist"):
+    with pytest.raises(SpecError, match="^recognition must be .*does not exist"):
         Rapid.check(Rapid.Spec(recognition=str(tmp_path / "arabic.onnx")))
 
 

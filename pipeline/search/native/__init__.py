@@ -1,9 +1,8 @@
-"""MaxSim on CPUs by a small C++ library, with the widest instructions that the machine has.
+"""MaxSim on CPUs with a small C++ library that uses the widest instructions of the machine.
 
-It is built where the package is installed, if there is a compiler; without it `available()` is
-empty, and torch does the work. The library scores a list of documents in the thread that calls it
-(`maxsim.cpp`); here queries are brought into the form it reads, and documents are dealt out to
-threads. What it does, and why it is fast:
+The library is built with the package if there is a compiler; without it `available()` is empty and
+torch computes the scores. It scores a list of documents in the calling thread (`maxsim.cpp`); this
+module packs the queries and distributes the documents over threads. Why it is fast:
 
 - Blocks of 32 document tokens, of one or of several documents, are multiplied with panels of 32
   query tokens; the maxima are kept in registers and in the nearest cache. Nothing is padded, and
@@ -31,20 +30,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
-#: What the library can be told to use, the widest last.
+#: Instruction sets that the library can use, the widest last.
 LEVELS = ("generic", "avx2", "avx512", "amx")
 #: Bytes of packed queries that are scored in one go: they are read again for each 32 tokens, and
 #: stay in the second-level cache.
 QUERY_BYTES = 1 << 19
-#: Pairs of a document's and a query's token that are a task of a thread, at least.
+#: Minimum number of pairs of a document token and a query token per task of a thread.
 TASK_PAIRS = 1 << 18
-#: Tasks a thread for a segment: one that is interrupted keeps the others waiting for a short time.
+#: Tasks per thread and segment: an interrupted one delays the others only for a short time.
 TASKS = 8
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_INT8, _BINARY, _RESIDUAL = 3, 4, 5
+_INT8, _BINARY, _RESIDUAL, _UNSUPPORTED = 3, 4, 5, -1
 _FLOATS = ("float16", "float32")
 _OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 
@@ -77,8 +77,8 @@ class _Output(ctypes.Structure):
         ("index", _pointer),
     ]
 
-    def behind(self, num_documents: int, num_tokens: int) -> _Output:
-        """The output of the documents behind the first ones."""
+    def after(self, num_documents: int, num_tokens: int) -> _Output:
+        """Returns the output of the documents after the first `num_documents`."""
         scores = self.scores and self.scores + 4 * num_documents
         places = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
         return _Output(scores, self.stride, *places)
@@ -86,7 +86,7 @@ class _Output(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built."""
+    """Loads the library; returns None if it was not built."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_maxsim{suffix}")
         if path.exists():
@@ -105,34 +105,49 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
+def _built_library() -> ctypes.CDLL:
+    """Returns the library.
+
+    Raises:
+        RuntimeError: It was not built; `available()` is empty then.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("the MaxSim library is not built")
+    return library
+
+
 @functools.cache
 def available() -> tuple[str, ...]:
-    """What this machine can use, the widest last; nothing where the library was not built."""
+    """Returns the levels that this machine supports, the widest last; none without the library."""
     library = _library()
     return LEVELS[: library.maxray_level() + 1] if library else ()
 
 
 @functools.cache
-def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """Threads that stay; a process that was forked has none of its parent's."""
+def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
+    """Returns an executor per process: a forked process has no threads of its parent."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
-def _kind(segment: Segment) -> int | None:
+def _kind(segment: Segment) -> int:
+    """Returns the library's number of a segment's codec, or `_UNSUPPORTED`."""
     name = segment.codec.spec.name
-    return _KINDS.get(segment.parts["values"].dtype) if name in _FLOATS else _OF_CODEC.get(name)
+    if name in _FLOATS:
+        return _KINDS.get(segment.parts["values"].dtype, _UNSUPPORTED)
+    return _OF_CODEC.get(name, _UNSUPPORTED)
 
 
 def _level(kind: int, level: str) -> int:
-    """The number of a level, or of the widest below it that can multiply this kind."""
+    """Returns the number of a level, or of the widest below it that supports this kind."""
     number = LEVELS.index(level)
     return min(number, LEVELS.index("avx512")) if kind == _KINDS[torch.float32] else number
 
 
 def can_score(segment: Segment) -> bool:
-    """Whether the library knows this codec, and the vectors lie where it can read them."""
+    """Returns whether the library supports a segment's codec, device and memory layout."""
     return (
-        _kind(segment) is not None
+        _kind(segment) != _UNSUPPORTED
         and segment.lengths.is_cpu
         and all(part.is_contiguous() for part in segment.parts.values())
     )
@@ -149,20 +164,20 @@ def score(
 
     Args:
         query_MD: float32, the tokens of all queries.
-        query_lengths: (Q,) int64.
-        chosen: segments of one codec, and their documents, ascending; None: all.
-        out_QB: float32, dense along B, the documents of all segments.
-        level: of `available()`.
+        query_lengths: (Q,) int64, number of tokens per query.
+        chosen: Segments of one codec with their documents, ascending; None for all documents.
+        out_QB: float32, contiguous along B, the documents of all segments.
+        level: One of `available()`.
     """
     kind = _kind(chosen[0][0])
     number = _level(kind, level)
-    every = [_Documents.of(segment, kind, documents) for segment, documents in chosen]
+    batches = [_Documents.of(segment, kind, documents) for segment, documents in chosen]
     packed_bytes = _packed_bytes(kind, number, query_MD.shape[1])
-    tasks = []
+    tasks: list[Callable[[], None]] = []
     for queries, bounds in _groups(query_lengths, max(QUERY_BYTES // packed_bytes, 1)):
         packed = _Queries.of(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
         place = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
-        for documents in every:
+        for documents in batches:
             output = _Output(place, out_QB.stride(0), None, None)
             tasks += _tasks(documents, packed, output, number)
             place += 4 * len(documents)
@@ -172,25 +187,25 @@ def score(
 def best(
     query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each document and query token the best similarity and the token it is with.
+    """Finds the best token of each document for each query token.
 
     Returns:
-        (B, M) float32 and (B, M) int32, counted in the document, the first of equals; -inf and -1
-        for a document without tokens.
+        Similarities (B, M) float32 and tokens (B, M) int32, counted from the start of the document,
+        the first of equals; -inf and -1 for a document without tokens.
     """
     kind = _kind(segment)
     number = _level(kind, level)
-    documents = _Documents.of(segment, kind, documents)
+    chosen = _Documents.of(segment, kind, documents)
     packed = _Queries.of(query_MD, kind, number, np.array([0, len(query_MD)]))
-    best_BM = torch.empty(len(documents), len(query_MD))
+    best_BM = torch.empty(len(chosen), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(list(_tasks(documents, packed, output, number)))
+    _run(list(_tasks(chosen, packed, output, number)))
     return best_BM, index_BM
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Runs of whole queries: the first one, and where its tokens and those of the others begin."""
+    """Yields runs of whole queries: the first one, and the bounds of their tokens."""
     bounds = np.concatenate([[0], query_lengths.numpy()]).cumsum()
     first = 0
     while first < len(bounds) - 1:
@@ -202,7 +217,7 @@ def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int,
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents to be scored: what they are a part of, where each begins, and how long it is."""
+    """Documents to be scored: their segment, first vectors and lengths."""
 
     segment: Segment
     kind: int
@@ -220,7 +235,7 @@ class _Documents:
         return len(self.lengths)
 
     def runs(self, max_runs: int, least_tokens: int) -> Iterator[tuple[int, int]]:
-        """Runs of documents of about as many tokens each: (first, last + 1)."""
+        """Yields runs of documents with about equally many tokens: (first, last + 1)."""
         ends = self.lengths.cumsum(0)
         total = int(ends[-1]) if len(ends) else 0
         num_runs = max(min(max_runs, total // least_tokens), 1)
@@ -229,7 +244,7 @@ class _Documents:
         yield from ((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
     def argument(self, begin: int, end: int) -> _DocumentsArgument:
-        """A run as the library reads it."""
+        """Returns a run in the form that the library reads."""
         parts, dim = self.segment.parts, self.segment.dim
         values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(self.kind, "values")]
         argument = _DocumentsArgument(
@@ -244,8 +259,8 @@ class _Documents:
         )
         if self.kind == _INT8:
             argument.scales = parts["scales"].data_ptr()
-        if self.kind == _RESIDUAL:
-            codec = self.segment.codec
+        codec = self.segment.codec
+        if isinstance(codec, Residual):
             learned = codec.codebook(values.device)  # lives as long as the codec
             argument.codes = parts["centroids"].data_ptr()
             argument.centroids = learned.centroids_CD.data_ptr()
@@ -256,7 +271,7 @@ class _Documents:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Query tokens in panels of 32, as a level of the library reads them."""
+    """Query tokens in panels of 32, in the form that a level of the library reads."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
@@ -264,7 +279,7 @@ class _Queries:
     num_tokens: int
 
     def argument(self) -> _QueriesArgument:
-        """These queries as the library reads them."""
+        """Returns the queries in the form that the library reads."""
         return _QueriesArgument(
             packed=self.panels.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
@@ -276,7 +291,7 @@ class _Queries:
 
     @classmethod
     def of(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Queries:
-        """Packs tokens (M, D); padding tokens and numbers are 0."""
+        """Packs tokens (M, D); padding is 0."""
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
         padded = torch.zeros(num_panels * 32, width)
@@ -286,11 +301,11 @@ class _Queries:
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
             numbers = (padded / scales[:, None]).round_().to(torch.int8)
-            # Of 16 tokens, four numbers each lie side by side.
+            # Four consecutive numbers of each of 16 tokens are adjacent.
             panels = numbers.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
             return cls(panels, scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
-            if kind not in (_BINARY, _KINDS[torch.bfloat16]):  # two vectors of 16 side by side
+            if kind not in (_BINARY, _KINDS[torch.bfloat16]):  # two vectors of 16 are adjacent
                 halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
             high = halves.bfloat16()
             low = (halves - high.float()).bfloat16()
@@ -301,23 +316,23 @@ class _Queries:
 
 
 def _packed_bytes(kind: int, level: int, dim: int) -> int:
-    """Bytes of a packed query token."""
+    """Returns the bytes of a packed query token."""
     return dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
 
 
 def _tasks(
     documents: _Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
-    """Calls of the library that score all the documents, a run each."""
-    num_threads = torch.get_num_threads()
+    """Yields calls of the library, one per run of documents."""
+    library, num_threads = _built_library(), torch.get_num_threads()
     least = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
 
         def task(begin: int = begin, end: int = end) -> None:
             documents.segment.touch(documents.starts[begin:end], documents.lengths[begin:end])
-            own = output.behind(begin, queries.num_tokens)
+            rest = output.after(begin, queries.num_tokens)
             argument = documents.argument(begin, end)
-            if _library().maxray_score(argument, queries.argument(), own, level):
+            if library.maxray_score(argument, queries.argument(), rest, level):
                 raise MemoryError("no memory to score in")
 
         yield task
@@ -330,4 +345,4 @@ def _run(tasks: Sequence[Callable[[], None]]) -> None:
         for task in tasks:
             task()
     else:
-        list(_pool(num_threads, os.getpid()).map(lambda task: task(), tasks))
+        list(_threads(num_threads, os.getpid()).map(lambda task: task(), tasks))

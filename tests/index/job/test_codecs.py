@@ -175,9 +175,9 @@ def sample_of(uri: Path, name: str) -> Sample:
     return stored_sample(str(uri), Index(str(uri)).representation(name))
 
 
-def hashes(uri: Path, where: str | None = None) -> set[int]:
+def hashes(uri: Path, filter: str | None = None) -> set[int]:
     """The hashes of what the items of an index hold."""
-    batches = Index(str(uri)).batches(CONTENT, where=where)
+    batches = Index(str(uri)).batches(CONTENT, filter=filter)
     return {value for batch in batches for value in content_hashes(batch).tolist()}
 
 
@@ -210,15 +210,15 @@ def test_a_separate_calibration_source(tmp_path, uri, collection):
 def test_recompress_fits_on_a_separate_sample(uri, original):
     """The sample is drawn from another index, or from some items of the index alone."""
     before = artefacts(uri)
-    where = "item_id > 'd4'"
-    run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_where=where)
+    filter = "item_id > 'd4'"
+    run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_filter=filter)
     filtered = sample_of(uri, "filtered")
-    assert filtered.origin == {"where": where}
-    assert set(filtered.items_N.tolist()) == hashes(uri, where)
-    both = {"fit_index": str(original), "fit_where": where}
+    assert filtered.origin == {"where": filter}
+    assert set(filtered.items_N.tolist()) == hashes(uri, filter)
+    both = {"fit_index": str(original), "fit_filter": filter}
     run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **both)
     sample = sample_of(uri, "elsewhere")
-    assert sample.origin == {"index": str(original), "where": where}
+    assert sample.origin == {"index": str(original), "where": filter}
     assert np.array_equal(sample.items_N, filtered.items_N)
     assert len(artefacts(uri) - before) == 2  # of equal vectors, and of another origin
     learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))
@@ -228,9 +228,15 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fit_index": "nowhere"}, "fit_index: .*nowhere' holds no index"),
-        ({"fit_where": "item_id = ''"}, "fit_where: .* lets none through"),
-        ({"fit_where": "nonsense"}, "fit_where: 'nonsense' names an unknown column"),
+        ({"fit_index": "nowhere"}, "fit_index must be .*nowhere', which contains no index"),
+        (
+            {"fit_filter": "item_id = ''"},
+            "fit_filter must be a filter that matches items, got .*, which matches none",
+        ),
+        (
+            {"fit_filter": "nonsense"},
+            "fit_filter must be .*, got 'nonsense', which names the unknown column",
+        ),
     ],
 )
 def test_a_sample_that_is_none(uri, fields, message):
@@ -302,9 +308,9 @@ def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, coll
 def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, collection):
     big = {**FULL, "codec": "residual"}
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)
-    legal = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
-    where = "representations.full_residual_4.codec.num_centroids"
-    with pytest.raises(SpecError, match=f"{where}: 256 is too large; legal: {legal}"):
+    rule = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
+    field = "representations.full_residual_4.codec.num_centroids"
+    with pytest.raises(SpecError, match=f"{field} must be {rule}, got 256"):
         make_index(spec)
     assert Index(str(tmp_path / "index")).representations() == {}
 
@@ -312,13 +318,15 @@ def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, 
 def test_other_settings_and_damaged_codebooks_are_refused(uri):
     name = "residual"
     with pytest.raises(
-        SpecError, match=rf"representations.{name}.codec: .* differs from the index"
+        SpecError,
+        match=rf"representations.{name}.codec must be .* as in the index, unless"
+        rf" `id` is set",
     ):
         run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
     artefact = Index(str(uri)).representation(name).codec_artefact
     other = Index(str(uri)).representation("pooled_residual").codec_artefact
     shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
-    with pytest.raises(SpecError, match="holds another artefact"):
+    with pytest.raises(SpecError, match="contains another artefact"):
         open_index(str(uri)).load(name)
-    with pytest.raises(SpecError, match="holds another artefact"):
+    with pytest.raises(SpecError, match="contains another artefact"):
         run_recompress(uri, RESIDUAL)

@@ -16,7 +16,9 @@ from pipeline.index import job
 from pipeline.index.dry_run import dry_run
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.pictures import noise, png
 
@@ -148,14 +150,14 @@ def test_texts_and_maps(index, folder):
         assert all(passage.box for passage in hit.passages)
         drawn = similarity_map(searcher, photo, hit.item_id, representation)
         assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
 
 
 def test_a_frame_has_its_time(index):
     _, uri = index
     searcher = open_index(str(uri))
     query = png(noise(40, 40))
-    hit = searcher.search(query, "full", k=1, where="source = 'clips'")[0]
+    hit = searcher.search(query, "full", k=1, filter="source = 'clips'")[0]
     places = [place for match in hit.matches for place in match.places]
     start, end = hit.span["start"], hit.span["end"]
     assert any(place.box for place in places) and all(place.times for place in places)
@@ -170,7 +172,7 @@ def test_what_was_not_seen_of_a_video_stands_in_its_metadata(index):
     for metadata in told:
         is_thinned = FAMILIES[family][0] in THINNING and len(metadata["frames"]) > 2
         assert metadata.get("frames_read") == (2 if is_thinned else None)
-    found = open_index(str(uri)).num_items(where="metadata LIKE '%frames_read%'")
+    found = open_index(str(uri)).num_items(filter="metadata LIKE '%frames_read%'")
     assert found == sum("frames_read" in metadata for metadata in told)
 
 
@@ -186,7 +188,7 @@ def test_weights_that_cannot_be_loaded_are_the_encoders_model(
         "representations": [{"compressor": "none"}],
     }
     spec, resources = config.parse(IndexSpec, given), IndexResources()
-    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+    with pytest.raises(config.SpecError, match="encoder.model must be .*cannot be loaded"):
         job.run(spec, resources, job="1", report=lambda line: None)
-    with pytest.raises(config.SpecError, match="encoder.model: .* cannot be loaded"):
+    with pytest.raises(config.SpecError, match="encoder.model must be .*cannot be loaded"):
         dry_run(spec, resources, None, lambda line: None)

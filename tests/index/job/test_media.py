@@ -21,7 +21,9 @@ from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import Hit
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.media import every, tar, tones, write_video
 
@@ -131,14 +133,14 @@ def test_a_spoken_phrase_is_found_with_its_time(uri):
     assert hit.text[slice(*place.span)] == "what your country can do for you"
     assert place.box is None and place.times == pytest.approx((5.4, 7.7), abs=0.2)
     # The same words in the talk, which begin five seconds in: the times are those of the file.
-    hit = first(uri, "what you can do for your country", where="source = 'clips'")
+    hit = first(uri, "what you can do for your country", filter="source = 'clips'")
     assert hit.item_id == "talk.mp4#t=10,20"
     assert hit.text[slice(*hit.passages[0].span)] == "what you can do for your country"
     assert hit.passages[0].times == pytest.approx((13.5, 15.5), abs=0.2)
 
 
 def test_text_on_a_screen_is_found_with_its_frame(uri):
-    hit = first(uri, "wildlife criterion for otters and ospreys", where="source = 'clips'")
+    hit = first(uri, "wildlife criterion for otters and ospreys", filter="source = 'clips'")
     place = hit.passages[0]
     assert hit.item_id == "talk.mp4#t=10,20"
     assert 14 <= place.times[0] <= 18 and place.times[1] == 20  # shown from 15 to 20 seconds
@@ -146,7 +148,7 @@ def test_text_on_a_screen_is_found_with_its_frame(uri):
 
 
 def test_a_sign_in_a_photo_is_found_with_its_box(uri):
-    hit = first(uri, "the road is closed", where="source = 'photos'")
+    hit = first(uri, "the road is closed", filter="source = 'photos'")
     place = hit.passages[0]
     assert (hit.item_id, hit.text, place.times) == ("sign.png", "road closed", None)
     assert place.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
@@ -170,7 +172,7 @@ def test_a_photo_with_text_and_caption_has_both(uri):
 
 def test_a_video_comes_once_with_its_best_window(uri):
     searcher = open_index(str(uri))
-    how = {"where": "source = 'clips'", "k": 5}
+    how = {"filter": "source = 'clips'", "k": 5}
     every = searcher.search("what you can do for your country", "full", **how)
     grouped = searcher.search("what you can do for your country", "full", group_by="parent", **how)
     assert [hit.item_id for hit in every] == ["talk.mp4#t=10,20", "talk.mp4#t=0,10"]
@@ -186,14 +188,14 @@ def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
         ("country", "jfk.flac#t=0,11", (1200, 264)),
     ]:
         map = similarity_map(searcher, query, item_id, "full")
-        picture = Image.open(io.BytesIO(light(previews, map)))
+        picture = Image.open(io.BytesIO(highlight(previews, map)))
         assert picture.size == size
         orange = np.asarray(picture.convert("RGB")).astype(int)
         assert ((orange[..., 0] - orange[..., 2]) > 90).sum() > 500  # something is lit
 
 
 def test_hits_as_a_user_sees_them(uri, tmp_path, capsys):
-    how = ["--representation", "full", "--k", "1", "--where", "source = 'sound'"]
+    how = ["--representation", "full", "--k", "1", "--filter", "source = 'sound'"]
     search.main([str(uri), "your country", *how, "--save-maps", str(tmp_path / "maps")])
     shown = capsys.readouterr().out
     assert "jfk.flac#t=0,11  (seconds 0-11)" in shown
@@ -214,8 +216,8 @@ def test_two_pools_give_the_same_rows(uri, folder, tmp_path):
     run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **apart)
     columns = ["item_id", "text", "caption", "full", "caption_full", "minilm_caption_pooled"]
     there, here = (
-        Index(str(where)).dataset.to_table(columns=columns, filter="source = 'photos'")
-        for where in (uri, tmp_path / "index")
+        Index(str(filter)).dataset.to_table(columns=columns, filter="source = 'photos'")
+        for filter in (uri, tmp_path / "index")
     )
     assert there.sort_by("item_id").equals(here.sort_by("item_id"))
 
@@ -308,7 +310,7 @@ def test_a_truncated_video_is_indexed_and_named(cluster, tmp_path):
         (
             "minilm",
             FULL,
-            "encoder: 'minilm' reads text; legal: an encoder of .*image.* images gives",
+            "encoder must be an encoder of .*image.* images, got 'minilm', which reads text",
         ),
         ("minilm", {"compressor": "none", "of": "title"}, "representations.0.of: 'title'"),
     ],

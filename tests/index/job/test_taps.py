@@ -156,15 +156,18 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
             assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
 
     index(uri, collection, *REPRESENTATIONS, keep_taps=KEPT[:2])  # again, with less: nothing to do
-    with pytest.raises(SpecError, match="keep_taps: 'eos_row/mean/0' is not in this index, which"):
+    with pytest.raises(
+        SpecError,
+        match="keep_taps must be attention .* got 'eos_row/mean/0', which is not in this index",
+    ):
         index(uri, collection, *REPRESENTATIONS, keep_taps=["eos_row/mean/0"])
     with pytest.raises(SpecError) as error:
         recompressed(uri, {"compressor": {"name": "sap", "num_vectors": 4, "layers": [0]}})
     assert str(error.value) == (
-        "representations.sap_layers0_4: 'column_sums/mean/0' is not kept; legal: attention that the"
-        " index keeps (column_sums/max/1, column_sums/max/5, column_sums/mean/2,"
-        " column_sums/mean/3, eos_row/mean/5, pooled_row/mean/5); index with"
-        " `keep_taps: [column_sums/mean/all]` to keep it"
+        "representations.sap_layers0_4 must be attention that the"
+        " index stores (column_sums/max/1, column_sums/max/5, column_sums/mean/2,"
+        " column_sums/mean/3, eos_row/mean/5, pooled_row/mean/5), got"
+        " 'column_sums/mean/0'; index with `keep_taps: [column_sums/mean/all]` to store it"
     )
     assert "sap_layers0_4" not in Index(str(uri)).dataset.schema.names
 
@@ -174,21 +177,22 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
     [
         (
             {"encoder": {"name": "sleeping"}},
-            "representations.sap_4: 'column_sums/mean/0.4-0.6' is not given by the encoder"
-            " sleeping; legal: methods that need no more than what the encoder gives: no attention",
+            "representations.sap_4 must be attention statistics that the encoder provides (no"
+            " attention), got 'column_sums/mean/0.4-0.6', which is not provided by the encoder",
         ),
         (
             {"encoder": {"name": "minilm", "pooling": "none"}, "keep_taps": ["pooled_row"]},
-            "keep_taps: 'pooled_row/mean/last' is not given by the encoder minilm; legal: methods"
-            " that need no more than what the encoder gives: column_sums, eos_row",
+            "keep_taps must be attention statistics that the encoder provides (column_sums,"
+            " eos_row),"
+            " got 'pooled_row/mean/last', which is not provided by the encoder minilm",
         ),
         (
             {"keep_taps": ["eos_row/mean/6"]},
-            "keep_taps.layers: 6 is not legal; legal: -6 to 5 (the model has 6 layers)",
+            "keep_taps.layers must be from -6 to 5 (the model has 6 layers), got 6",
         ),
         (
             {"keep_taps": ["rows"]},
-            "keep_taps.0: 'rows' names no tap; legal: STATISTIC/HEADS/LAYERS",
+            "keep_taps.0 must be STATISTIC/HEADS/LAYERS with ",
         ),
     ],
 )

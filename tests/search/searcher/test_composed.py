@@ -11,7 +11,9 @@ import jobs
 from jobs import search
 from pipeline import Composed, open_index
 from pipeline.config import SpecError
-from pipeline.search.maps import Previews, light, similarity_map
+from pipeline.search.map_images import highlight
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
 from tests.pictures import index_photos
 
 pytestmark = pytest.mark.heavy
@@ -59,7 +61,7 @@ def test_what_matches_is_named_and_lit(photos):
         drawn = similarity_map(searcher, query, hit.item_id, name)
         assert drawn.query_tokens == tokens and np.isfinite(drawn.values()).all()
         assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert light(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
 
 
 def test_what_is_no_query(photos, index_uri):
@@ -69,9 +71,11 @@ def test_what_is_no_query(photos, index_uri):
         (Composed(" ", of["3.png"]), "at least one word"),
         (Composed(TEXT, b"GIF89a"), "cannot be read"),
     ):
-        with pytest.raises(SpecError, match=f"^query: .*{said}"):
+        with pytest.raises(SpecError, match=f"^query must be .*{said}"):
             searcher.search(query)
-    with pytest.raises(SpecError, match="is not read by MiniLM; legal: a text$"):
+    with pytest.raises(
+        SpecError, match="^query must be a text, got .*, which is not supported by MiniLM$"
+    ):
         open_index(index_uri).search(Composed(TEXT, of["3.png"]))
 
 
@@ -96,6 +100,6 @@ def test_as_a_job_where_the_encoder_reads_texts_alone(photos, index_uri, capsys)
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, [index_uri, TEXT, "--image", str(folder / "photos" / "3.png")])
     assert exit.value.code == 2
-    said = "query: 'a text and a picture together' is not read by MiniLM; legal: a text"
+    said = "query must be a text, got 'a text with an image', which is not supported by MiniLM"
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[-1]) == ("", f"error: {said}")  # behind a bar of the library's

@@ -11,7 +11,7 @@ from pipeline.search.score import QUERY_BATCH
 from tests.search.conftest import best_by_hand, random_queries, random_rows
 
 NAME = "hpool_2"
-NOT_FINITE = "'NaN or infinity' is not legal; legal: finite float32 numbers"
+NOT_FINITE = "finite float32 vectors, got 'NaN or infinity'"
 
 
 def found(hits):
@@ -45,19 +45,19 @@ def test_equals_the_scores_by_hand(index_of, rng, score, weights, group_by):
     searcher = index_of(rows)
     ids = [f"i{i:03}" for i in rng.choice(200, 90, replace=False)]
     parents = [f"p{i}" for i in range(0, 40, 2)]
-    for where, some_ids, some_parents in itertools.product(
+    for filter, some_ids, some_parents in itertools.product(
         (None, "item_id >= 'i030'"), (None, ids), (None, parents)
     ):
         through = [
             row
             for row in rows
-            if (where is None or row.item_id >= "i030")
+            if (filter is None or row.item_id >= "i030")
             and (some_ids is None or row.item_id in ids)
             and (some_parents is None or row.parent_id in parents)
         ]
         for k in (1, 3, 10, 500):
             how = {"score": score, "group_by": group_by, "weights": weights, "k": k}
-            how |= {"where": where, "ids": some_ids, "parents": some_parents}
+            how |= {"filter": filter, "ids": some_ids, "parents": some_parents}
             every = searcher.search(queries, NAME, explain=False, **how)
             ranked = searcher.rank(queries, NAME, **how)
             for query, (hits, ranking) in enumerate(zip(every, ranked, strict=True)):
@@ -81,11 +81,11 @@ def test_nothing_let_through_gives_no_hits(index_of, rng):
     rows, queries = random_rows(rng, 20), random_queries(rng, 2)
     searcher = index_of(rows)
     for restriction in (
-        {"where": "item_id = 'none'"},
+        {"filter": "item_id = 'none'"},
         {"ids": []},
         {"ids": ["none", "nobody"]},
         {"parents": []},
-        {"ids": ["i001"], "where": "item_id = 'i002'"},
+        {"ids": ["i001"], "filter": "item_id = 'i002'"},
     ):
         for group_by in (None, "parent"):
             hits = searcher.search(queries, NAME, score="hybrid", group_by=group_by, **restriction)
@@ -112,9 +112,7 @@ def test_illegal_ids(index_of, rng, field, ids, value):
     with pytest.raises(SpecError) as caught:
         searcher.search(queries, NAME, **{field: ids})
     value = value[0] if isinstance(value, list) else value
-    assert str(caught.value) == (
-        f"{field}: {value!r} is not legal; legal: a list of ids, each a text in UTF-8"
-    )
+    assert str(caught.value) == (f"{field} must be a list of ids in valid UTF-8, got {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -127,8 +125,8 @@ def test_illegal_weights(index_of, rng, weights):
     with pytest.raises(SpecError) as caught:
         searcher.search(queries, NAME, score="hybrid", weights=weights)
     assert str(caught.value) == (
-        f"weights: {weights!r} is not legal; legal: two numbers (single, late), each 0 or from "
-        "1e-6 to 1e6, and not both 0"
+        "weights must be two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0, "
+        f"got {weights!r}"
     )
 
 
@@ -136,9 +134,7 @@ def test_weights_are_of_the_hybrid_score(index_of, rng):
     searcher, queries = index_of(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.rank(queries, NAME, weights=(1, 2))
-    assert str(caught.value) == (
-        "weights: (1, 2) mean nothing to the score late; legal: the score hybrid"
-    )
+    assert str(caught.value) == ("weights must be (1.0, 1.0) for the score late, got (1, 2)")
     searcher.rank(queries, NAME, weights=[1, 1])
 
 
@@ -146,7 +142,7 @@ def test_an_index_without_rows(index_of, rng):
     searcher, queries = index_of([]), random_queries(rng, 2)
     for score, group_by in itertools.product(("late", "single", "hybrid"), (None, "parent")):
         assert searcher.search(queries, NAME, score=score, group_by=group_by) == [[], []]
-        how = {"where": "item_id <> ''", "ids": ["a"]}
+        how = {"filter": "item_id <> ''", "ids": ["a"]}
         assert searcher.search(queries, NAME, score=score, group_by=group_by, **how) == [[], []]
     assert searcher.num_known(["a"]) == 0
 
@@ -175,7 +171,7 @@ def test_a_query_of_zeros_has_no_direction(index_of, rng):
     with pytest.raises(SpecError) as caught:
         searcher.search([query, 0 * query], NAME)
     assert str(caught.value) == (
-        "query: 'zeros' is not legal (query 2 of 2); legal: a vector with a direction"
+        "query must be vectors with a direction, got 'zeros' (query 2 of 2)"
     )
     hits = searcher.search(query, NAME, explain=False)
     with_zeros = np.concatenate([query, 0 * query])
@@ -187,29 +183,29 @@ def test_a_query_of_zeros_has_no_direction(index_of, rng):
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
-        (np.ones((2, 5)), "'vectors of 5 numbers' is not legal; legal: 384"),
-        (np.ones((0, 384)), "'an array of shape (0, 384)' is not legal; legal: a matrix of numbers "
-         "of shape (query tokens, dim)"),
+        (np.ones((2, 5)), "vectors of 384 numbers, got 'vectors of 5 numbers'"),
+        (np.ones((0, 384)), "a matrix of numbers of shape (query tokens, dim), "
+         "got 'an array of shape (0, 384)'"),
         (np.full((1, 384), np.nan), NOT_FINITE),
         (np.full((1, 384), -np.inf), NOT_FINITE),
         (np.full((1, 384), 1e300), NOT_FINITE),
         ([np.ones((1, 384)), np.ones((1, 3))],
-         "'vectors of 3 numbers' is not legal (query 2 of 2); legal: 384"),
-        (["a", " "], "' ' is not legal (query 2 of 2); legal: a text with at least one word"),
-        ("\ud800", "'\\ud800' is not legal; legal: a text in UTF-8"),
+         "vectors of 384 numbers, got 'vectors of 3 numbers' (query 2 of 2)"),
+        (["a", " "], "a text with at least one word, got ' ' (query 2 of 2)"),
+        ("\ud800", "a text in UTF-8, got '\\ud800'"),
     ],
 )  # fmt: skip
 def test_illegal_queries(index_of, rng, query, sentence):
     with pytest.raises(SpecError) as caught:
         index_of(random_rows(rng, 8)).search(query, NAME)
-    assert str(caught.value) == f"query: {sentence}"
+    assert str(caught.value) == f"query must be {sentence}"
 
 
 @pytest.mark.parametrize("k", [0, -1, True, 2.0, "3", None])
 def test_illegal_k(index_of, rng, k):
     with pytest.raises(SpecError) as caught:
         index_of(random_rows(rng, 8)).search(np.ones((1, 384)), NAME, k=k)
-    assert str(caught.value) == f"k: {k!r} is not legal; legal: an integer >= 1"
+    assert str(caught.value) == f"k must be an integer >= 1, got {k!r}"
 
 
 def test_k_beyond_the_corpus_gives_all(index_of, rng):

@@ -113,7 +113,7 @@ def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
     query = TEXT if query == "text" else photos["5.png"]
     flagged = set()
     for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
-        second = {} if depth is None else {"depth": depth}
+        second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
         found = client.search(query, k=k, rerank={"by": "edje", **second}, **HOW)
         reranker = Reranker(model, depth or 10, add)
@@ -130,7 +130,7 @@ def test_equal_with_other_options(client, searcher, model):
     reranker = Reranker(model)
     for ours, theirs in (
         ({"score": "late"}, {"score": "late"}),
-        ({"filter": "item_id < '5'"}, {"where": "item_id < '5'"}),
+        ({"filter": "item_id < '5'"}, {"filter": "item_id < '5'"}),
         ({"parents": ["1.png", "6.png"]}, {"parents": ["1.png", "6.png"]}),
         ({"group_by": "parent"}, {"group_by": "parent"}),
         ({"ids": []}, {"ids": []}),
@@ -147,7 +147,7 @@ def test_many_queries_at_once(client, url, searcher, model, photos):
     """Of one request, texts and pictures, and of several."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
     expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **HOW) for q in queries]
-    second = {"by": "edje", "depth": 5}
+    second = {"by": "edje", "rerank_depth": 5}
     found = client.search_batch(queries, k=3, rerank=second, **HOW).results
     for hits, hits_in_process in zip(found, expected, strict=True):
         assert_same(hits, hits_in_process)
@@ -189,16 +189,20 @@ def test_a_text_that_is_cut_is_warned_of(client, searcher, model):
     assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
 
 
-def test_what_is_not_legal_names_its_field(client, url, photos):
+def test_an_invalid_request_names_its_field(client, url, photos):
     image = base64.b64encode(photos["1.png"]).decode()
     with httpx2.Client(base_url=url, timeout=30) as http:
         for change, field, says in (
             ({"rerank": {"by": "maxsim"}}, "rerank.by", "'vectors' or 'edje'"),
             ({"rerank": {"by": "edje", "representation": "hpool_4"}}, "rerank.representation", ""),
             ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "`by: edje`"),
-            ({"rerank": {"by": "edje", "depth": 41}}, "rerank.depth", "legal: 40 at most"),
-            ({"query": {"vectors": [[1.0] * 32]}}, "query", "'vectors' is not legal; legal: a tex"),
-            ({"query": {"image": image, "text": "x"}}, "query", "a text and a picture together"),
+            (
+                {"rerank": {"by": "edje", "rerank_depth": 41}},
+                "rerank.rerank_depth",
+                "at most 40 items, got 41",
+            ),
+            ({"query": {"vectors": [[1.0] * 32]}}, "query", "must be a text or an image for edje"),
+            ({"query": {"image": image, "text": "x"}}, "query", "a text with an image"),
             ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ):
             body = {"query": TEXT, "rerank": {"by": "edje"}, **HOW, **change}
@@ -217,14 +221,14 @@ def test_what_is_not_legal_names_its_field(client, url, photos):
             body = {"query": TEXT, "item_ids": ["1.png"], "by": "edje", **change}
             error = http.post("/v1/rerank", json=body).json()["error"]
             assert error["field"] == field, error
-    with pytest.raises(ServerError, match="a text and a picture together"):
+    with pytest.raises(ServerError, match="a text with an image"):
         client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **HOW)
     with pytest.raises(ValidationError, match="it means nothing but to `by: vectors`"):
         client.search(TEXT, rerank={"by": "edje", "representation": "hpool_4"})
 
 
 def test_an_order_for_mteb(client, searcher, model):
-    second = {"by": "edje", "depth": 4}
+    second = {"by": "edje", "rerank_depth": 4}
     endpoint = Endpoint(client, max_k=8, rerank=second, **HOW)
     (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
     expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **HOW)
@@ -237,9 +241,13 @@ def test_what_a_server_is_started_with_is_looked_at(uri, dual, model, tmp_path):
 
     start(model)
     other = edje_of(tmp_path / "other", dual, seed=1)
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has no edje.json"):
+    with pytest.raises(SpecError, match=r"indexes.i.edje must be .*has no edje.json"):
         start(str(tmp_path))
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* has the adapter .*, not that of the"):
+    with pytest.raises(
+        SpecError,
+        match=r"indexes.i.edje must be .*the index's adapter .* has"
+        r" the adapter",
+    ):
         start(other)
 
 
@@ -263,7 +271,7 @@ def test_maps_are_those_of_the_first_stage(client, searcher):
     """Also of hits that the joint encoder put into another order."""
     plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
-    how = {**plain, "rerank": wire.Rerank(by="edje", depth=5)}
+    how = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
     found = client.search(TEXT, explain="map", **how).hits
     assert [hit.item_id for hit in found] != list(first)
     for hit in found:
@@ -296,7 +304,7 @@ def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dt
     served = parse(ServedIndex, {"uri": uri, "edje": model, "edje_precision": precision})
     spec = stages.JointRanker(served, Scale())._reranker.joint.spec
     assert spec.dtype == dtype and (spec.quantise == "int8") == (precision == "int8")
-    with pytest.raises(SpecError, match="edje_precision: 'int4' .*legal: .*int8"):
+    with pytest.raises(SpecError, match="edje_precision must be one of .*int8.*, got 'int4'"):
         parse(ServedIndex, {"uri": uri, "edje_precision": "int4"})
 
 
@@ -305,7 +313,7 @@ def test_no_request_to_it_is_too_much(url):
     from tests.serve.app.test_fuzz import ask_everything
 
     there = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
-    there["rerank"] = {"by": "edje", "depth": 3}
+    there["rerank"] = {"by": "edje", "rerank_depth": 3}
     statuses = ask_everything(url, there)
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 
@@ -346,5 +354,9 @@ def test_new_versions(client, url, uri, model):
     assert not found.reranked and "not reranked" in found.warnings[0]
     assert found.hits == client.search(TEXT, k=3, **HOW).hits
     assert is_ready(url)
-    with pytest.raises(SpecError, match=r"indexes.i.edje: .* cannot be used: there are none"):
+    with pytest.raises(
+        SpecError,
+        match=r"indexes.i.edje must be .*null for an index without"
+        r" rerank_tokens, got ",
+    ):
         _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": uri, "edje": model}}}))

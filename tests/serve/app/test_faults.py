@@ -21,7 +21,7 @@ from tests.serve.conftest import children, cpu_seconds, write_keys
 pytestmark = pytest.mark.heavy
 
 SEARCH = {"query": "the lift of a wing"}
-RERANK = {**SEARCH, "representation": "hpool_2", "rerank": {"depth": 5}}
+RERANK = {**SEARCH, "representation": "hpool_2", "rerank": {"rerank_depth": 5}}
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,10 @@ def test_a_killed_replica_costs_the_client_no_request(url, deployment):
 
 def test_a_dead_reranker_gives_the_first_stage_where_that_is_allowed(url):
     with Client(url, tries=10) as client:
-        whole = client.search(**{**RERANK, "rerank": wire.Rerank(depth=5)})
+        whole = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5)})
         assert whole.reranked and not whole.warnings
         kill("Reranker-i")
-        found = client.search(**{**RERANK, "rerank": wire.Rerank(depth=5, optional=True)})
+        found = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5, optional=True)})
         assert not found.reranked and "not reranked" in found.warnings[0]
         first = client.search(SEARCH["query"], representation="hpool_2")
         assert [hit.item_id for hit in found.hits] == [hit.item_id for hit in first.hits]

@@ -32,7 +32,7 @@ REAL = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
 def _with_what_is_there(case: schemathesis.Case, real: dict[str, Any], how_much: int) -> None:
     """Puts names of this server into a request; `how_much`: all, only the index, or nothing."""
     names = list(real)[: {0: len(real), 1: 1}.get(how_much, 0)]
-    if how_much == 0 and isinstance(case.body, dict):  # what is rarely legal by chance
+    if how_much == 0 and isinstance(case.body, dict):  # what is rarely valid by chance
         case.body |= {"k": 3} if "k" in case.body else {}
         for name in ("filter", "rerank", "weights"):
             case.body.pop(name, None)

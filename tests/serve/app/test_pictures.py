@@ -36,7 +36,7 @@ def test_pictures_as_queries(briefly, checkpoint, tmp_path):
         assert len(client.encode([photo, "a bird"]).queries[0].vectors) > 4
         with pytest.raises(ServerError, match="cannot be read"):
             client.search(b"GIF89a")
-        said = "is not read by the encoder of full; legal: a text, a picture .422"
+        said = "query must be a text or an image, got .* not supported by the encoder of full .422"
         with pytest.raises(ServerError, match=said) as error:
             client.search(Composed("but in red", photo))
         assert error.value.problem.field == "query"
@@ -65,7 +65,7 @@ def test_a_text_and_a_picture_together(briefly, checkpoint, tmp_path):
         found = client.search_batch(some, k=3).results
         assert found[0] == found[4] == client.search(query, k=3).hits
         assert [found[0]] * 3 != found[1:4] and found[0] not in found[1:4]
-        again = client.search(query, k=2, representation="hpool_8", rerank={"depth": 5})
+        again = client.search(query, k=2, representation="hpool_8", rerank={"rerank_depth": 5})
         assert [hit.score for hit in again.hits] == pytest.approx(
             [hit.score for hit in searcher.search(query, "full", k=2)], rel=1e-4
         )

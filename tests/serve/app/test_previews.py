@@ -124,7 +124,7 @@ def test_what_has_none(http, item_id, parameters):
     refused(preview(http, item_id, **parameters), 404, "not_found")
 
 
-def test_what_is_not_legal(http):
+def test_an_invalid_request(http):
     for parameters in ({"media": "smell"}, {"seconds": -1}, {"seconds": "nan"}):
         refused(preview(http, CLIP, **parameters), 422, "invalid_argument")
 

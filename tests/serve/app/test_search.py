@@ -53,8 +53,8 @@ def test_equal_to_a_search_in_process(client, searcher, index, score):
     ("ours", "theirs"),
     [
         ({"group_by": "parent"}, {"group_by": "parent"}),
-        ({"filter": "item_id LIKE 'wing%'"}, {"where": "item_id LIKE 'wing%'"}),
-        ({"filter": "item_id = 'nobody'"}, {"where": "item_id = 'nobody'"}),
+        ({"filter": "item_id LIKE 'wing%'"}, {"filter": "item_id LIKE 'wing%'"}),
+        ({"filter": "item_id = 'nobody'"}, {"filter": "item_id = 'nobody'"}),
         ({"ids": ["flow", "bread/1", "nobody"]}, {"ids": ["flow", "bread/1"]}),
         ({"ids": []}, {"ids": []}),
         ({"parents": ["heat"], "k": 1}, {"parents": ["heat"], "k": 1}),
@@ -78,7 +78,7 @@ def test_many_queries_at_once(client, searcher, index):
         assert_same(hits, searcher.search(query, k=3))
 
 
-@pytest.mark.parametrize("rerank", [None, wire.Rerank(depth=4)])
+@pytest.mark.parametrize("rerank", [None, wire.Rerank(rerank_depth=4)])
 def test_as_many_queries_as_a_server_allows(client, searcher, rerank):
     """They are more than a stage takes calls at once."""
     queries = QUERIES * 50
@@ -133,7 +133,7 @@ def test_reranking(client, searcher, index):
         first = searcher.rank([query], "random_4", k=4)[0]
         again = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
         found = client.search(
-            query, index=index, representation="random_4", k=2, rerank=wire.Rerank(depth=4)
+            query, index=index, representation="random_4", k=2, rerank=wire.Rerank(rerank_depth=4)
         )
         assert found.reranked and [hit.item_id for hit in found.hits] == again.item_ids
         scores = [hit.score for hit in found.hits]

@@ -1,0 +1,54 @@
+"""Selects the candidates that are reranked and merges their new scores into the ranking."""
+
+from __future__ import annotations
+
+import torch
+
+
+def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
+    """Returns each query paired with its best candidates of the first stage.
+
+    Args:
+        first_QB: Scores of the first stage.
+        rerank_depth: Number of candidates per query.
+
+    Returns:
+        (P, 2) int64, rows of (query, candidate), best candidates first.
+
+    >>> candidate_pairs(torch.tensor([[0.1, 0.9, 0.5]]), 2).tolist()
+    [[0, 1], [0, 2]]
+    """
+    # A stable sort ranks equal scores in their order, as a search does.
+    order_QB = first_QB.argsort(dim=1, descending=True, stable=True)
+    best_QK = order_QB[:, :rerank_depth]
+    query_QK = torch.arange(len(first_QB), device=first_QB.device).unsqueeze(1).expand_as(best_QK)
+    return torch.stack([query_QK, best_QK], dim=2).reshape(-1, 2)
+
+
+def rerank_scores(
+    first_QB: torch.Tensor, pairs_P2: torch.Tensor, scores_P: torch.Tensor, add_first: bool = False
+) -> torch.Tensor:
+    """Returns scores that rank the reranked candidates above all others.
+
+    Args:
+        first_QB: Scores of the first stage, which keep their order below the reranked candidates.
+        pairs_P2: int64, the reranked (query, candidate) pairs.
+        scores_P: Scores of the joint encoder for the pairs.
+        add_first: Whether the score of the first stage is added to the joint encoder's.
+
+    Returns:
+        (Q, B) float64.
+
+    >>> first = torch.tensor([[0.1, 0.9, 0.5]])
+    >>> both = rerank_scores(first, candidate_pairs(first, 2), torch.tensor([-1.0, 2.0]))
+    >>> both.argsort(descending=True).tolist()
+    [[2, 1, 0]]
+    """
+    query_P, candidate_P = pairs_P2.unbind(1)
+    first_QB, scores_P = first_QB.double(), scores_P.double()
+    if add_first:
+        scores_P = scores_P + first_QB[query_P, candidate_P]
+    if not len(scores_P):
+        return first_QB
+    above = first_QB.max() + 1 - scores_P.min()
+    return first_QB.index_put((query_P, candidate_P), scores_P + above)

@@ -1,0 +1,272 @@
+"""Draws similarity maps: highlighted pages, images and video frames, and waveforms of audio."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from pipeline.config import SpecError
+from pipeline.schema import Hit, Passage
+from pipeline.search.explain import printable
+from pipeline.search.maps import SimilarityMap, Word, similarity_map, visible_time
+from pipeline.search.previews import Previews
+from pipeline.search.searcher import Searcher
+
+#: x0 y0 x1 y1 in [0, 1] of the image, each.
+Boxes = Sequence[Sequence[float]]
+Colour = tuple[int, int, int]
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+#: Colour of matches; its opacity grows with the similarity, up to `MAX_OPACITY` of 255.
+COLOUR: Colour = (255, 120, 0)
+MAX_OPACITY = 150
+#: Colour of the frames around the best matches.
+BEST_COLOUR: Colour = (200, 30, 0)
+#: Colours of headers.
+BLACK: Colour = (0, 0, 0)
+GREY: Colour = (90, 90, 90)
+#: Approximate minimum of the longer side of a map: smaller images are enlarged.
+MIN_PIXELS = 448
+#: Longer side of an image in a report.
+REPORT_PIXELS = 900
+
+
+def highlight(previews: Previews, map: SimilarityMap, query_token: int | None = None) -> bytes:
+    """Returns an item's image with the matching words highlighted, as a PNG.
+
+    For a video it is the frame of the best passage or word; if that is speech, the waveform.
+
+    Args:
+        previews: Files of the index.
+        map: Map of an item.
+        query_token: Index of the query token that is mapped; None for the whole query.
+
+    Raises:
+        SpecError: As `Previews.picture` and `Previews.sound`.
+    """
+    focus = map.focus(query_token)
+    if focus.times and not focus.box:
+        return draw_waveform(*previews.sound(map.item_id), map, query_token)
+    return draw_image(previews.picture(map.item_id, visible_time(focus)), map, query_token)
+
+
+def draw_image(image: bytes, map: SimilarityMap, query_token: int | None = None) -> bytes:
+    """Returns an image with words highlighted by one query token, or by the whole query, as a PNG.
+
+    For a query token, words are highlighted if they are more similar than the item's median word;
+    for the whole query, by their contribution. The best word is framed or, for the whole query, the
+    passages line by line. Of a video only what one frame shows is drawn.
+    """
+    focus = map.focus(query_token)
+    boxes = [focus.box] if isinstance(focus, Word) and focus.box else []
+    for passage in map.passages if query_token is None else ():
+        if passage.box and _is_visible_with(passage, focus):
+            boxes += map.lines(passage)
+    values = map.values(query_token)
+    return to_png(highlight_words(image, map.words, values, focus, boxes, BEST_COLOUR))
+
+
+def highlight_words(
+    image: bytes,
+    words: Sequence[Word],
+    values: np.ndarray,
+    best: Word | Passage,
+    boxes: Boxes,
+    frame_colour: Colour,
+) -> Image.Image:
+    """Returns an image with words highlighted by their values and frames around some boxes.
+
+    Args:
+        image: Encoded image.
+        words: W words of the item.
+        values: (W,) value per word; NaN if it has no vector.
+        best: Word or passage that selects the frame of a video: only words that are visible at the
+            same time are highlighted.
+        boxes: Boxes to frame.
+        frame_colour: Colour of the frames.
+    """
+    page = Image.open(io.BytesIO(image)).convert("RGB")
+    if (times := MIN_PIXELS // max(page.size)) > 1:  # else the frames would cover the content
+        page = page.resize((page.width * times, page.height * times), Image.Resampling.NEAREST)
+    layer = Image.new("RGBA", page.size, (*COLOUR, 0))
+    pen = ImageDraw.Draw(layer)
+    size = np.array([*page.size, *page.size])
+    for word, strength in zip(words, _strengths(values), strict=True):
+        if strength > 0 and word.box and _is_visible_with(word, best):
+            x0, y0, x1, y1 = np.array(word.box) * size
+            opacity = round(MAX_OPACITY * strength)
+            pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=(*COLOUR, opacity))
+    for box in boxes:
+        x0, y0, x1, y1 = np.array(box) * size
+        pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(*frame_colour, 255), width=2)
+    return Image.alpha_composite(page.convert("RGBA"), layer).convert("RGB")
+
+
+def draw_waveform(
+    samples: np.ndarray,
+    sample_rate: int,
+    start: float,
+    map: SimilarityMap,
+    query_token: int | None = None,
+) -> bytes:
+    """Returns the waveform of a sound with its matching words highlighted and labelled, as a PNG.
+
+    Args:
+        samples: (S,) float.
+        sample_rate: In Hz.
+        start: Time of the first sample, in seconds of the parent.
+        map: Map of the item.
+        query_token: Index of the query token that is mapped; None for the whole query.
+    """
+    width, height, foot = 1200, 240, 24
+    seconds = max(len(samples) / sample_rate, 1e-3)
+    image = Image.new("RGB", (width, height + foot), "white")
+    pen = ImageDraw.Draw(image)
+    font = ImageFont.load_default(13)
+    labels: list[tuple[tuple[float, float], str]] = []
+
+    def x(time: float) -> float:
+        return (time - start) / seconds * width
+
+    strengths = _strengths(map.values(query_token))
+    ends = [0.0] * 3  # end of the last label in each row: short words would hide one another
+    for word, strength in zip(map.words, strengths, strict=True):
+        if strength > 0 and word.times and not word.box:
+            left = x(word.times[0])
+            tint = _tint(MAX_OPACITY / 255 * strength)
+            pen.rectangle((left, 0, x(word.times[1]), height), tint)
+            row = next((i for i, end in enumerate(ends) if end <= left), None)
+            if row is not None:
+                labels.append(((left + 3, 4 + 16 * row), word.text))
+                ends[row] = left + 6 + pen.textlength(word.text, font)
+    columns = np.array_split(samples, width) if len(samples) >= width else [samples]
+    loudest = max(float(np.abs(samples).max(initial=0)), 1e-6)
+    for column, part in enumerate(columns):
+        low, high = (height / 2 * (1 - side / loudest) for side in (part.min(), part.max()))
+        pen.line((column, high, column, low), (60, 90, 140))
+    step = next(s for s in (1, 2, 5, 10, 30, 60, 300, 600, 3600) if seconds / s <= 20)
+    for mark in np.arange(-(-start // step) * step, start + seconds, step):
+        pen.line((x(mark), height, x(mark), height + 5), "black")
+        pen.text((x(mark) + 2, height + 6), f"{mark:g} s", "black", font)
+    for found in [map.focus(query_token), *(map.passages if query_token is None else ())]:
+        if found.times and not found.box:
+            sides = (x(found.times[0]), 0, x(found.times[1]), height)
+            pen.rectangle(sides, outline=BEST_COLOUR, width=2)
+    for position, text in labels:
+        pen.text(position, text, "black", font)
+    png = io.BytesIO()
+    image.save(png, "PNG", optimize=True)
+    return png.getvalue()
+
+
+def add_header(
+    drawing: bytes, map: SimilarityMap, query: str, query_token: int | None = None
+) -> bytes:
+    """Returns a map with a header: the query, the item and its score, and a legend."""
+    image = Image.open(io.BytesIO(drawing)).convert("RGB")
+    size = min(max(image.width // 60, 14), 28)
+    font, large = ImageFont.load_default(size), ImageFont.load_default(size * 5 // 4)
+    width, line, margin = max(image.width, 30 * size), size * 8 // 5, size // 2
+    values = map.values(query_token)
+    low, high = (f"{value:.2f}" for value in _scale(values))
+    if query_token is None:
+        meaning = "contribution to the score"
+        frame = "best passages" if len(map.passages) > 1 else "best passage"
+    else:
+        meaning = f'similarity with the query token "{map.query_tokens[query_token]}"'
+        frame = "best word"
+    subtitle = f"{map.item_id} · {map.representation} · late score {map.score:.2f}"
+    rows = [(text, large, BLACK) for text in _wrapped(f'"{query}"', large, width - 2 * margin)]
+    rows += [(text, font, GREY) for text in _wrapped(subtitle, font, width - 2 * margin)]
+    height = margin + len(rows) * line + 2 * line + margin
+    sheet = Image.new("RGB", (width, height + image.height), "white")
+    pen, top = ImageDraw.Draw(sheet), margin
+    for text, face, colour in rows:
+        pen.text((margin, top), text, colour, face)
+        top += line
+    pen.text((margin, top), low, GREY, font)
+    left = 2 * margin + pen.textlength(low, font)
+    for step in range(bar := 8 * size):
+        opacity = MAX_OPACITY / 255 * (step / bar) ** 2  # as in `_strengths`
+        pen.line((left + step, top, left + step, top + size), _tint(opacity))
+    pen.rectangle((left, top, left + bar, top + size), outline=GREY)
+    pen.text((left + bar + margin, top), f"{high}   {meaning}", GREY, font)
+    top += line
+    pen.rectangle((margin, top + 2, margin + 2 * size, top + size), outline=BEST_COLOUR, width=2)
+    pen.text((margin + 3 * size, top), frame, GREY, font)
+    sheet.paste(image, (0, height))
+    pen.line((0, height - 1, width, height - 1), (200, 200, 200))
+    return to_png(sheet)
+
+
+def _wrapped(text: str, font: Font, width: float) -> list[str]:
+    """Returns a text in lines no wider than `width` pixels."""
+    lines = [""]
+    for word in printable(text).split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def hit_maps(
+    searcher: Searcher, query: str, hit: Hit, representation: str
+) -> list[tuple[str, bytes]]:
+    """Returns captions and images for a report: the map of a hit under the whole query.
+
+    The list is empty for a hit without an image or whose file is missing.
+    """
+    try:
+        map = similarity_map(searcher, query, hit.item_id, representation)
+        image = highlight(Previews(searcher.index), map)
+    except SpecError:
+        return []
+    return [(f"{hit.item_id}: what {representation} matches", _shrunk(image))]
+
+
+def _shrunk(data: bytes) -> bytes:
+    """Returns an image at the size that reports show."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image.thumbnail((REPORT_PIXELS, REPORT_PIXELS))
+    return to_png(image)
+
+
+def to_png(image: Image.Image) -> bytes:
+    """Encodes an image; 256 colours suffice for text on white, at a third of the bytes."""
+    png = io.BytesIO()
+    image.quantize(256).save(png, "PNG", optimize=True)
+    return png.getvalue()
+
+
+def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
+    """Returns whether a video frame that shows the best word or passage also shows another one."""
+    time = visible_time(best)
+    if location.times is None or time is None:
+        return location.times == best.times
+    return location.times[0] <= time <= location.times[1]
+
+
+def _strengths(values: np.ndarray) -> np.ndarray:
+    """Maps values to [0, 1]: 0 up to the median, 1 for the highest."""
+    low, high = _scale(values)
+    values = np.nan_to_num(values, nan=-np.inf)
+    if high <= low:
+        return (values == high).astype(float)
+    return np.clip((values - low) / (high - low), 0, 1) ** 2
+
+
+def _scale(values: np.ndarray) -> tuple[float, float]:
+    """Returns the values drawn in no colour and in the strongest: the median and the highest."""
+    finite = values[np.isfinite(values)]
+    return max(float(np.median(finite)), 0.0), float(finite.max())
+
+
+def _tint(opacity: float) -> Colour:
+    """Returns the highlight colour on white at an opacity in [0, 1]."""
+    red, green, blue = (round(255 + (side - 255) * opacity) for side in COLOUR)
+    return red, green, blue

@@ -1,0 +1,101 @@
+"""Sheets of images: phrases mapped through several representations, and hits side by side."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from pipeline.config import SpecError
+from pipeline.schema import Hit
+from pipeline.search.map_images import GREY, Boxes, highlight_words, to_png
+from pipeline.search.maps import similarity_map
+from pipeline.search.previews import Previews
+from pipeline.search.searcher import Searcher
+
+#: Colour of the frames around the true location of a phrase.
+TRUE_COLOUR = (0, 90, 255)
+#: Distance between neighbouring images, in pixels, on a sheet of phrases and on one of hits.
+SHEET_STEP = 320
+HIT_STEP = 200
+
+
+def phrase_sheet(
+    columns: Sequence[tuple[str, Searcher, str]], phrases: Sequence[tuple[str, str, Boxes]]
+) -> bytes:
+    """Returns maps of phrases as a PNG: a row per phrase, a column per representation.
+
+    Words are highlighted by the relevance that measures grounding, the mean similarity over the
+    phrase's tokens (SaMer, appendix C and figure 4). The true locations are framed.
+
+    Args:
+        columns: Title, searcher and representation of each column; the index of the first searcher
+            provides the images.
+        phrases: Item id, phrase and the boxes of its true locations, x0 y0 x1 y1 in [0, 1].
+
+    Raises:
+        SpecError: As `similarity_map` and `Previews`.
+    """
+    previews, font = Previews(columns[0][1].index), ImageFont.load_default(18)
+    sheet = Image.new("RGB", (len(columns) * SHEET_STEP, 0), "white")
+    for item_id, phrase, boxes in phrases:
+        image = previews.picture(item_id)
+        row = Image.new("RGB", (sheet.width, SHEET_STEP + 44), "white")
+        pen = ImageDraw.Draw(row)
+        pen.text((6, 4), f'"{phrase}" in {item_id}', "black", font)
+        for column, (title, searcher, representation) in enumerate(columns):
+            map = similarity_map(searcher, phrase, item_id, representation)
+            values = np.mean([word.similarities for word in map.words], axis=1)
+            best = map.words[int(np.nanargmax(values))]
+            drawing = highlight_words(image, map.words, values, best, boxes, TRUE_COLOUR)
+            drawing.thumbnail((SHEET_STEP - 12, SHEET_STEP - 12))
+            row.paste(drawing, (column * SHEET_STEP + 6, 52))
+            pen.text((column * SHEET_STEP + 6, 28), title, GREY, font)
+        sheet = ImageOps.expand(sheet, (0, 0, 0, row.height), "white")
+        sheet.paste(row, (0, sheet.height - row.height))
+    return to_png(sheet)
+
+
+def hit_sheet(
+    searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence[Hit]]]
+) -> tuple[bytes, int]:
+    """Draws the images of hits, best first: a row per list of hits.
+
+    Above each image are its rank, the rank before reranking, and its score. The id replaces an
+    image that is missing or unreadable.
+
+    Args:
+        searcher: Searcher of the index.
+        query: Query of the hits.
+        rows: Title and hits of each row.
+
+    Returns:
+        A PNG, and the number of missing images.
+    """
+    previews, font = Previews(searcher.index), ImageFont.load_default(15)
+    most = max((len(hits) for _, hits in rows), default=0)
+    height = HIT_STEP + 52
+    sheet = Image.new("RGB", (12 + max(1, most) * HIT_STEP, 34 + len(rows) * height), "white")
+    num_missing = 0
+    pen = ImageDraw.Draw(sheet)
+    pen.text((6, 8), f'"{query}"', "black", ImageFont.load_default(18))
+    for number, (title, hits) in enumerate(rows):
+        top = 34 + number * height
+        pen.text((6, top + 4), title, "black", font)
+        for column, hit in enumerate(hits):
+            left = 6 + column * HIT_STEP
+            before = f" (was {hit.reranked.first_rank})" if hit.reranked else ""
+            pen.text((left, top + 26), f"{hit.rank}{before}   {hit.score:.3f}", GREY, font)
+            box = (left, top + 48, left + HIT_STEP - 10, top + height - 6)
+            try:
+                image = Image.open(io.BytesIO(previews.picture(hit.item_id))).convert("RGB")
+            except SpecError:
+                pen.rectangle(box, outline=(200, 200, 200))
+                pen.text((left + 6, top + 54), hit.item_id, GREY, font)
+                num_missing += 1
+                continue
+            size = (box[2] - box[0], box[3] - box[1])
+            sheet.paste(ImageOps.contain(image, size, Image.Resampling.BICUBIC), box[:2])
+    return to_png(sheet), num_missing

@@ -1,0 +1,106 @@
+"""Images and audio of the items of an index, read from the files that its jobs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from pipeline.config import ComponentSpec, SpecError, absolute, within
+from pipeline.decoding import Unreadable
+from pipeline.index import JOBS
+from pipeline.index.reader import Index, first_line, open_folder
+from pipeline.registry import SOURCES
+from pipeline.sources import NO_PREVIEW, Source, content_in
+from pipeline.sources.files import existing_root
+
+T = TypeVar("T")
+
+
+class Previews:
+    """Reads the images and the audio of the items of an index.
+
+    Args:
+        documents: Present folder of a collection by its name, if its files were moved; under "" the
+            folder of all other collections.
+        only_indexed: Whether a file is shown only if its content is what was indexed.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        documents: Mapping[str, str] | None = None,
+        *,
+        only_indexed: bool = False,
+    ):
+        self.index, self._documents = index, documents or {}
+        self._only_indexed = only_indexed
+        self._sources: dict[str, Source] = {}
+
+    def picture(self, item_id: str, seconds: float | None = None) -> bytes:
+        """Returns the page, the image, or the video frame at a time, as an encoded image.
+
+        Raises:
+            SpecError: The item has no image, or its file is missing or unreadable.
+        """
+        return self._read(item_id, lambda source, item: source.picture(item, seconds))
+
+    def sound(self, item_id: str) -> tuple[np.ndarray, int, float]:
+        """Returns the audio of an item: samples (S,), their rate in Hz, and its start in seconds.
+
+        Raises:
+            SpecError: The item has no audio, or its file is missing or unreadable.
+        """
+        return self._read(item_id, lambda source, item: source.sound(item))
+
+    def _read(self, item_id: str, read: Callable[[Source, dict[str, Any]], T]) -> T:
+        columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
+        (item,) = self.index.items([item_id], columns).to_pylist() or [None]
+        if item is None:
+            raise SpecError("item_id", item_id, "the id of an item in the index")
+        item["metadata"] = json.loads(item["metadata"] or "{}")
+        source = self._source(item["source"])
+        try:
+            if self._only_indexed and source.content_of(item) != content_in(item["revision"]):
+                rule = "the file that was indexed"
+                raise SpecError("documents", item["parent_id"], rule, "has changed since")
+            return read(source, item)
+        except (Unreadable, OSError) as error:
+            if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:
+                rule = "a page, an image, a video or an audio file"
+                raise SpecError("item_id", item_id, rule, note=f" ({error.detail})") from None
+            problem = f"has no readable {item['parent_id']} ({first_line(error)})"
+            note = f"; pass their folder as --documents {item['source']}=FOLDER"
+            rule = "the folder of the indexed files"
+            raise SpecError("documents", source.spec.path, rule, problem, note) from None
+
+    def _source(self, collection: str) -> Source:
+        if collection not in self._sources:
+            spec = next((s for s in self._specs() if collection in _collections(s)), None)
+            moved = self._documents.get(collection, self._documents.get(""))
+            if spec is None:
+                rule = f"a mapping with the folder of the collection {collection}"
+                raise SpecError("documents", moved, rule, "lacks it")
+            if moved:
+                with within("documents"):
+                    existing_root(absolute(moved))
+                spec = spec.model_copy(update={"path": absolute(moved)})
+            self._sources[collection] = SOURCES.build(spec)
+        return self._sources[collection]
+
+    def _specs(self) -> Iterator[ComponentSpec]:
+        """Yields the sources that the index's jobs read, the last first."""
+        filesystem, path = open_folder(self.index.uri, JOBS)
+        for file in sorted(filesystem.glob(f"{path}/*/spec.yaml"), reverse=True):
+            with filesystem.open(file, "r", encoding="utf-8") as stream:
+                source = yaml.safe_load(stream).get("source")
+            if isinstance(source, dict):  # the source of a recompression is a column
+                spec = SOURCES.resolve(source)
+                yield from SOURCES.load(spec.name).leaf_specs(spec)
+
+
+def _collections(spec: ComponentSpec) -> tuple[str, ...]:
+    return SOURCES.build(spec).collections

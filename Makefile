@@ -1,7 +1,7 @@
 # make demo   environment, install, index and evaluate the shipped collection
 # make test   environment, install, the tests        make test-all   the long ones too
 # make models the small models anew, in two to three hours
-# make lint   ruff                                   make clean      outputs and environment
+# make lint   ruff, mypy                             make clean      outputs and environment
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -30,6 +30,7 @@ models: install
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 install: $(VENV)/installed
 

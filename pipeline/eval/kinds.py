@@ -27,7 +27,7 @@ def queries_by_kind(
         judged: Queries and their relevance judgments.
         kinds: Item column of text such as "modality", or "metadata.KEY".
         by: Level of the judgments, "item" or "parent"; a parent has the kinds of its items.
-        where: Lance filter of the items; None for all of them.
+        filter: SQL condition of the items; None for all of them.
 
     Raises:
         SpecError: There is no such column, or no item has the key.

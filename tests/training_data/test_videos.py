@@ -274,8 +274,8 @@ BAD_MSRVTT = [
     ),
     (
         *(TESTS, lambda data: data + b"ret9,msr9,video9\n"),
-        "data.validation.path must be a row of key, vid_key, video_id, sentence, got ['ret9', 'msr9',"
-        f" 'video9'] (line 3 of {{}}/{TESTS})",
+        "data.validation.path must be a row of key, vid_key, video_id, sentence, got ['ret9',"
+        f" 'msr9', 'video9'] (line 3 of {{}}/{TESTS})",
     ),
 ]
 

@@ -14,6 +14,8 @@ class FirstLast(Budgeted):
     """Keeps the first `ceil(K / 2)` and the last `floor(K / 2)` tokens of each item."""
 
     class Spec(Budget):
+        """Spec of the compressor: its name and its budget."""
+
         name: Literal["first_last"] = "first_last"
 
     support_form = "indices"

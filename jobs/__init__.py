@@ -1,4 +1,7 @@
-"""The jobs: `python -m jobs.VERB`, each a docstring with the exact command and a thin main."""
+"""Command line jobs, run with `python -m jobs.VERB`.
+
+The docstring of each module is its `--help` text and begins with the exact commands.
+"""
 
 from __future__ import annotations
 
@@ -23,45 +26,52 @@ from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, explained
 from pipeline.index import check_index
 
-#: Exit codes: bad input; stopped by Ctrl-C or SIGTERM, with everything left in order.
+#: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
 
 
 def run(
     main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None
 ) -> None:
-    """Runs a job's main: what the user can mend is one sentence and exit code 2."""
+    """Runs the main function of a job and turns expected errors into exit codes.
+
+    Invalid input prints one sentence and exits with code 2. Other expected failures exit with 1.
+
+    Args:
+        main: Main function of the job.
+        arguments: Command line; None for that of this process.
+    """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no bars in the logs of jobs
-    # Else a thread of Ray Data that outlives a stopped job would start another cluster.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars clutter logs
+    # Otherwise, a thread of Ray Data that outlives a stopped job starts another cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    # Ray reads the mode when it is imported: set later, this process would differ from those that
-    # it starts. A cluster that is joined has its own mode.
+    # Ray reads the mode on import, so that setting it later would only affect child processes. A
+    # cluster that the job joins has a mode of its own.
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        # Ray's name for "the loopback interface alone"; also read when it is imported.
+        # Ray's setting for binding to the loopback interface only; also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         with _sigterm_as_stopped():
             main(arguments)
     except (SpecError, MissingExtra) as error:
-        sys.exit(_said(error, BAD_INPUT))
+        sys.exit(_exit_code(error, BAD_INPUT))
     except ModuleNotFoundError as error:
         if (missing := explained(error)) is error:
             raise
-        sys.exit(_said(missing, BAD_INPUT))
+        sys.exit(_exit_code(missing, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:
         sys.exit(_stopped(stopped))
     except JobError as error:
-        sys.exit(_said(error, 1))
+        sys.exit(_exit_code(error, 1))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if hasattr(error, "cause"):  # of a Ray task: where it happened matters
+        if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
-        sys.exit(_said(error, 1))
+        sys.exit(_exit_code(error, 1))
 
 
 @contextlib.contextmanager
@@ -82,15 +92,17 @@ def _sigterm_as_stopped() -> Iterator[None]:
 
 
 def _stopped(error: Stopped | KeyboardInterrupt) -> int:
+    """Reports that the job was stopped; returns the exit code."""
     if isinstance(error, Stopped):
-        return _said(error, STOPPED)
-    return _said("interrupted", INTERRUPTED)
+        return _exit_code(error, STOPPED)
+    return _exit_code("interrupted", INTERRUPTED)
 
 
-def _said(error: object, code: int) -> int:
-    error = getattr(error, "cause", error)  # as it was before Ray carried it out of a task
-    said = error if isinstance(error, Stopped) else f"error: {error}"
-    print(said, file=sys.stderr, flush=True)
+def _exit_code(error: object, code: int) -> int:
+    """Prints an error to stderr; returns the exit code."""
+    error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
+    message = str(error) if isinstance(error, Stopped) else f"error: {error}"
+    print(message, file=sys.stderr, flush=True)
     return code
 
 
@@ -98,11 +110,11 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts options anywhere and exits with code 2 on invalid arguments."""
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses a command line, that of this process if it is None."""
+        """Parses a command line; None means that of this process."""
         return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Prints what is wrong, with the closest valid name, and exits."""
+        """Prints the error with the closest valid name, and exits with code 2."""
         self.exit(BAD_INPUT, f"error: {message}{self._close_match(message)}; see --help\n")
 
     def _close_match(self, message: str) -> str:
@@ -114,24 +126,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc: str) -> Parser:
-    """A parser whose help is the job's docstring."""
+    """Returns a parser whose help text is the docstring of the job."""
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 class SpecParser(Parser):
-    """A parser that also checks the files and folders that a spec names.
+    """A parser that also checks the paths in a spec.
 
-    Checking a whole spec needs its components, and importing those takes seconds: wrong paths are
-    reported before that.
+    Validating a whole spec imports its components, which takes seconds; wrong paths are reported
+    before that.
     """
 
-    has_index = False  # whether the spec's index must exist already
+    has_index = False  # True if the index of the spec must exist
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses a command line and checks the paths in its spec.
 
         Raises:
-            SpecError: A file or folder does not exist, or the spec is no YAML mapping.
+            SpecError: A file or folder does not exist, or the spec is not a YAML mapping.
         """
         args = super().parse(arguments)
         spec = config.override(config.read(args.spec, "spec"), args.overrides)
@@ -144,15 +156,15 @@ class SpecParser(Parser):
 
 
 def check_paths(spec: Mapping[str, Any]) -> None:
-    """Raises `SpecError` if a file, folder or index that a spec names does not exist."""
+    """Raises `SpecError` if a file, folder or index in a spec does not exist."""
     for field in ("source", "data", "benchmark"):
-        given = spec.get(field)
-        named = {field: given}
-        if isinstance(given, list):
-            named = {f"{field}.{number}": each for number, each in enumerate(given)}
-        for name, each in named.items():
-            path = each.get("path") if isinstance(each, Mapping) else None
-            if isinstance(path, str) and path and not set(path) & set("*?["):  # those are globs
+        value = spec.get(field)
+        components = {field: value}
+        if isinstance(value, list):
+            components = {f"{field}.{number}": item for number, item in enumerate(value)}
+        for name, component in components.items():
+            path = component.get("path") if isinstance(component, Mapping) else None
+            if isinstance(path, str) and path and not set(path) & set("*?["):  # not a glob
                 config.check_exists(path, f"{name}.path", "an existing file or folder")
     if isinstance(folder := spec.get("rerank"), str):
         config.check_exists(folder, "rerank", "the folder of a trained EDJE")
@@ -164,7 +176,7 @@ def check_paths(spec: Mapping[str, Any]) -> None:
 
 
 def check_outputs(outputs: Sequence[str], field: str) -> None:
-    """Raises `SpecError` if a folder holds no results of `jobs.evaluate`."""
+    """Raises `SpecError` if a folder contains no results of `jobs.evaluate`."""
     for output in outputs:
         if "://" not in output and not Path(config.absolute(output), "results.json").exists():
             rule = "the output folder of jobs.evaluate"
@@ -172,24 +184,26 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
 
 
 def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
-    """Returns a parser for jobs that run a spec, with the arguments that all of them have.
+    """Returns a parser with the arguments that all jobs with a spec share.
 
     Args:
         doc: Docstring of the job's module, shown by `--help`.
-        profiles: Whether the job takes a resources profile.
-        has_index: Whether the spec's index must exist already.
+        profiles: True if the job accepts a resources profile.
+        has_index: True if the index of the spec must exist.
     """
-    made = SpecParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.has_index = has_index
-    made.add_argument("spec", help="a YAML file, see jobs/specs")
-    made.add_argument("overrides", nargs="*", default=[], help="dotted.field=value")
+    parser = SpecParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.has_index = has_index
+    parser.add_argument("spec", help="YAML spec; see jobs/specs")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="assignments of the form dotted.field=value"
+    )
     if profiles:
-        made.add_argument("--resources", help="a profile, see cluster/profiles")
-    return made
+        parser.add_argument("--resources", help="resources profile; see cluster/profiles")
+    return parser
 
 
 def positive(text: str) -> int:
-    """An argument that is an integer of at least 1."""
+    """Parses a positive integer, as the `type` of an argument."""
     try:
         number = int(text)
     except ValueError:
@@ -200,36 +214,36 @@ def positive(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line of progress at once, with the time."""
+    """Prints a progress line with the time, unbuffered."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def job_id() -> str:
-    """A new id: the time, and a few random digits."""
+    """Returns a new job id: the UTC time and four random hex digits."""
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
 @contextlib.contextmanager
 def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
-    """Joins the Ray cluster that `RAY_ADDRESS` names, else starts one on this machine.
+    """Joins the Ray cluster at `RAY_ADDRESS`, or starts one on this machine.
 
     Args:
-        object_store_bytes: memory of the object store of a cluster that is started here.
+        object_store_bytes: Memory of the object store if a cluster is started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = {}
     if address := os.environ.get("RAY_ADDRESS"):
         _check_reachable(address)  # before Ray is imported, which takes seconds
     else:
-        # The C++ core says "ERROR" of every actor pool of Ray Data; real errors are exceptions.
+        # The C++ core logs an error for every actor pool of Ray Data; real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        # While Ray starts, SIGTERM is handled by Ray, which would drain the node for 30 s.
+        # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         local = {"include_dashboard": False, "object_store_memory": object_store_bytes}
     import ray
     import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised as well
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are also raised
     if ray.is_initialized():  # a test run shares its cluster
         yield
         return
@@ -238,8 +252,8 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         with _ray_processes_watched() if local else contextlib.nullcontext():
             yield
     except (Stopped, KeyboardInterrupt) as stopped:
-        # While actors are starting, Ray's shutdown may end this process at once and with code 1.
-        # What Ray started here ends by itself when this process does.
+        # While actors start, ray.shutdown() may end this process with code 1. The processes of a
+        # local cluster exit with this one.
         code = _stopped(stopped)
         sys.stdout.flush()
         os._exit(code)
@@ -250,12 +264,12 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
 
 
 def _start_ray(options: Mapping[str, Any]) -> None:
-    """Connects to Ray and keeps this process's handler of SIGTERM, which Ray replaces.
+    """Connects to Ray and restores the SIGTERM handler of this process, which Ray replaces.
 
     Raises:
-        SpecError: The cluster that `RAY_ADDRESS` names cannot be joined.
+        SpecError: The cluster at `RAY_ADDRESS` cannot be joined.
         JobError: No cluster can be started on this machine.
-        Stopped: SIGTERM came while Ray was starting.
+        Stopped: SIGTERM arrived while Ray was starting.
     """
     import ray
 
@@ -264,7 +278,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     try:
         with _without_stderr():
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except SystemExit:  # how Ray's handler of SIGTERM ends a process
+    except SystemExit:  # raised by Ray's SIGTERM handler
         raise Stopped("stopped by SIGTERM") from None
     except Stopped:
         raise
@@ -280,13 +294,13 @@ def _start_ray(options: Mapping[str, Any]) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Checks that something listens at a `host:port`, for which Ray would wait several minutes.
+    """Checks that a server listens at a `host:port`; Ray itself would retry for minutes.
 
     Raises:
         SpecError: Nothing accepts a connection at the address within 10 seconds.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdecimal():  # "auto", for one, which Ray looks up
+    if not host or not port.isdecimal():  # such as "auto", which Ray resolves
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -297,10 +311,10 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _ray_processes_watched() -> Iterator[None]:
-    """Ends this process with one sentence when a process of the Ray that it started dies.
+    """Exits with one sentence when the GCS server or raylet of the local cluster dies.
 
-    Without it Ray notices after a minute, prints its logs and exits from its C++ core, where no
-    exception can be caught. Only Linux has the file descriptors of processes that this needs.
+    Otherwise, Ray notices after a minute, prints its logs and exits from its C++ core, where no
+    exception can be caught. Requires pidfd, which only Linux has.
     """
     if sys.platform != "linux":
         yield
@@ -318,7 +332,7 @@ def _ray_processes_watched() -> Iterator[None]:
         if end not in ready:
             problem = f"Ray's {names[ready[0]]} died, perhaps because memory ran out"
             sys.stdout.flush()
-            os._exit(_said(f"{problem}; rerun the same command to resume", 1))
+            os._exit(_exit_code(f"{problem}; rerun the same command to resume", 1))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -333,13 +347,13 @@ def _ray_processes_watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Hides what Ray's C++ core says of its own log level; what goes wrong is an exception."""
+    """Hides the messages of Ray's C++ core about its log level; errors are exceptions."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)

@@ -1,4 +1,4 @@
-"""`maxray VERB ...` is `python -m jobs.VERB ...`; without a verb it lists them."""
+"""Entry point of the `maxray` command: `maxray VERB ...` runs `python -m jobs.VERB ...`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline import config
 
 
 def verbs() -> dict[str, str]:
-    """The jobs and the first line of what each says of itself, read without importing them."""
+    """Returns the first docstring line of each job, read without importing it."""
     folder = Path(jobs.__file__).parent
     files = {file.stem: file for file in folder.glob("[!_]*.py")}
     packages = {file.parent.name: file for file in folder.glob("*/__main__.py")}
@@ -25,18 +25,18 @@ def _first_line(path: Path) -> str:
 
 
 def main() -> None:
-    """Runs the job that the first argument names."""
-    there = verbs()
-    if len(sys.argv) < 2 or sys.argv[1] not in there:
-        asked = sys.argv[1:2]
-        listing = "\n".join(f"  {name:10} {about}" for name, about in there.items())
-        unknown = asked and asked[0] not in ("-h", "--help", "help")
-        if unknown:
-            match = config.close_match(asked[0], there)
-            print(f"error: unknown command {asked[0]!r}{match}", file=sys.stderr)
-        print(f"maxray VERB ...\n\n{listing}", file=sys.stderr if unknown else sys.stdout)
-        sys.exit(2 if unknown else 0)
-    verb = sys.argv.pop(1)
+    """Runs the job named by the first argument, or lists the jobs."""
+    jobs_by_verb = verbs()
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb not in jobs_by_verb:
+        is_unknown = verb not in ("-h", "--help", "help")
+        if is_unknown:
+            match = config.close_match(verb, jobs_by_verb)
+            print(f"error: unknown command {verb!r}{match}", file=sys.stderr)
+        listing = "\n".join(f"  {name:10} {summary}" for name, summary in jobs_by_verb.items())
+        print(f"maxray VERB ...\n\n{listing}", file=sys.stderr if is_unknown else sys.stdout)
+        sys.exit(2 if is_unknown else 0)
+    sys.argv.pop(1)
     runpy.run_module(f"jobs.{verb}", run_name="__main__", alter_sys=True)
 
 

@@ -1,15 +1,17 @@
-"""How often an encoder tells a report from its hard negative (SMART, section 4.1, appendix A).
+"""Measures how well an encoder binds attributes (SMART, section 4.1 and appendix A).
 
     python -m jobs.binding
     python -m jobs.binding layer=3 --output out/binding
     python -m jobs.binding --encoder jobs/specs/encoders/colpali.yaml --form rendered --side 896
     python -m jobs.binding --table jobs/specs/training/tables/binding_lora.yaml --output out/binding
 
-40 pairs of reports of 5 x 5 panels, in each of which a code labels a marker; in the hard negative
-the same codes label other markers. Prints the share of the 1,000 queries whose report scores
-higher, by single, late and hybrid score, with a 95 % bootstrap interval over the pairs; equal
-scores count as wrong. With --output it writes binding.csv and binding.png. With --table it measures
-all encoders of a file, which has their `form` and `side` too: a row each, with the mean over seeds.
+The benchmark has 40 pairs of reports with 5 x 5 panels. Each panel labels a marker with a code; in
+the hard negative, the same codes label other markers. The accuracy is the fraction of the 1,000
+queries that score the correct report higher; ties count as errors. The job prints it for the
+single-vector, MaxSim and hybrid scores with a 95 % bootstrap confidence interval over the pairs.
+
+With --output, it writes binding.csv and binding.png. With --table, it measures all encoders of a
+file, which also defines `form` and `side`, and prints one row per encoder with the mean over seeds.
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and measures."""
     parser = jobs.parser(__doc__)
-    help_of = "of the encoder or the table: field=value"
-    parser.add_argument("overrides", nargs="*", default=[], help=help_of)
-    help_of = "a YAML file with an encoder's fields, or with an `encoder` that has them"
-    parser.add_argument("--encoder", metavar="SPEC", help=f"{help_of}; default: minilm")
-    parser.add_argument("--table", metavar="SPEC", help="a YAML file with encoders as `rows`")
     parser.add_argument(
-        "--form", choices=("text", "rendered"), help="of the reports; default: text"
+        "overrides", nargs="*", default=[], help="field=value assignments in the encoder or table"
     )
-    parser.add_argument("--side", type=jobs.positive, help="pixels of a rendered report")
-    parser.add_argument("--pairs", type=jobs.positive, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of other reports than the first 40")
-    parser.add_argument("--output", metavar="FOLDER", help="write binding.csv and binding.png")
+    parser.add_argument(
+        "--encoder",
+        metavar="SPEC",
+        help="YAML spec of an encoder, or one with a field `encoder` (default: minilm)",
+    )
+    parser.add_argument("--table", metavar="SPEC", help="YAML file with encoders as `rows`")
+    parser.add_argument(
+        "--form", choices=("text", "rendered"), help="form of the reports (default: text)"
+    )
+    parser.add_argument("--side", type=jobs.positive, help="side of a rendered report, in pixels")
+    parser.add_argument(
+        "--pairs", type=jobs.positive, default=40, help="number of pairs (default: 40)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the reports (default: 0)")
+    parser.add_argument("--output", metavar="FOLDER", help="folder for binding.csv and binding.png")
     args = parser.parse(arguments)
     for option in ("encoder", "table"):
         if path := getattr(args, option):
@@ -68,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
-    """Measures the encoders of a table."""
+    """Measures all encoders of a table."""
     from pipeline.report.text import aligned
     from pipeline.synthetic import binding_table
 
-    given = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
-    for option, value in given.items():
+    options = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
+    for option, value in options.items():
         if value:
             raise SpecError(option, value, f"omitted, because {args.table} defines it")
     spec = config.load(binding_table.TableSpec, args.table, args.overrides)
@@ -92,9 +100,10 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
 
     form: Form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
-    given = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
-    own = given if "name" in given else given.get("encoder", given)  # smart has an `encoder` too
-    fields = config.override({"encoder": own}, in_encoder)
+    fields = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
+    if "name" not in fields:  # the spec of a job; smart has a name and an `encoder`
+        fields = fields.get("encoder", fields)
+    fields = config.override({"encoder": fields}, in_encoder)
     with config.within("encoder"):
         spec = ENCODERS.resolve(fields["encoder"])
         ENCODERS.load(spec.name).check(spec)

@@ -1,11 +1,11 @@
-"""Compares two evaluations of the same judged queries, row by row.
+"""Compares two evaluations on the same queries, row by row.
 
     python -m jobs.compare out/cranfield/evaluation out/layer5/evaluation
     python -m jobs.compare OUT_A OUT_B --output FOLDER
 
-OUT_A and OUT_B are output folders of jobs.evaluate. Prints the means of the rows that both have,
-the difference, and the p value of a paired randomisation test (corrected over the rows by Holm);
-with --output it writes compare.html and compare.csv, with every measure.
+OUT_A and OUT_B are output folders of jobs.evaluate. The job prints the means of the rows that both
+evaluations have, their difference, and the p-value of a paired randomisation test with Holm's
+correction over the rows. With --output, it writes compare.html and compare.csv with all measures.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jobs
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and compares."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("out_a", metavar="OUT_A", help="the output of an evaluation")
-    parser.add_argument("out_b", metavar="OUT_B", help="the output of another")
+    parser.add_argument("out_a", metavar="OUT_A", help="output folder of an evaluation")
+    parser.add_argument("out_b", metavar="OUT_B", help="output folder of another evaluation")
     parser.add_argument("--output", metavar="FOLDER", help="write compare.html and compare.csv")
     args = parser.parse(arguments)
     jobs.check_outputs([args.out_a], "OUT_A")

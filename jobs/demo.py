@@ -1,12 +1,12 @@
-"""The demo: indexes what is shipped of five kinds into one index, searches and evaluates it.
+"""Runs the demo: indexes, searches and evaluates the shipped collections.
 
     python -m jobs.demo
 
-Abstracts, PDF pages, photos, clips and a speech; questions whose answers are on a page, in what is
-said and in a photo. Then scenes of coloured shapes, seen by a small ColPali with and without a
-projection trained through SaMer, found by words and by a picture; and reranked by a small EDJE. No
-GPU and no model hub needed.
-Run it again: what is indexed and evaluated is not done twice.
+The first index holds abstracts, PDF pages, photos, video clips and a speech, and is searched for
+answers on a page, in speech and in a photo. The second part generates scenes of coloured shapes,
+indexes them with a small ColPali, with and without a projection trained with SaMer, searches them
+by text and by image, and reranks the results with a small EDJE. The demo needs neither a GPU nor a
+model hub. A second run reuses what is indexed and evaluated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ OUT = "out/demo"
 INDEX = f"{OUT}/index"
 SHAPES = f"{OUT}/shapes"
 NUM_SCENES = 200
-#: What is asked of the scenes.
+#: Query for the scenes.
 SCENE = "a large red circle above a small blue star"
-#: What is reranked: the caption of the first scene.
+#: Query whose results are reranked: the caption of the first scene.
 FIRST = "a small green circle below a small red cross"
-#: By what they are reranked.
+#: Folder of the reranker.
 EDJE = "jobs/data/models/shapes_edje"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
-#: What is asked, and of which representation.
+#: Queries and the representation that each searches.
 QUESTIONS = [
     ("how does a slipstream change the lift of a wing", "hpool_32"),
     ("how many people have a severe disability", "full"),
@@ -39,7 +39,7 @@ QUESTIONS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the phases one after the other, each timed."""
+    """Runs and times the phases in order."""
     jobs.parser(__doc__).parse(arguments)
     spent: list[tuple[str, float]] = []
 
@@ -74,12 +74,12 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     """
     last = f"{folder}/images/scene-{count - 1:05d}.png"
     phase("draw shapes", shapes.main, folder, "--count", str(count))
-    with jobs.cluster():  # one for both
+    with jobs.cluster():  # one cluster for both jobs
         for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):
             at = [f"index={folder}/{name}", f"source.path={folder}/images"]
             options = ["--resources", RESOURCES]
             phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *options)
-    for name, query in (("words", [SCENE]), ("picture", ["--image", last])):
+    for name, query in (("words", [SCENE]), ("image", ["--image", last])):
         options = ["--representation", "samer_16", "--k", "3"]
         options += ["--save-maps", f"{folder}/maps/{name}"]
         phase(f"search by {name}", search.main, f"{folder}/trained", *query, *options)
@@ -92,7 +92,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
         found.append(f"{folder}/{name}_evaluation")
         at = [f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}"]
         at += [f"representations=[{shown}]", f"output={found[-1]}"]
-        at += [] if name == "index" else ["rerank=[]"]  # it has no tokens
+        at += [] if name == "index" else ["rerank=[]"]  # no rerank tokens stored
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
     phase("compare", compare.main, *found)
     options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]

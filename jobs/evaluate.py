@@ -1,35 +1,32 @@
-"""Evaluates an index on a benchmark: every representation under every score, in one table.
+"""Evaluates the representations of an index on a benchmark.
 
     python -m jobs.evaluate jobs/specs/cranfield_evaluate.yaml
     python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
 
-Beside the representations stands BM25 over the items' texts (bm25=false leaves it out). Judgments
-name items, or their parents, of which the best item counts; which of them is inferred from the ids.
-If it cannot be inferred, the job ends and asks for judged=item or judged=parent.
+The table has one row per representation and score, and one for BM25 over the text of the items
+(bm25=false omits it). Relevance judgments refer to items or to their parents; the score of a parent
+is that of its best item. The level is inferred from the ids. If it cannot be inferred, set
+judged=item or judged=parent.
 
-Late rows are diagnosed too (diagnostics=false leaves it out): OSR, the share of a relevant pair's
-score with the full tokens that is left (SAP); which stored vectors are ever matched, how evenly and
-how alike they are (AGC). Rows that differ in their seed alone are one row, their mean. Three fields
-add what is only done if asked for:
+MaxSim rows have diagnostics (diagnostics=false omits them): OSR, the fraction of a relevant pair's
+score with uncompressed tokens that is retained (SAP), and the share, evenness and similarity of the
+stored vectors that queries match (AGC). Rows that differ only in their seed are averaged.
 
-    grounding={num_phrases: 200}     BoxMass, RegionHit, CoverageIoU (SaMer) of phrases drawn from
-                                     the items' text, or of a file: grounding=phrases.jsonl with
-                                     lines {"item_id": ..., "phrase": ..., "boxes": [[x0,y0,x1,y1]]}
-    kinds=modality                   a table by kind of the relevant documents: an item column, or
-                                     metadata.KEY
-    rerank=[{model: FOLDER}]         rows of an EDJE that reranks a first stage (docs/rerank.md)
+Optional analyses:
 
-Fields of the benchmark's queries that hold categories have a table each. The report says what
-compressors and codecs were fitted on, and how many of these items are evaluated.
+    grounding={num_phrases: 200}     BoxMass, RegionHit and CoverageIoU (SaMer) of phrases sampled
+                                     from the text of the items, or of a file: grounding=FILE.jsonl
+                                     with lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0,
+                                     x1, y1]]}
+    kinds=modality                   results by category of the relevant documents: an item column,
+                                     or metadata.KEY
+    rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
 
-Writes into the spec's `output`: report.html (everything, on one page), metrics.csv, per_query.csv,
-table.md, quality_bytes.png, runs/*.trec, spec.yaml (the resolved spec) and results.json, which
-jobs.compare reads; where there is what they show also index_utilisation.png, quality_retention.png
-(budgets that are ratios), osr_by_layer.png (methods at several single layers),
-reranking_by_depth.png (a reranker at several depths), diagnostics_quality.png, kinds.csv and
-categories.csv. What was computed stays in cells/: the next run computes only what is new or
-changed. Bytes per item are of the stored numbers: of the vectors only, and of everything (with
-assignments and the token positions that mark words).
+The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
+table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which jobs.compare reads.
+Finished computations are cached in cells/, so that a rerun computes only new or changed rows. Bytes
+per item are reported for the vectors, and for all stored columns including token positions and
+assignments.
 """
 
 from __future__ import annotations

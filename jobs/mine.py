@@ -4,11 +4,10 @@
     python -m jobs.mine INDEX QUERIES OUTPUT.jsonl --representation hpool_32 --ranks 10 50
     python -m jobs.mine INDEX run.yaml OUTPUT.jsonl --score hybrid
 
-QUERIES is a file of pairs (see docs/training.md), or the spec of a training run, whose data are
-then meant. Each query is searched for; what is relevant to it is left out, and of the rest the
-ranks from the first to the last are its negatives. Documents are called in the index as they are in
-the data. The output is what a training run's `data.hard_negatives` names: lines
-{"query": "...", "negatives": ["id", ...]}.
+QUERIES is a file of pairs (see docs/training.md), or a training spec, whose data are used. The job
+searches the index for each query, removes the relevant documents, and writes the given range of
+ranks as negatives. Document ids in the index must equal those in the data. The output, to which
+`data.hard_negatives` of a training spec refers, has lines {"query": "...", "negatives": ["id", ...]}.
 """
 
 from __future__ import annotations
@@ -24,21 +23,28 @@ from pipeline.index import check_index
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and mines."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("index", help="the URI of an index")
-    parser.add_argument("queries", help="pairs (.jsonl, .parquet), or a training spec (.yaml)")
-    parser.add_argument("output", help="the path or URI of a .jsonl file")
-    parser.add_argument("--representation", help="default: full if there is one, else the first")
+    parser.add_argument("index", help="URI of the index")
+    parser.add_argument("queries", help="pairs (.jsonl, .parquet) or training spec (.yaml)")
+    parser.add_argument("output", help="path or URI of the .jsonl file to write")
+    parser.add_argument(
+        "--representation",
+        help="representation to search (default: full if it exists, else the first)",
+    )
     parser.add_argument(
         "--ranks",
         nargs=2,
         type=jobs.positive,
         default=(10, 50),
         metavar=("FIRST", "LAST"),
-        help="which are negatives, default: 10 50",
+        help="range of ranks of the negatives (default: 10 50)",
     )
     parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
-    parser.add_argument("--version", type=int, help="an older version of the index")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--version", type=int, help="version of the index (default: the latest)")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="device used for scoring: cpu, cuda or cuda:N (default: cpu)",
+    )
     args = parser.parse(arguments)
     check_index(args.index)
     is_spec = args.queries.endswith((".yaml", ".yml"))
@@ -62,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data_class = TRAINING_DATA.load(spec.name)
     if not issubclass(data_class, RowData):
         raise SpecError("queries", spec.name, "training data with document ids", "has none")
-    spec = spec.model_copy(update={"hard_negatives": None})  # they may be what is to be written
+    spec = spec.model_copy(
+        update={"hard_negatives": None}
+    )  # the field may name the output of this job
     data = data_class(spec, batch_size=1, seed=0)
     mined = mine(
         open_index(args.index, args.version, device=args.device),

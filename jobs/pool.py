@@ -1,13 +1,13 @@
-"""Takes evaluations of several collections as one: means, their spread, and what is significant.
+"""Pools evaluations of several collections: means, standard deviations and significance.
 
     python -m jobs.pool out/layers/*/evaluation --output out/layers/pooled
     python -m jobs.pool OUT OUT OUT --output FOLDER --against random "eos layers=[5]"
 
-Each OUT is an output folder of jobs.evaluate, of the same methods on collections that differ by
-chance alone. Prints OSR and quality of each method: mean and standard deviation over the
-collections, and p of the OSR against other methods at the same budget (paired randomisation over
-all queries, corrected over the rows by Holm). Writes table.md, pooled.csv and the figures that
-jobs.evaluate writes, such as osr_by_layer.png.
+Each OUT is an output folder of jobs.evaluate with the same methods, on collections that are random
+draws of the same distribution. The job prints OSR and quality of each method (mean and standard
+deviation over the collections), and the p-value of its OSR against other methods at the same budget
+(paired randomisation test over all queries, with Holm's correction over the rows). It writes
+table.md, pooled.csv and the figures of jobs.evaluate, such as osr_by_layer.png.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ import jobs
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and pools."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("outputs", nargs="+", metavar="OUT", help="the output of an evaluation")
-    parser.add_argument("--output", metavar="FOLDER", required=True, help="where to write")
+    parser.add_argument("outputs", nargs="+", metavar="OUT", help="output folder of an evaluation")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="output folder")
     parser.add_argument(
-        "--against", nargs="+", default=["random"], metavar="METHOD", help="default: random"
+        "--against",
+        nargs="+",
+        default=["random"],
+        metavar="METHOD",
+        help="methods to compare with (default: random)",
     )
-    args = parser.parse_args(arguments)  # options with several values do not mix with others
+    args = parser.parse_args(
+        arguments
+    )  # intermixed parsing does not support options with several values
     if len(args.outputs) < 2:
         parser.error("at least two OUT are required")
     jobs.check_outputs(args.outputs, "OUT")

@@ -1,10 +1,10 @@
-"""Draws the benchmark of shapes: scenes of coloured shapes, captions, judgments and boxes.
+"""Generates the shapes benchmark: images of coloured shapes, captions, judgments and boxes.
 
     python -m jobs.shapes out/shapes --count 1000
     python -m jobs.index jobs/specs/shapes.yaml
     python -m jobs.evaluate jobs/specs/shapes_evaluate.yaml
 
-The shipped models were not trained on these scenes. The same count and series give the same files.
+The shipped models were not trained on these images. The output depends only on count and series.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import jobs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and draws."""
+    """Parses the command line and generates the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="where to write")
-    parser.add_argument("--count", type=jobs.positive, default=1000, help="scenes (default: 1000)")
+    parser.add_argument("folder", metavar="FOLDER", help="output folder")
+    parser.add_argument(
+        "--count", type=jobs.positive, default=1000, help="number of images (default: 1000)"
+    )
     parser.add_argument(
         "--series",
         type=int,
         default=0,
         metavar="N",
-        help="number of the validation series, from 0 (default); each has other scenes",
+        help="number of the validation series (default: 0); series have no images in common",
     )
     args = parser.parse(arguments)
 

@@ -1,15 +1,20 @@
-"""Trains what a spec says, from the last checkpoint in its output folder on.
+"""Trains a model, a projection, an adapter or a reranker.
 
     python -m jobs.train jobs/specs/training/shapes_samer.yaml
     python -m jobs.train SPEC optimiser.learning_rate=1e-4 epochs=3
     python -m jobs.train SPEC --resources cluster/profiles/train_gpus.yaml
     python -m jobs.train SPEC --dry-run
 
-Writes to the spec's `output`: `model/`, what was trained, as an encoder's spec names it; `best/`,
-the best one on the validation data; `metrics.jsonl`; `checkpoints/`, from which the same command
-goes on. A spec with a `sweep` is a run for each of its combinations, in folders below `output`, and
-a table and a plot of all of them. With --resources it runs on a Ray cluster, on as many workers as
-the profile says; without, in this process. --dry-run checks the spec and says what would be done.
+The output folder of the spec receives:
+
+    model/          the trained weights, in the form that the spec of an encoder refers to
+    best/           the weights with the best result on the validation data
+    metrics.jsonl   losses and metrics by step
+    checkpoints/    state from which the same command resumes
+
+A spec with a `sweep` trains one run per combination, each in a subfolder of `output`, and writes a
+table and a plot of all runs. With --resources, training runs on a Ray cluster with the number of
+workers in the profile; otherwise, it runs in this process.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ import jobs
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and trains."""
     parser = jobs.spec_parser(__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="check the spec, train nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the spec and list the runs without training"
+    )
     args = parser.parse(arguments)
 
     from pipeline import config, extras
@@ -37,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.resources:
         workers = config.load(Workers, args.resources, what="profile")
     if spec.sweep:
-        extras.require("matplotlib")  # for the plot of all runs, at their end
+        extras.require("matplotlib")  # fail now rather than at the final plot
     check_writable(spec.output, "output")
     runs = study.runs_of(spec)
     for run in runs:

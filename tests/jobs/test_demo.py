@@ -19,10 +19,10 @@ def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
         shown[name] = capsys.readouterr().out
 
     demo.scenes(phase, folder, 12)
-    # A picture finds itself.
-    first = shown["search by picture"].splitlines()[0]
+    # An image query finds the image itself.
+    first = shown["search by image"].splitlines()[0]
     assert first.split()[::2] == ["1", "scene-00011.png"]
-    for name in ("words", "picture"):
+    for name in ("words", "image"):
         assert Image.open(tmp_path / "maps" / name / "1.png").size == (448, 448)
     # The boxes of each phrase are framed under every representation.
     sheet = np.asarray(Image.open(tmp_path / "maps/phrases.png").convert("RGB")).astype(int)

@@ -7,7 +7,8 @@
 QUERIES is a file of pairs (see docs/training.md), or a training spec, whose data are used. The job
 searches the index for each query, removes the relevant documents, and writes the given range of
 ranks as negatives. Document ids in the index must equal those in the data. The output, to which
-`data.hard_negatives` of a training spec refers, has lines {"query": "...", "negatives": ["id", ...]}.
+`data.hard_negatives` of a training spec refers, consists of lines
+ {"query": "...", "negatives": ["id", ...]}.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures this software on this machine: `bench WHAT`, the figures of docs/benchmarks.md.
+"""Runs the benchmarks of docs/benchmarks.md on this machine.
 
     python -m jobs.bench pipeline
     python -m jobs.bench pipeline --only minilm --items 1500 --repeats 1 --out figures.json
 
-Each prints the machine, the versions and the command with its figures.
+Each benchmark prints its results with the machine, the versions and the command.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from collections.abc import Sequence
 import jobs
 
 BENCHES = {
-    "compress": "the time and memory of each compressor; their share of the index job",
-    "encode": "encoders of pictures: attention taps, JPEG files to vectors, actors",
-    "maxsim": "scoring on CPUs beside the common scorer and the peaks of the machine",
-    "maxsim_gpu": "MaxSim on a GPU against copying, multiplying and a padded einsum",
-    "media": "the sources of video and sound against bare loops; memory; recognition",
-    "pages": "the source of PDF pages against a bare loop; the memory of a long document",
-    "pipeline": "the index job against a bare loop; resuming; the driver's memory",
-    "rerank": "pairs of text and item a second, and the latency of a query, beside a plain loop",
-    "serve": "searches over HTTP beside searches in process; load, crashes, new versions",
-    "train": "an epoch with and without cached hidden states; LoRA on a large model",
+    "compress": "time and memory of each compressor; their share of indexing",
+    "encode": "image and text encoders: attention statistics, throughput, number of actors",
+    "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",
+    "maxsim_gpu": "MaxSim on a GPU against a padded einsum and the peak rates of the device",
+    "media": "video and audio sources against plain loops; memory; OCR and ASR",
+    "pages": "the source of PDF pages against a plain loop; memory on a long document",
+    "pipeline": "the index job against a plain loop; resuming; memory of the driver",
+    "rerank": "throughput and latency of EDJE reranking against a plain loop",
+    "serve": "search over HTTP against search in process; overload, crashes, new versions",
+    "train": "training with and without cached hidden states; LoRA on a large model",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the bench that the first argument names; the others are its own."""
+    """Runs the benchmark named by the first argument, with the other arguments."""
     parser = jobs.parser(__doc__)
-    listing = "; ".join(f"{name}: {about}" for name, about in BENCHES.items())
+    listing = "; ".join(f"{name}: {summary}" for name, summary in BENCHES.items())
     parser.add_argument("bench", choices=BENCHES, help=listing)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    bench = parser.parse_args(arguments[:1]).bench  # what follows, --help too, is the bench's own
+    bench = parser.parse_args(
+        arguments[:1]
+    ).bench  # the rest, including --help, is for the benchmark
     importlib.import_module(f"jobs.bench.{bench}").main(arguments[1:])
 
 

@@ -1,12 +1,12 @@
-"""Compressors: the time a document and the memory of each, and their share of the index job.
+"""Benchmark of compressors: time per document, memory, and share of the index job.
 
     python -m jobs.bench compress
     python -m jobs.bench compress --only methods --methods samer hpool --out figures.json
     python -m jobs.bench compress --only methods --device cuda
     python -m jobs.bench compress --only index --items 256
 
-Documents are random unit vectors with boxes, ready in memory. `index` encodes shipped abstracts
-once and runs every method on them, by the index job's own stage in one process.
+`methods` compresses random unit vectors with boxes. `index` encodes shipped abstracts once and runs
+every method on them in the stage of the index job, in one process.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS
 
 CRANFIELD = Path(jobs.__file__).parent / "data/cranfield"
-#: Ward and k-means: the figure `index` is of the other methods.
+#: Methods based on Ward linkage or k-means, which `index` omits.
 SLOW = ("adaptive", "cluster", "hpool", "light_colpali")
-#: Readings of a method that have a time of their own.
+#: Variants of methods with a different running time.
 READINGS = ("hpool,linkage=rows", "hpool,linkage=condensed", "light_colpali,distances=float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    every = sorted([*COMPRESSORS.names(), *READINGS])
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    names = sorted([*COMPRESSORS.names(), *READINGS])
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=every,
+        default=names,
         metavar="NAME",
-        help="of compressors, and settings: hpool,linkage=rows; default: all",
+        help="compressors, with settings as in hpool,linkage=rows (default: all)",
     )
     parser.add_argument("--batch", type=jobs.positive, nargs="+", default=[1, 256], metavar="SIZE")
-    parser.add_argument("--tokens", type=jobs.positive, default=1030, help="N, of a document")
-    parser.add_argument("--dim", type=jobs.positive, default=128, help="D")
-    parser.add_argument("--vectors", type=jobs.positive, default=64, help="K, of a document")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of `methods`")
+    parser.add_argument("--tokens", type=jobs.positive, default=1030, help="tokens per document, N")
+    parser.add_argument("--dim", type=jobs.positive, default=128, help="dimensions, D")
+    parser.add_argument("--vectors", type=jobs.positive, default=64, help="vectors per document, K")
     parser.add_argument(
-        "--seconds", type=jobs.positive, default=20, help="that a method may take a batch size"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of `methods`"
     )
-    parser.add_argument("--items", type=jobs.positive, default=256, help="abstracts of `index`")
-    parser.add_argument("--repeats", type=jobs.positive, default=5, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument(
+        "--seconds", type=jobs.positive, default=20, help="time limit per method and batch size"
+    )
+    parser.add_argument(
+        "--items", type=jobs.positive, default=256, help="number of abstracts for `index`"
+    )
+    parser.add_argument("--repeats", type=jobs.positive, default=5, help="repeats per measurement")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     if args.device == "cuda":
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not torch.cuda.is_available():
             raise SpecError("device", "cuda", "cpu", "is not available")
     for method in args.methods:
-        COMPRESSORS.load(method.partition(",")[0])  # a wrong name is said before any work
+        COMPRESSORS.load(method.partition(",")[0])  # unknown names fail before any work
     bench = Bench("compress", arguments, args.out)
     for name, figure in FIGURES.items():
         if not args.only or name in args.only:
@@ -67,26 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def methods(bench: Bench, args: Any) -> None:
-    """Each method in a process of its own, beside its bare side where one is defined."""
+    """Measures each method in its own process, with its lower bound where one is defined."""
     sizes = {"num_tokens": args.tokens, "dim": args.dim, "num_vectors": args.vectors}
-    how = {"batches": args.batch, "repeats": args.repeats, "seconds": args.seconds}
+    protocol = {"batches": args.batch, "repeats": args.repeats, "seconds": args.seconds}
     rows, figures = [], {}
     for name in args.methods:
-        fields = {"name": name, "device": args.device, **how, **sizes}
+        fields = {"name": name, "device": args.device, **protocol, **sizes}
         run = run_apart("jobs.bench.compress_run", json.dumps(fields))
         figures[name] = run
         if "problem" in run:
             rows.append([name, *["-"] * 5, run["problem"]])
             continue
         for batch in run["batches"]:
-            own = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
+            times = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
             compared: tuple[Repeats | str, Repeats | str] = "-", "-"
             if "bare" in batch:
                 bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
-                batch["ratio"] = own.over(bare)
+                batch["ratio"] = times.over(bare)
                 compared = bare, batch["ratio"]
             memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
-            rows.append([name, batch["size"], own, *compared, memory, ""])
+            rows.append([name, batch["size"], times, *compared, memory, ""])
     memory = "GPU MiB" if args.device == "cuda" else "process MiB"
     header = ["method", "batch", "ms/document", "bare, ms/document", "ratio", memory, ""]
     title = (
@@ -96,12 +100,12 @@ def methods(bench: Bench, args: Any) -> None:
     if args.device == "cpu":
         before = [run["before_bytes"] for run in figures.values() if "before_bytes" in run]
         least = min(before, default=0) / 2**20
-        title += f"; a process holds {least:,.0f} MiB before it has a document"
+        title += f"; a process uses {least:,.0f} MiB before the first document"
     bench.add("methods", title, {"methods": figures}, table(header, rows))
 
 
 def index(bench: Bench, args: Any) -> None:
-    """The index job's stage on shipped abstracts: what all methods cost beside a plain encode."""
+    """Measures the cost of all methods relative to encoding, in the stage of the index job."""
     from jobs.bench.compress_index import encode_and_compress
 
     named = dict.fromkeys(method.partition(",")[0] for method in args.methods)
@@ -109,7 +113,9 @@ def index(bench: Bench, args: Any) -> None:
     run = encode_and_compress(CRANFIELD, args.items, names, args.repeats)
     seconds = {name: Repeats(tuple(taken)) for name, taken in run["seconds"].items()}
     rounds = zip(*(run["seconds"][name] for name in seconds), strict=True)
-    share = Repeats(tuple((tapped + own) / plain - 1 for plain, tapped, own in rounds))
+    share = Repeats(
+        tuple((tapped + compression) / plain - 1 for plain, tapped, compression in rounds)
+    )
     rows = [[name, taken] for name, taken in seconds.items()]
     rows.append(["**attention and methods, in encodes**", f"**{share}**"])
     left_out = sorted(set(named) - set(names))

@@ -1,4 +1,4 @@
-"""The index job's own stage on shipped abstracts, in this process and without Ray."""
+"""The encoding and compression stage of the index job, run in this process without Ray."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NUM_VECTORS, RATIO, UNIT_ITEMS, NUM_FITTED = 32, 0.16, 64, 32
 def encode_and_compress(
     path: Path, num_items: int, names: Sequence[str], repeats: int
 ) -> dict[str, Any]:
-    """Encodes without and with the attention that the methods need, and runs them all on it.
+    """Encodes without and with attention statistics, and compresses with all methods.
 
     Returns:
-        `seconds` of "encode" alone, of "encode with attention" and of "compress", each a list over
-        repeats; the `methods` and the number of `items`.
+        `seconds` of "encode", "encode with attention" and "compress", each a list over repeats; the
+        `methods`; and the number of `items`.
     """
     units = read(path, num_items)
     encoder = ENCODERS.resolve("minilm")
@@ -50,8 +50,8 @@ def encode_and_compress(
             taps = COMPRESSORS.build(representation.compressor).needs_taps
             batches = [with_taps(batch, taps, encoder_info) for batch in sample]
             learned[representation.id] = fit(representation, functools.partial(iter, batches), 0)
-    own = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
-    stage = Representer(encode, Compress(encoder_info, representations, learned, own).load())
+    columns = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
+    stage = Representer(encode, Compress(encoder_info, representations, learned, columns).load())
 
     def run_plain() -> dict[str, float]:
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def encode_and_compress(
             for name, spent in side().items():
                 seconds.setdefault(name, []).append(spent)
     return {
-        "seconds": {name: spent[1:] for name, spent in seconds.items()},  # the first was to warm up
+        "seconds": {name: spent[1:] for name, spent in seconds.items()},  # the first is a warm-up
         "methods": names,
         "num_vectors": NUM_VECTORS,
         "items": sum(unit.num_rows for unit in units),
@@ -84,7 +84,7 @@ def encode_and_compress(
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """The method with K vectors, or for one that has no K the share of them in an abstract."""
+    """Returns the spec of a method with K vectors, or with a ratio if it has no fixed budget."""
     fields = COMPRESSORS.load(name).Spec.model_fields
     if "num_vectors" in fields:
         return {"name": name, "num_vectors": NUM_VECTORS}
@@ -92,7 +92,7 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 def read(path: Path, num_items: int) -> list[pa.Table]:
-    """The first items of a text collection that have a text, in units of the index job's size."""
+    """Reads the first non-empty items of a text collection, in units as in the index job."""
     source = SOURCES.build(SOURCES.resolve({"name": "text", "path": str(path)}), ("text",))
     items = itertools.chain.from_iterable(
         decoded_items(source, shard, listed_items(source, shard)) for shard in source.shards()

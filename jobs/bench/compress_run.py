@@ -1,15 +1,15 @@
-"""One compressor beside its bare side, in a process of its own: one row of a figure.
+"""Measures one compressor and its lower bound in this process.
 
     python -m jobs.bench.compress_run '{"name": "samer", "batches": [1, 256], "repeats": 5, ...}'
 
-The fields are those of `Run`. The last line is a JSON object: for each batch its size, and the
-seconds a document of both sides, repeat by repeat; and the most memory of the method alone. Needs
-neither Ray nor Lance, so it also runs on a bare GPU machine.
+The argument is a JSON object with the fields of `Run`. The last line of the output is a JSON object
+with the size of each batch, the seconds per document of both sides for each repeat, and the peak
+memory of the method. The script needs neither Ray nor Lance.
 
-The bare side is what the method cannot do without. For `samer` and `agc` these are the products of
-their own equations, at the same threads: distances (N x K x D) and means (K x N x D) of each
-iteration, then the final ones. For the methods of hierarchical clustering it is scipy's `pdist`,
-`linkage` and `fcluster`, a document at a time, on the CPU.
+The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer` and
+`agc`, these are the matrix products of their equations with the same number of threads: distances
+(N x K x D) and means (K x N x D) of each iteration, and the final ones. For hierarchical
+clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at a time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from pipeline.config import SpecError, override, parse
 from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch
 
-NUM_FITTED = 8  # documents of the sample that a method learns from
+NUM_FITTED = 8  # documents on which methods are fitted
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
-        name: the compressor, and settings of it: "hpool,linkage=rows".
-        batches: numbers of documents. All but the smallest become smaller where all repeats would
-            take longer than `seconds`, and the repeats fewer where even that is not enough.
-        repeats: of each measurement, the two sides in turns.
-        seconds: a batch size may take about so long.
-        num_tokens, dim, num_vectors: N, D and K.
-        device: "cpu" or "cuda".
+        name: Compressor, with settings as in "hpool,linkage=rows".
+        batches: Batch sizes. All but the smallest are reduced if all repeats would take longer than
+            `seconds`; then the number of repeats is reduced.
+        repeats: Repeats per measurement, alternating between the two sides.
+        seconds: Approximate time limit per batch size.
+        num_tokens: Tokens per document, N.
+        dim: Dimensions, D.
+        num_vectors: Vectors per document, K.
+        device: Device, "cpu" or "cuda".
     """
 
     name: str
@@ -60,12 +62,12 @@ class Run:
 
 
 def main() -> None:
-    """Takes the measurements and prints them."""
+    """Prints the measurements."""
     print(json.dumps(measure(Run(**json.loads(sys.argv[1])))))
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The row of a method; of one that cannot be built from a name and K alone, only why."""
+    """Measures a method, or returns the reason if a name and K do not suffice to build it."""
     try:
         compressor = build(run)
     except SpecError as error:
@@ -73,7 +75,7 @@ def measure(run: Run) -> dict[str, Any]:
     before = peak_bytes()
     rows: list[dict[str, Any]] = []
     for size in sorted(run.batches):
-        if rows:  # after the first: how long a document takes is known
+        if rows:  # the time per document is known
             each = sorted(rows[-1]["seconds"])[len(rows[-1]["seconds"]) // 2]
             fitting = int(run.seconds / (each * (1 + run.repeats)))
             size = max(rows[-1]["size"], min(size, max(fitting, min(size, 16))))
@@ -88,10 +90,10 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, Any]:
-    """The seconds a document of the method and of its bare side, and the method's memory."""
+    """Measures seconds per document of both sides, and the peak memory of the method."""
     if run.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    first = timed(lambda: compressor.compress(batch), run.device)  # warm, and alone
+    first = timed(lambda: compressor.compress(batch), run.device)  # warm-up
     peak = torch.cuda.max_memory_allocated() if run.device == "cuda" else peak_bytes()
     repeats = max(1, min(run.repeats, int(run.seconds / first)))
     sides: dict[str, Callable[[], object]] = {"seconds": lambda: compressor.compress(batch)}
@@ -106,7 +108,7 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """The seconds it takes; on a GPU until the last of its kernels is done, by CUDA's clock."""
+    """Returns the seconds of a call; on a GPU, by CUDA events around its kernels."""
     if device != "cuda":
         start = time.perf_counter()
         work()
@@ -121,12 +123,12 @@ def timed(work: Callable[[], object], device: str) -> float:
 
 
 def build(run: Run) -> Compressor:
-    """The compressor with K vectors and its defaults, fitted where it must be."""
+    """Returns the compressor with K vectors and default settings, fitted if necessary."""
     name, *settings = run.name.split(",")
     cls = COMPRESSORS.load(name)
     budget = {"num_vectors": run.num_vectors, "ratio": run.num_vectors / run.num_tokens}
-    own = next(({key: budget[key]} for key in budget if key in cls.Spec.model_fields), {})
-    compressor = cls(parse(cls.Spec, override({"name": name, **own}, settings)))
+    fields = next(({key: budget[key]} for key in budget if key in cls.Spec.model_fields), {})
+    compressor = cls(parse(cls.Spec, override({"name": name, **fields}, settings)))
     if not compressor.needs_fit:
         return compressor
     sample = documents(run, compressor, NUM_FITTED, seed=1)
@@ -134,7 +136,7 @@ def build(run: Run) -> Compressor:
 
 
 def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> TokenBatch:
-    """Random unit vectors with boxes, and random taps where the method asks for some."""
+    """Returns random unit vectors with boxes, and random attention statistics if needed."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(size, run.num_tokens, run.dim, generator=generator)
     corners = torch.rand(size, run.num_tokens, 2, generator=generator) * 0.9
@@ -152,7 +154,7 @@ def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> Tok
 
 
 def products(rounds: int, run: Run, batch: TokenBatch) -> Callable[[], None]:
-    """So many rounds of distances to K centroids and of K weighted sums, on the whole batch."""
+    """Returns a function that computes distances to K centroids and K weighted sums in rounds."""
     tokens_BND = batch.vectors
     centroids_BKD = tokens_BND[:, : run.num_vectors].contiguous()
     weights_BKN = tokens_BND.new_ones(len(batch), run.num_vectors, run.num_tokens)
@@ -166,19 +168,19 @@ def products(rounds: int, run: Run, batch: TokenBatch) -> Callable[[], None]:
 
 
 def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Of eq. 2 and of the means in each iteration, then of eq. 2 and 3."""
+    """Returns the products of eq. 2 and the means per iteration, then of eq. 2 and 3."""
     return products(compressor.spec.num_iterations + 1, run, batch)
 
 
 def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Of the assignment to the K most salient tokens and of the weighted means."""
+    """Returns the products of the assignment to the K most salient tokens and of the means."""
     return products(1, run, batch)
 
 
 def ward(
     distances: Callable[[np.ndarray], np.ndarray],
 ) -> Callable[[Run, Compressor, TokenBatch], Callable[[], None]]:
-    """Ward over the condensed distances that `distances` gives of a document's tokens."""
+    """Returns Ward clustering of condensed distances between the tokens of a document."""
 
     def bare(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
         items = batch.vectors.double().cpu().numpy()
@@ -194,7 +196,7 @@ def ward(
 
 
 def row_distances(item: np.ndarray) -> np.ndarray:
-    """Of the rows of the cosine distances."""
+    """Returns condensed distances between the rows of the cosine distance matrix."""
     return pdist(1 - item @ item.T)
 
 

@@ -1,17 +1,17 @@
-"""Encoders: cost of attention taps, share of time in the model, and the default text encoder.
+"""Benchmark of encoders: attention statistics, throughput, and the default text encoder.
 
     python -m jobs.bench encode
     python -m jobs.bench encode --only text
     python -m jobs.bench encode --only taps --family colqwen2 --layers 28 --device cuda
     python -m jobs.bench encode --only pipeline actors --items 64
 
-Models have the shapes of published ones and random weights, of so many layers as `--layers` says
-(default: all on a GPU, four on a CPU). `taps`: the same pass without SAP's column sums, with them,
-and with eager attention whose probabilities are kept; `pipeline`: JPEG files to vectors, against
-the same model fed with what it reads; `actors`: the index job with one encoder actor and with two.
-`text` compares the default text encoder with sentence-transformers on the windows of Cranfield
-abstracts: in units of 64 abstracts, as the index job encodes them, against one `encode` call over
-all windows with the default batch size.
+Models have the shapes of published ones with random weights and `--layers` layers (default: all on
+a GPU, four on a CPU). `taps` compares a forward pass without SAP's column sums, with them, and with
+eager attention that returns all probabilities. `pipeline` compares encoding JPEG files with the
+model on preprocessed inputs. `actors` runs the index job with one and with two encoder actors.
+`text` compares the default text encoder with sentence-transformers on windows of Cranfield
+abstracts: in units of 64 abstracts, as in the index job, against one `encode` call over all windows
+with the default batch size.
 """
 
 from __future__ import annotations
@@ -48,15 +48,21 @@ UNIT_ITEMS = 64  # the index job's default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     on_gpu = torch.cuda.is_available()
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=["text", *FIGURES], help="default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=["text", *FIGURES], help="parts to run (default: all)"
+    )
     parser.add_argument("--family", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--layers", type=jobs.positive, help="of the language model")
+    parser.add_argument("--layers", type=jobs.positive, help="layers of the language model")
     parser.add_argument("--items", type=jobs.positive, default=256 if on_gpu else 12)
-    parser.add_argument("--batch", type=jobs.positive, default=8 if on_gpu else 1, help="pages")
-    parser.add_argument("--abstracts", type=jobs.positive, default=256, help="for text")
+    parser.add_argument(
+        "--batch", type=jobs.positive, default=8 if on_gpu else 1, help="pages per batch"
+    )
+    parser.add_argument(
+        "--abstracts", type=jobs.positive, default=256, help="number of abstracts for `text`"
+    )
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     args.layers = args.layers or (None if args.device == "cuda" else 4)
@@ -75,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(folder: Path, family: str, args: Any) -> dict[str, Any]:
-    """Writes a checkpoint of random weights and JPEG pages; gives the encoder's spec."""
+    """Writes a checkpoint with random weights and JPEG pages; returns the encoder's spec."""
     model = folder / "model"
     SHAPES[family](model, args.layers)
     generator = np.random.default_rng(0)
     (folder / "pages").mkdir()
     for number in range(args.items):
         small = generator.integers(0, 255, (PAGE[1] // 16, PAGE[0] // 16, 3), dtype=np.uint8)
-        page = Image.fromarray(small).resize(PAGE)  # as many bytes as a scan has
+        page = Image.fromarray(small).resize(PAGE)  # about the size of a scan
         page.save(folder / f"pages/{number:04}.jpg", quality=85)
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     budget = args.batch * 1100
@@ -90,17 +96,17 @@ def write(folder: Path, family: str, args: Any) -> dict[str, Any]:
 
 
 def _words(folder: Path, *special: str, pad: str, eos: str, bos: str | None = None) -> Any:
-    """A tokenizer of single bytes: that of a model is not needed to measure one."""
+    """Returns a byte-level tokenizer, which suffices for measuring a model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = [name for name in (pad, eos, bos, *special) if name]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, *letters])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     words = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, eos_token=eos, bos_token=bos
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, bos_token=bos
     )
     words.add_special_tokens({"additional_special_tokens": list(special)})
     return words
@@ -109,7 +115,7 @@ def _words(folder: Path, *special: str, pad: str, eos: str, bos: str | None = No
 def _save(folder: Path, model_class: Any, settings: Any, processor: Any) -> None:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # 2 B weights in float32 would not fit beside others
+    torch.set_default_dtype(torch.bfloat16)  # 2 B weights in float32 need too much memory
     try:
         model_class(settings).save_pretrained(folder)
     finally:
@@ -118,7 +124,7 @@ def _save(folder: Path, model_class: Any, settings: Any, processor: Any) -> None
 
 
 def _colpali(folder: Path, num_layers: int | None) -> None:
-    """The shape of ColPali: SigLIP so400m at 448 pixels, Gemma of 2 B; 1,024 patches."""
+    """Writes a model with the shape of ColPali: SigLIP so400m at 448 pixels and Gemma 2B."""
     from transformers import ColPaliConfig, ColPaliForRetrieval, ColPaliProcessor
     from transformers.models.siglip import SiglipImageProcessorPil
 
@@ -159,7 +165,7 @@ def _colpali(folder: Path, num_layers: int | None) -> None:
 
 
 def _colqwen2(folder: Path, num_layers: int | None) -> None:
-    """The shape of ColQwen2: Qwen2-VL of 2 B; a page of at most 768 merged patches."""
+    """Writes a model with the shape of ColQwen2: Qwen2-VL 2B with at most 768 merged patches."""
     from transformers import ColQwen2Config, ColQwen2ForRetrieval, ColQwen2Processor
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -221,7 +227,7 @@ def _timed(seconds: list[float]) -> Iterator[None]:
 
 
 def _peak(do: Callable[[], object]) -> float | None:
-    """GiB of the GPU that a call takes beyond what is there before it."""
+    """Returns the peak GPU memory of a call beyond that allocated before, in GiB."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.empty_cache()
@@ -233,7 +239,7 @@ def _peak(do: Callable[[], object]) -> float | None:
 
 
 def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """One batch of pages: a fused pass, with SAP's column sums, and eager with all kept."""
+    """Compares a fused forward pass, one with SAP's column sums, and eager attention."""
     encoder = _built(given)
     items = _read(encoder, _pages(folder).slice(0, args.batch))
     num_layers = encoder.attention(encoder.spec).num_layers
@@ -248,8 +254,8 @@ def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: A
 
     sides: dict[str, Callable[[], object]] = {
         "fused": lambda: list(encoder.encode(items)),
-        f"with the taps of {len(wanted)} layers": lambda: list(encoder.encode(items, wanted)),
-        "eager, all probabilities kept": eagerly,
+        f"with column sums of {len(wanted)} layers": lambda: list(encoder.encode(items, wanted)),
+        "eager, all probabilities returned": eagerly,
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
@@ -271,7 +277,7 @@ def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: A
 
 
 def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """From JPEG files in memory to vectors, stage by stage, and the bare model over its inputs."""
+    """Compares the stages from JPEG files to vectors with the model on its inputs."""
     encoder = _built(given)
     pages = _pages(folder)
     ready = _read(encoder, pages)
@@ -290,9 +296,9 @@ def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, arg
     rates = {name: Repeats(tuple(tokens / s for s in each)) for name, each in seconds.items()}
     bare = rates["bare"]
     labels = {
-        "read": "decoding and processing, one process",
-        "encode": "encoding what was read",
-        "bare": "the model fed with its tensors",
+        "read": "decoding and preprocessing, one process",
+        "encode": "encoding preprocessed pages",
+        "bare": "the model on preprocessed tensors",
     }
     rows = [[labels[name], rate, rate.over(bare)] for name, rate in rates.items()]
     what = f"{pages.num_rows} pages of {PAGE[0]} x {PAGE[1]}, {tokens:,} tokens"
@@ -301,7 +307,7 @@ def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, arg
 
 
 def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """The index job over the pages with one encoder actor and with two, and one that prepares."""
+    """Compares the index job with one and with two encoder actors."""
     from pipeline.index import job
     from pipeline.index.spec import IndexResources, IndexSpec
 
@@ -329,12 +335,14 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
                     rates.append(progress.new / progress.phases["stream"])
             figures[name] = Repeats(tuple(rates))
             rows.append([name, figures[name], figures[name].over(figures["one actor"])])
-    text = table(["encoders, a thread each", "pages/s, starting included", "x one"], rows)
+    text = table(
+        ["encoder actors, one thread each", "pages/s including start-up", "x one actor"], rows
+    )
     bench.add(f"actors {family}", f"{family}: {args.items} pages", figures, text)
 
 
 def text(bench: Bench, args: Any) -> None:
-    """Compares the default text encoder with sentence-transformers, by turns."""
+    """Compares the default text encoder with sentence-transformers, alternating."""
     extras.require("sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
@@ -359,7 +367,7 @@ def text(bench: Bench, args: Any) -> None:
     for side in sides.values():
         side()
     for repeat in range(args.repeats):
-        # Each side is first in every other repeat: both meet the same load of the machine.
+        # The sides alternate in going first, so that both see the same load of the machine.
         for name in sorted(sides, reverse=bool(repeat % 2)):
             start = time.process_time()
             with _timed(wall[name]):
@@ -377,7 +385,7 @@ def text(bench: Bench, args: Any) -> None:
 
 
 def _windows(encoder: MiniLM, text: str) -> list[str]:
-    """The text of each window of the encoder, for an encoder that makes no windows."""
+    """Returns the text of each window, for an encoder without windows."""
     encoded = encoder.tokenizer(
         text,
         truncation=True,

@@ -111,7 +111,7 @@ def parse_on_device(
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--repeats", type=jobs.positive, default=repeats)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not on_gpu:
         raise SpecError("device", "cuda", "cpu", "is not available")

@@ -1,12 +1,12 @@
-"""One run of an index spec in a process of its own: as the Ray job, or as a bare loop.
+"""Runs an index spec in this process, as the Ray job or as a plain loop.
 
     python -m jobs.bench.index_run ray SPEC.yaml RESOURCES.yaml
     python -m jobs.bench.index_run bare SPEC.yaml RESOURCES.yaml
 
-The bare loop does the job's work by the job's own functions: it reads, encodes, compresses and
-writes the same units into fragments of the same size, in one process, with the encoder's threads
-and without Ray. The last line is a JSON object: the job's summary, when the imports were done and
-how long Ray took to start, and the peak memory of this process.
+The plain loop calls the functions of the job: it reads, encodes, compresses and writes the same
+units into fragments of the same size, in one process and without Ray. The last line of the output
+is a JSON object with the job's summary, the time at which imports finished, the start-up time of
+Ray, and the peak memory of this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeline.stage import run_stage
 
 
 def main() -> None:
-    """Runs one side and prints what it came to."""
+    """Runs one side and prints its result."""
     imported = time.time()
     side, spec_path, resources_path = sys.argv[1:]
     spec = config.load(IndexSpec, spec_path)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
-    """Indexes a new source into a new index; no rejects, no resume, nothing beside the loop."""
+    """Indexes a new source into a new index, without support for rejects and resuming."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -67,12 +67,15 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
         listing.list_shard(listing_job, shard)
 
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
-    own = encoder_fields(encoder_info, spec.keep_positions)
+    fields = encoder_fields(encoder_info, spec.keep_positions)
     representations = every_representation(spec)
     writer.add_columns(
-        [*own, *(f for r in representations for f in representation_fields(r, encoder_info, None))]
+        [
+            *fields,
+            *(f for r in representations for f in representation_fields(r, encoder_info, None)),
+        ]
     )
-    compress = Compress(encoder_info, representations, {}, [f.name for f in own])
+    compress = Compress(encoder_info, representations, {}, [f.name for f in fields])
     stage = Represent(Encode(spec.encoder, encoder_info), compress).load()
 
     tables: list[pa.Table] = []  # of the next fragment

@@ -1,4 +1,4 @@
-"""Bare loops: plain processes that take one file after the other, without Ray."""
+"""Plain loops: processes that read files from a shared list, without Ray."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Reads a file and says how much that brought. A function of a module: it goes to the processes.
+#: Reads a file and returns the amount read. It must be a module-level function, to be picklable.
 Read = Callable[[str, Any], float]
 
 
-def run_loops(read: Read, paths: Sequence[str], how: Any, processes: int) -> dict[str, Any]:
-    """Reads files in as many processes; what they import is imported before the time begins.
+def run_loops(read: Read, paths: Sequence[str], options: Any, processes: int) -> dict[str, Any]:
+    """Reads files in several processes; imports are not timed.
+
+    Args:
+        read: Reads one file.
+        paths: Files.
+        options: Second argument of `read`.
+        processes: Number of processes.
 
     Returns:
-        `amount`, what the files brought together, and the `seconds` that reading alone took.
+        `amount`, the sum over all files, and the `seconds` of reading.
     """
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(processes + 1)
     results = context.Queue()
-    taken = context.Value("i", 0)  # files that some loop has begun
-    arguments = (read, list(paths), how, taken, ready, results)
+    taken = context.Value("i", 0)  # number of files taken by the processes
+    arguments = (read, list(paths), options, taken, ready, results)
     loops = [context.Process(target=_loop, args=arguments) for _ in range(processes)]
     for loop in loops:
         loop.start()
@@ -34,7 +40,7 @@ def run_loops(read: Read, paths: Sequence[str], how: Any, processes: int) -> dic
     return {"amount": amount, "seconds": seconds}
 
 
-def _loop(read: Read, paths: list[str], how: Any, taken: Any, ready: Any, results: Any) -> None:
+def _loop(read: Read, paths: list[str], options: Any, taken: Any, ready: Any, results: Any) -> None:
     ready.wait()
     amount = 0.0
     while True:
@@ -43,5 +49,5 @@ def _loop(read: Read, paths: list[str], how: Any, taken: Any, ready: Any, result
             taken.value += 1
         if number >= len(paths):
             break
-        amount += read(paths[number], how)
+        amount += read(paths[number], options)
     results.put(amount)

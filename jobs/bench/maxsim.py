@@ -1,14 +1,14 @@
-"""MaxSim on CPUs beside the common scorer, maxsim-cpu, and what the machine can do at most.
+"""Benchmark of MaxSim on CPUs against a padded einsum, maxsim-cpu and the machine's peak rates.
 
     python -m jobs.bench maxsim
     python -m jobs.bench maxsim --only scoring --queries 1 --repeats 5 --out figures.json
     python -m jobs.bench maxsim --only stored --documents 1000000
     python -m jobs.bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
 
-`scoring` holds random unit vectors in memory; `corpus` is all queries against all images; `stored`
-searches an index of random int8 vectors through its memory-mapped file, from an empty cache folder.
-The peaks of the machine are measured before and after; if one moved by more than 20 %, all is taken
-once more, and marked if it did again.
+`scoring` scores random unit vectors in memory; `corpus` scores all queries against all images;
+`stored` searches a memory-mapped index of random int8 vectors, starting from an empty cache. The
+peak rates of the machine are measured before and after. If one changes by more than 20 %, the
+measurement is repeated, and marked as unsteady if it changes again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pipeline.search.packed import PackedVectors, Segment
 from pipeline.tokens import normalise
 
 T = TypeVar("T")
-#: Documents that a kinder form of the common scorer pads at a time, as colpali-engine does.
+#: Documents per batch of the batched padded einsum, as in colpali-engine.
 PADDED_BATCH = 128
-#: How far a peak may move in a run.
+#: Maximum relative change of a peak rate during a measurement.
 STEADY = 0.2
 LAYOUTS = {"64": (64, 64), "16-256": (16, 256), "1030": (1030, 1030)}
 #: Spec of each codec, and the precision of torch's matrix product that limits it.
@@ -49,37 +49,45 @@ CODEC_SPECS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
-    parser.add_argument("--tokens", type=jobs.positive, default=1_280_000, help="of all documents")
-    parser.add_argument("--dim", type=jobs.positive, default=128, help="D")
-    parser.add_argument("--query-tokens", type=jobs.positive, default=32, help="M, of a query")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
+    parser.add_argument(
+        "--tokens", type=jobs.positive, default=1_280_000, help="tokens of all documents together"
+    )
+    parser.add_argument("--dim", type=jobs.positive, default=128, help="dimensions, D")
+    parser.add_argument(
+        "--query-tokens", type=jobs.positive, default=32, help="tokens per query, M"
+    )
     parser.add_argument("--queries", type=jobs.positive, nargs="+", default=[1, 32], metavar="Q")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--documents", type=jobs.positive, default=1_000_000, help="of `stored`")
+    parser.add_argument(
+        "--documents", type=jobs.positive, default=1_000_000, help="documents of `stored`"
+    )
     parser.add_argument("--threads", type=jobs.positive, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=jobs.positive, default=5, help="of each measurement")
-    parser.add_argument("--folder", type=Path, help="of `stored`; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--repeats", type=jobs.positive, default=5, help="repeats per measurement")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for `stored` (default: a temporary one)"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     bench = Bench("maxsim", arguments, args.out)
     print(
-        f"kernels   {', '.join(native.available()) or 'none, torch alone'}; {args.threads} threads"
+        f"kernels   {', '.join(native.available()) or 'none, only torch'}; {args.threads} threads"
     )
     for name, figure in FIGURES.items():
         if not args.only or name in args.only:
             figure(bench, args)
 
 
-# -- what the machine can do -------------------------------------------------------------------
+# -- peak rates --------------------------------------------------------------------------------
 
 
 def peaks() -> dict[str, float]:
-    """Bytes read a second, and multiplications and additions a second by number format."""
-    numbers = torch.ones(1 << 28)  # 1 GiB: past every cache
+    """Measures bytes read per second, and arithmetic operations per second by number format."""
+    numbers = torch.ones(1 << 28)  # 1 GiB, larger than any cache
     found = {"read": numbers.nbytes / best_time(lambda: numbers.sum())}
     size = 3072
     square = torch.randn(size, size)
@@ -96,7 +104,7 @@ def peaks() -> dict[str, float]:
 
 
 def best_time(call: Callable[[], object], seconds: float = 1.5) -> float:
-    """The least time of the calls that fit into some seconds: what else runs takes turns."""
+    """Returns the minimum time of the calls within some seconds, which excludes interruptions."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
         best = min(best, seconds_of(call))
@@ -104,7 +112,7 @@ def best_time(call: Callable[[], object], seconds: float = 1.5) -> float:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """The time of one call."""
+    """Returns the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -133,9 +141,9 @@ def with_steady_peaks(take: Callable[[], T]) -> tuple[T, dict[str, float], str]:
 
 
 def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Repeats]:
-    """Seconds of each side, round by round, each first in its turn; a first round does not count.
+    """Returns the seconds of each side in each round, rotating the order; the first is a warm-up.
 
-    A call that is short is taken several times a round, of which the mean counts.
+    Short calls are repeated within a round and averaged.
     """
     calls = {name: max(int(0.2 / seconds_of(side)), 1) for name, side in sides.items()}
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -156,12 +164,12 @@ def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def unit_vectors(num: int, dim: int, seed: int) -> torch.Tensor:
-    """Random unit vectors (num, dim)."""
+    """Returns random unit vectors (num, dim)."""
     return normalise(torch.randn(num, dim, generator=torch.Generator().manual_seed(seed)))
 
 
 def lengths_of(layout: str, num_tokens: int) -> torch.Tensor:
-    """How many tokens each document has, about `num_tokens` in all."""
+    """Returns the number of tokens of each document, about `num_tokens` in total."""
     least, most = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(0)
     size = max(2 * num_tokens // (least + most), 1)
@@ -188,9 +196,10 @@ def packed_as(
 def pad_and_einsum(
     queries_QMD: torch.Tensor, documents: Sequence[torch.Tensor], batch: int | None = None
 ) -> torch.Tensor:
-    """Returns the scores (Q, B) of the common scorer: pad, one einsum, maximum, sum.
+    """Returns the (Q, B) scores of the common implementation: pad, einsum, maximum, sum.
 
-    Like most implementations it has no mask: where all similarities are negative, padding wins.
+    Like most implementations, it has no mask, so that padding wins if all similarities are
+    negative.
 
     Args:
         queries_QMD: Token vectors of the queries, all with M tokens.
@@ -210,7 +219,7 @@ def pad_and_einsum(
 def by_maxsim_cpu(
     queries: Sequence[torch.Tensor], documents: Sequence[torch.Tensor], even: bool
 ) -> Callable[[], object] | None:
-    """The package maxsim-cpu, a query at a time as it scores; None where it is not installed."""
+    """Returns a scorer with the package maxsim-cpu, or None if it is not installed."""
     try:
         import maxsim_cpu
     except ImportError:
@@ -224,7 +233,7 @@ def by_maxsim_cpu(
 
 
 def scoring(bench: Bench, args: Any) -> None:
-    """Each codec and instruction set beside the common scorer and maxsim-cpu."""
+    """Compares each codec and instruction set with the padded einsum and maxsim-cpu."""
     for layout, num_queries in itertools.product(args.layouts, args.queries):
         lengths = lengths_of(layout, args.tokens)
         vectors = unit_vectors(int(lengths.sum()), args.dim, seed=1)
@@ -268,26 +277,26 @@ IN_BATCHES = f"pad and einsum, float32, {PADDED_BATCH} documents at a time"
 def scoring_sides(
     queries: Sequence[torch.Tensor], vectors: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[dict[str, Callable[[], object]], dict[str, tuple[int, str]]]:
-    """The sides by name, and of each the bytes it reads and the precision it multiplies in."""
+    """Returns the sides by name, with the bytes that each reads and its precision."""
     documents = vectors.split(lengths.tolist())
     stacked = torch.stack(list(queries))
     sides: dict[str, Callable[[], object]] = {
         IN_BATCHES: lambda: pad_and_einsum(stacked, documents, PADDED_BATCH)
     }
-    if len(queries) == 1:  # of more the similarities alone would take many GB
+    if len(queries) == 1:  # the similarities of more queries take many GB
         sides[COMMON] = lambda: pad_and_einsum(stacked, documents)
     notes = dict.fromkeys((COMMON, IN_BATCHES), (vectors.nbytes, "float32"))
     if theirs := by_maxsim_cpu(queries, documents, even=bool((lengths == lengths[0]).all())):
         sides[THEIRS], notes[THEIRS] = theirs, (vectors.nbytes, "float32")
     for name, (spec, precision) in CODEC_SPECS.items():
         packed = packed_as(spec, vectors, lengths)
-        asked = [packed.codec.transform_queries(query) for query in queries]
-        there = backends(packed)
+        transformed = [packed.codec.transform_queries(query) for query in queries]
+        valid = backends(packed)
         num_bytes = sum(part.nbytes for part in packed.segments[0].parts.values())
-        # The narrower instructions once: they are slow, and what they do does not change.
-        for backend in there if name == "int8" and len(queries) == 1 else there[-1:]:
+        # The narrower instruction sets are slow and run only once.
+        for backend in valid if name == "int8" and len(queries) == 1 else valid[-1:]:
             side = f"{name}, {backend}"
-            sides[side] = functools.partial(maxsim, asked, packed, backend=backend)
+            sides[side] = functools.partial(maxsim, transformed, packed, backend=backend)
             notes[side] = (num_bytes, precision)
     return sides, notes
 
@@ -296,7 +305,7 @@ def scoring_sides(
 
 
 def corpus(bench: Bench, args: Any) -> None:
-    """All queries against all images with their best: SaMer's Table 5, 1,000 x 5,000 at K = 64."""
+    """Ranks 1,000 images for 5,000 queries at K = 64 (SaMer, Table 5)."""
     num_images, num_queries, num_vectors, k = 1000, 5000, 64, 10
     vectors = unit_vectors(num_images * num_vectors, args.dim, seed=1)
     lengths = torch.full((num_images,), num_vectors)
@@ -310,8 +319,8 @@ def corpus(bench: Bench, args: Any) -> None:
             scores.topk(k, dim=1)
 
     def ours(packed: PackedVectors) -> None:
-        asked = [packed.codec.transform_queries(query) for query in queries]
-        maxsim(asked, packed).topk(k, dim=1)
+        transformed = [packed.codec.transform_queries(query) for query in queries]
+        maxsim(transformed, packed).topk(k, dim=1)
 
     sides: dict[str, Callable[[], object]] = {IN_BATCHES: common}
     for name, (spec, _) in CODEC_SPECS.items():
@@ -332,11 +341,11 @@ def corpus(bench: Bench, args: Any) -> None:
     bench.add("corpus", title, {"seconds": taken, "peaks": peak}, table(header, rows))
 
 
-# -- a mapped file -----------------------------------------------------------------------------
+# -- a memory-mapped index ---------------------------------------------------------------------
 
 
 def stored(bench: Bench, args: Any) -> None:
-    """An index of random int8 vectors, searched through the file that is mapped."""
+    """Searches a memory-mapped index of random int8 vectors."""
     from jobs.bench.maxsim_index import write_index  # needs Lance
 
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="maxsim-") as folder:
@@ -363,7 +372,7 @@ def stored(bench: Bench, args: Any) -> None:
     title = (
         f"{args.documents:,} documents of 64 int8 vectors ({run['bytes'] / 1e9:.2f} GB) in a mapped"
         f" file, queries of {args.query_tokens} x {args.dim}, the best 10, {args.threads} threads;"
-        f" {run['peak_bytes'] / 2**30:.1f} GiB resident, the file's pages among them. {say}"
+        f" {run['peak_bytes'] / 2**30:.1f} GiB resident, including pages of the file. {say}"
     )
     header = ["", "time", "queries/s", "of the read peak"]
     figures = {"run": run, "packing_seconds": built["open_seconds"], "peaks": peak}

@@ -1,11 +1,11 @@
-"""MaxSim on a GPU beside what the card can copy and multiply, and beside a padded einsum.
+"""Benchmark of MaxSim on a GPU against a padded einsum and the peak rates of the device.
 
     python -m jobs.bench maxsim_gpu
     python -m jobs.bench maxsim_gpu --documents 4000000 --repeats 20 --out figures.json
 
-Vectors are random, on the card. Bytes are those of the documents, read once; operations those of
-all pairs of tokens. The peaks of the card are measured before and after. It needs neither Ray nor
-Lance.
+Vectors are random and in GPU memory. Bytes count the documents once; operations count all pairs of
+tokens. The peak rates of the device are measured before and after. The benchmark needs neither Ray
+nor Lance.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from pipeline.config import SpecError
 from pipeline.search.maxsim import backends, maxsim
 from pipeline.search.packed import PackedVectors, Segment
 
-#: Of the papers' workload: images and queries, their tokens, and hits of a query.
+#: The papers' workload: images, tokens per image, queries, tokens per query, hits per query.
 IMAGES, IMAGE_TOKENS, QUERIES, QUERY_TOKENS, TOP_K = 1000, 64, 5000, 20, 10
-#: Queries that the einsum takes at once: more do not make it faster, and its memory grows.
+#: Queries per einsum. Larger batches are not faster and need more memory.
 EINSUM_QUERIES = 250
-#: The share of the free memory that documents may take.
+#: Maximum fraction of the free memory for documents.
 MEMORY_SHARE = 0.7
 TYPES = {"float16": torch.float16, "int8": torch.int8}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--documents", type=jobs.positive, default=2_000_000, help="at most")
-    parser.add_argument("--tokens", type=jobs.positive, default=64, help="of a document")
-    parser.add_argument("--query-tokens", type=jobs.positive, default=32, help="M, of a query")
+    parser.add_argument(
+        "--documents", type=jobs.positive, default=2_000_000, help="maximum number of documents"
+    )
+    parser.add_argument("--tokens", type=jobs.positive, default=64, help="tokens per document")
+    parser.add_argument(
+        "--query-tokens", type=jobs.positive, default=32, help="tokens per query, M"
+    )
     parser.add_argument("--queries", type=jobs.positive, nargs="+", default=[1, 32], metavar="Q")
-    parser.add_argument("--dim", type=jobs.positive, default=128, help="D")
-    parser.add_argument("--repeats", type=jobs.positive, default=10, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--dim", type=jobs.positive, default=128, help="dimensions, D")
+    parser.add_argument("--repeats", type=jobs.positive, default=10, help="repeats per measurement")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -68,13 +72,13 @@ def measure(
     query_tokens: int = 32,
     repeats: int = 10,
 ) -> dict[str, Any]:
-    """Takes all figures on the current CUDA device.
+    """Runs all measurements on the current CUDA device.
 
     Returns:
-        `peaks`: before and after, bytes a second copied (read and written) and operations a second
-        by type; `scoring`: a run for each type and number of queries; `corpus`: the papers'
-        workload by each side; `memory`: bytes beside documents and scores by documents. Times are
-        `Repeats` of seconds.
+        `peaks`: bytes copied per second (read and written) and operations per second by type,
+        before and after; `scoring`: one run per type and number of queries; `corpus`: the papers'
+        workload by side; `memory`: bytes in addition to documents and scores, by number of
+        documents. Times are `Repeats` of seconds.
     """
     torch.manual_seed(0)
     before = peaks(repeats)
@@ -107,7 +111,7 @@ def measure(
 
 
 def report(bench: Bench, figures: dict[str, Any]) -> None:
-    """Prints the figures, those of the card as the mean of before and after."""
+    """Prints the results; peak rates are the mean of before and after."""
     both = figures["peaks"]
     peak = {name: (both["before"][name] + both["after"][name]) / 2 for name in both["before"]}
     rows = [
@@ -118,7 +122,7 @@ def report(bench: Bench, figures: dict[str, Any]) -> None:
         ]
         for name in peak
     ]
-    bench.add("peaks", "What the card can do", both, table(["", "before", "after"], rows))
+    bench.add("peaks", "Peak rates of the device", both, table(["", "before", "after"], rows))
     rows = []
     for run in figures["scoring"]:
         time = run["seconds"].median
@@ -148,21 +152,21 @@ def report(bench: Bench, figures: dict[str, Any]) -> None:
     header = ["side", "ms", "queries/s", "of matmul"]
     bench.add("corpus", title, {"sides": figures["corpus"]}, table(header, rows))
     rows = [[f"{size:,}", extra / 2**20] for size, extra in figures["memory"].items()]
-    title = "Memory beside documents and scores, MiB"
+    title = "Memory in addition to documents and scores, MiB"
     bench.add("memory", title, {"bytes": figures["memory"]}, table(["documents", "MiB"], rows))
 
 
-# -- what the card can do ----------------------------------------------------------------------
+# -- peak rates --------------------------------------------------------------------------------
 
 
 def peaks(repeats: int) -> dict[str, float]:
-    """Bytes copied a second, read and written, and operations a second of products by type."""
+    """Measures bytes copied per second and operations per second of matrix products by type."""
     found = {"copy": copied(most_documents(2 << 20, at_most=2048) << 20, repeats)}
     size = 8192
     square = torch.randn(size, size, device="cuda")
     half, brain = square.half(), square.bfloat16()
     small = torch.randint(-127, 128, (size, size), dtype=torch.int8, device="cuda")
-    # The second factor as documents lie: a token's numbers side by side.
+    # The second factor has the layout of documents: the numbers of a token are contiguous.
     sides: dict[str, Callable[[], Any]] = {
         "float16": lambda: half @ half.T,
         "bfloat16": lambda: brain @ brain.T,
@@ -174,14 +178,14 @@ def peaks(repeats: int) -> dict[str, float]:
 
 
 def copied(size: int, repeats: int) -> float:
-    """Bytes read and written a second when so many are copied."""
+    """Returns bytes read and written per second when copying `size` bytes."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), repeats).median
 
 
 def seconds(call: Callable[[], object], repeats: int) -> Repeats:
-    """Of some calls by the card's clock, each after the one before is done, and two to warm up."""
+    """Measures consecutive calls by CUDA events, after two warm-up calls."""
     taken = []
     for turn in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -196,22 +200,22 @@ def seconds(call: Callable[[], object], repeats: int) -> Repeats:
 
 
 def scaled(times: Repeats, factor: float) -> Repeats:
-    """The same times in another unit."""
+    """Returns the times in another unit."""
     return Repeats(tuple(factor * value for value in times.values))
 
 
-# -- what is scored ----------------------------------------------------------------------------
+# -- documents and queries ---------------------------------------------------------------------
 
 
 def most_documents(item_bytes: int, at_most: int = 1 << 40) -> int:
-    """How many items of so many bytes the card's free memory has room for."""
-    torch.cuda.empty_cache()  # what was freed counts as free
+    """Returns the number of items of `item_bytes` that fit into the free GPU memory."""
+    torch.cuda.empty_cache()  # counts cached blocks as free
     free, _ = torch.cuda.mem_get_info()
     return max(min(int(MEMORY_SHARE * free) // item_bytes, at_most), 1)
 
 
 def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> PackedVectors:
-    """Random vectors of length about 1."""
+    """Returns random vectors of approximately unit length."""
     shape, lengths = (num_docs * num_tokens, dim), torch.full((num_docs,), num_tokens).cuda()
     if dtype == torch.int8:
         values = torch.empty(shape, dtype=dtype, device="cuda").random_(-127, 128)
@@ -223,21 +227,21 @@ def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> P
 
 
 def queries(packed: PackedVectors, num_queries: int, num_tokens: int) -> list[torch.Tensor]:
-    """Random unit vectors, as the documents' codec compares them."""
+    """Returns random unit vectors, transformed by the codec of the documents."""
     numbers = torch.randn(num_queries, num_tokens, packed.dim, device="cuda")
     numbers = torch.nn.functional.normalize(numbers, dim=2)
     return [packed.codec.transform_queries(query) for query in numbers]
 
 
 def off(asked: list[torch.Tensor], packed: PackedVectors, num_docs: int = 1000) -> float:
-    """How far scores are from those of torch at most, a query token; of the first documents."""
+    """Returns the maximum deviation per query token from torch, on the first documents."""
     rows = torch.arange(min(num_docs, len(packed)), device="cuda")
     theirs = maxsim(asked, packed, rows=rows, backend="torch")
     return ((maxsim(asked, packed, rows=rows) - theirs).abs().max() / len(asked[0])).item()
 
 
 def corpus(dim: int, repeats: int) -> dict[str, Any]:
-    """The papers' workload to the best images of each query, beside padding and an einsum."""
+    """Compares the papers' workload, including the top images per query, with a padded einsum."""
     packed = documents(torch.float16, IMAGES, IMAGE_TOKENS, dim)
     asked = queries(packed, QUERIES, QUERY_TOKENS)
     docs_BND = packed.segments[0].parts["values"].view(IMAGES, IMAGE_TOKENS, dim)
@@ -262,7 +266,7 @@ def corpus(dim: int, repeats: int) -> dict[str, Any]:
 
 
 def memory(num_docs: int, num_tokens: int, dim: int, query_tokens: int) -> dict[int, int]:
-    """The most bytes allocated while 8 queries are scored, beside documents and scores."""
+    """Measures the peak allocation for 8 queries, in addition to documents and scores."""
     found = {}
     for size in (max(num_docs // 10, 1), num_docs):
         packed = documents(torch.float16, size, num_tokens, dim)

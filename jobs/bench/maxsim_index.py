@@ -1,4 +1,4 @@
-"""The index of `bench maxsim --only stored`, and a process that searches it: prints JSON."""
+"""Index of `bench maxsim --only stored`; as a script, searches it and prints JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMN = "full_int8"
 
 
 def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
-    """Writes an index of random int8 vectors, in fragments as the index job makes them."""
+    """Writes an index of random int8 vectors, in fragments as the index job does."""
     encoder_info = EncoderInfo(
         spec={"name": "minilm"},
         fingerprint="bench",
@@ -60,7 +60,7 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
 def random_int8(
     generator: np.random.Generator, num_items: int, num_vectors: int, dim: int
 ) -> pa.ListArray:
-    """Random unit vectors of items as the codec int8 stores them."""
+    """Returns random unit vectors of items in the form of the codec int8."""
     values = generator.integers(-127, 128, (num_items * num_vectors, dim), dtype=np.int8)
     scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
     codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
@@ -68,7 +68,7 @@ def random_int8(
 
 
 def main(fields: dict) -> dict:
-    """Opens the index, and times its first search and the following ones."""
+    """Opens the index and measures the first and the following searches."""
     torch.set_num_threads(fields["threads"])
     os.environ["MAXRAY_CACHE"] = str(Path(fields["folder"]) / "cache")
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Videos and sound: the source stage beside bare loops, the memory of long files, recognition.
+"""Benchmark of video and audio: the source stage, memory on long files, OCR and ASR.
 
     python -m jobs.bench media
     python -m jobs.bench media --only video --repeats 1 --out figures.json
 
-Videos are made of the shipped pages, panned over at 1280 x 720 and 25 frames a second; sound is the
-shipped speech, over and over, in stereo at 44.1 kHz.
+Videos pan over the shipped pages at 1280 x 720 and 25 frames per second; audio is the shipped
+speech, repeated, in stereo at 44.1 kHz.
 """
 
 from __future__ import annotations
@@ -37,20 +37,26 @@ FRAME_RATE = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
     parser.add_argument(
-        "--copies", type=jobs.positive, default=32, help="of the video and the sound"
+        "--copies", type=jobs.positive, default=32, help="copies of the video and the audio file"
     )
-    parser.add_argument("--seconds", type=jobs.positive, default=60, help="of one video")
-    parser.add_argument("--minutes", type=jobs.positive, default=30, help="of the long video")
-    parser.add_argument("--pages", type=jobs.positive, default=6, help="that are recognised")
+    parser.add_argument("--seconds", type=jobs.positive, default=60, help="length of a video")
     parser.add_argument(
-        "--processes", type=jobs.positive, nargs="+", default=[1, 2], help="that read, on each side"
+        "--minutes", type=jobs.positive, default=30, help="length of the long video"
     )
-    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of the comparisons")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--pages", type=jobs.positive, default=6, help="pages for OCR")
+    parser.add_argument(
+        "--processes",
+        type=jobs.positive,
+        nargs="+",
+        default=[1, 2],
+        help="reading processes per side",
+    )
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats per comparison")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("media", arguments, args.out)
@@ -61,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def video(bench: Bench, folder: Path, args: Any) -> None:
-    """Frames a second, a frame of each second of 720p video."""
+    """Compares frames per second when sampling 720p video at 1 frame per second."""
     files = folder / "video"
     files.mkdir()
     write_video(files / "00.mp4", args.seconds, (1280, 720))
     for copy in range(1, args.copies):
         shutil.copy(files / "00.mp4", files / f"{copy:02}.mp4")
     title = (
-        f"frames at 1 a second of {args.copies} videos of {args.seconds} s, 1280 x 720 at"
+        f"frames at 1 per second of {args.copies} videos of {args.seconds} s, 1280 x 720 at"
         f" {FRAME_RATE} frames/s"
     )
     _compare(
@@ -77,12 +83,12 @@ def video(bench: Bench, folder: Path, args: Any) -> None:
         files,
         args,
         title,
-        ["bare decord loops, frames/s", "source stage, frames/s"],
+        ["plain decord loops, frames/s", "source stage, frames/s"],
     )
 
 
 def audio(bench: Bench, folder: Path, args: Any) -> None:
-    """Seconds of sound a second, to mono at 16 kHz."""
+    """Compares seconds of audio per second when converting to mono at 16 kHz."""
     files = folder / "audio"
     files.mkdir()
     samples, rate = soundfile.read(SPEECH_FILE, dtype="float32", always_2d=True)
@@ -91,14 +97,16 @@ def audio(bench: Bench, folder: Path, args: Any) -> None:
     for copy in range(args.copies):
         soundfile.write(files / f"{copy:02}.flac", many, rate)
     title = (
-        f"sound of {args.copies} FLAC files of {minutes} minutes, stereo at {rate:,} Hz, to mono at"
+        f"audio of {args.copies} FLAC files of {minutes} minutes, stereo at {rate:,} Hz, to mono at"
         " 16 kHz"
     )
-    _compare(bench, "audio", files, args, title, ["bare soundfile loops, s/s", "source stage, s/s"])
+    _compare(
+        bench, "audio", files, args, title, ["plain soundfile loops, s/s", "source stage, s/s"]
+    )
 
 
 def _compare(bench: Bench, kind: str, files: Path, args: Any, title: str, names: list[str]) -> None:
-    """Both sides in turns, each first in every other round."""
+    """Runs both sides alternately, changing the order in each round."""
     rows, figures = [], {}
     for processes in args.processes:
         taken: dict[str, list[float]] = {"ray": [], "bare": []}
@@ -115,7 +123,7 @@ def _compare(bench: Bench, kind: str, files: Path, args: Any, title: str, names:
 
 
 def memory(bench: Bench, folder: Path, args: Any) -> None:
-    """The memory of a worker that reads a long video, beside that of a short one."""
+    """Compares the memory of a worker on a long video and on a short one."""
     rows, figures = [], {}
     for minutes in (1, args.minutes):
         path = folder / f"{minutes}.mp4"
@@ -126,17 +134,17 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
     short, long = (sum(figures[minutes].values()) for minutes in (1, args.minutes))
     text = table(["minutes", "frames", "worker, MiB", "its decoding process, MiB"], rows)
     text += f"\n\nratio of the sums: {long / short:.2f}"
-    title = "the most memory while a video of 320 x 180 is read, window by window"
+    title = "peak memory while a video of 320 x 180 is read in windows"
     bench.add("memory", title, {"MiB": figures, "ratio": long / short}, text)
 
 
 def recognition(bench: Bench, folder: Path, args: Any) -> None:
-    """Items a second over the bare libraries, and how many words come out right."""
+    """Compares OCR and ASR with direct calls of their libraries, and measures word accuracy."""
     rows = []
     figures: dict[str, Any] = {}
     for name, items, bare, truth in (_pages(args.pages), _speech()):
         recogniser = _recogniser(name)
-        recogniser.lines(items[0])  # warm
+        recogniser.lines(items[0])  # warm-up
         taken: dict[str, list[float]] = {"ours": [], "bare": []}
         for repeat in range(args.repeats):
             sides = {"ours": recogniser.lines, "bare": bare}
@@ -153,7 +161,7 @@ def recognition(bench: Bench, folder: Path, args: Any) -> None:
         accuracy = 1 - wrong / words
         rows.append([name, rates["bare"], rates["ours"], f"**{ratio}**", words, accuracy])
         figures[name] = {**rates, "ratio": ratio, "words": words, "accuracy": accuracy}
-    header = ["", "bare, items/s", "recogniser, items/s", "ratio", "words", "word accuracy"]
+    header = ["", "library, items/s", "recogniser, items/s", "ratio", "words", "word accuracy"]
     title = (
         f"{args.pages} shipped pages at 144 dpi against their text layer, and the shipped speech"
         " against its words; accuracy is 1 - (substituted + missing + added) / words"
@@ -167,7 +175,7 @@ def _recogniser(name: str) -> Any:
 
 
 def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
-    """Rendered pages, the bare library on them, and what their text layers say."""
+    """Returns rendered pages, a direct call of the library, and the text layers."""
     import io
 
     import torch
@@ -180,15 +188,15 @@ def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
     for page in pages:
         items.append({"item_id": page.item_id, "scan": page.payload["image"], "frames": None})
         truth.append(page.text or "")
-    like_ours = {
+    settings = {
         "Global.use_cls": False,
         "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
     }
-    engine = RapidOCR(params={"Global.log_level": "error", **like_ours})
+    engine = RapidOCR(params={"Global.log_level": "error", **settings})
 
     def bare(item: dict[str, Any]) -> Any:
-        picture = np.asarray(Image.open(io.BytesIO(item["scan"])).convert("RGB"))
-        return engine(picture[:, :, ::-1], return_word_box=True)
+        image = np.asarray(Image.open(io.BytesIO(item["scan"])).convert("RGB"))
+        return engine(image[:, :, ::-1], return_word_box=True)
 
     return "rapidocr", items, bare, truth
 
@@ -202,20 +210,20 @@ def _decoded(source: Pages) -> Iterator[Item]:
 
 
 def _speech() -> tuple[str, list[dict[str, Any]], Any, list[str]]:
-    """The shipped speech, the bare library on it, and what is said."""
+    """Returns the shipped speech, a direct call of the library, and the transcript."""
     import soxr
     from pocketsphinx import Decoder
 
     samples, rate = soundfile.read(SPEECH_FILE, dtype="float32", always_2d=True)
     mono = soxr.resample(samples.mean(axis=1), rate, 16_000).astype("<f4")
-    sound = {"start": 0.0, "sample_rate": 16_000, "samples": mono.tobytes()}
-    item = {"item_id": "jfk", "audio": pa.scalar(sound, AUDIO).as_py()}
+    audio = {"start": 0.0, "sample_rate": 16_000, "samples": mono.tobytes()}
+    item = {"item_id": "jfk", "audio": pa.scalar(audio, AUDIO).as_py()}
     decoder = Decoder(samprate=16_000, loglevel="FATAL")
 
     def bare(item: dict[str, Any]) -> Any:
-        heard = np.frombuffer(item["audio"]["samples"], "<f4")
+        samples = np.frombuffer(item["audio"]["samples"], "<f4")
         decoder.start_utt()
-        decoder.process_raw((heard * 32_767).astype("<i2").tobytes(), full_utt=True)
+        decoder.process_raw((samples * 32_767).astype("<i2").tobytes(), full_utt=True)
         decoder.end_utt()
         return [segment.word for segment in decoder.seg()]
 
@@ -233,12 +241,12 @@ def write_video(path: Path, seconds: int, size: tuple[int, int]) -> None:
             if second % 6 == 0:
                 page = pdfium.PdfDocument(next(pages))[0]
                 scale = 1.1 * width / page.get_width()
-                picture = np.asarray(page.render(scale=scale).to_pil().convert("RGB"))
-                room = picture.shape[0] - height, picture.shape[1] - width
+                image = np.asarray(page.render(scale=scale).to_pil().convert("RGB"))
+                margins = image.shape[0] - height, image.shape[1] - width
             for number in range(FRAME_RATE):
                 share = (second % 6 + number / FRAME_RATE) / 6
-                top, left = (int(share * side) for side in room)
-                shown = np.ascontiguousarray(picture[top : top + height, left : left + width])
+                top, left = (int(share * margin) for margin in margins)
+                shown = np.ascontiguousarray(image[top : top + height, left : left + width])
                 for packet in stream.encode(av.VideoFrame.from_ndarray(shown, "rgb24")):
                     container.mux(packet)
         for packet in stream.encode():

@@ -1,15 +1,15 @@
-"""Reads media files: by the source stage of the index job, or by bare loops. One side of a figure.
+"""Reads media files with the source stage of the index job, or with plain loops.
 
     python -m jobs.bench.media_run ray video FOLDER PROCESSES
     python -m jobs.bench.media_run bare audio FOLDER PROCESSES
     python -m jobs.bench.media_run held video FILE 1
 
-The bare loop of videos is decord: it opens a file with one thread, finds the frames that are shown
-at the sampled times and takes them window by window. That of sound is soundfile and soxr. Both run
-in as many processes, which take one file after the other, without Ray, without the process that a
-crash is kept in and without the blocks that frames travel in. The last line is a JSON object: the
-frames or seconds read, and the seconds from the first result to the last of the side (of the bare
-loop: of reading alone). `held` reads one file in this process and says what memory that took.
+The plain loop for video opens a file with decord in one thread and decodes the frames at the
+sampled times, window by window. The plain loop for audio uses soundfile and soxr. Both run in the
+given number of processes, without Ray, without a process that isolates crashes, and without blocks
+for transport. The last line of the output is a JSON object with the amount of frames or seconds
+read and the seconds from the first to the last result (for the plain loop: of reading). `held`
+reads one file in this process and reports its memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FPS, WINDOW_SECONDS, SAMPLE_RATE = 1.0, 30.0, 16_000
 
 
 def main() -> None:
-    """Runs one side and prints what it came to."""
+    """Runs one side and prints its result."""
     side, kind, path, processes = sys.argv[1:]
     run = {"ray": source_stage, "bare": bare_loops, "held": held}[side]
     print(json.dumps(run(kind, path, int(processes))))
@@ -59,7 +59,7 @@ def source_of(kind: str, path: str) -> Video | Audio:
 
 
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """The source stage of the index job as it streams; its start is no part of the time."""
+    """Measures the source stage of the index job, without its start-up."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, rows_of
     from pipeline.index.stream import read_units
@@ -75,7 +75,7 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
             listing.list_shard(listed, shard)
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
-        # What comes next in the index job is an actor that is handed the blocks.
+        # As in the index job, an actor receives the blocks.
         counted = read_units(listed, shards, 64, pool).map_batches(
             Count,
             fn_constructor_kwargs={"kind": kind},
@@ -92,19 +92,19 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
 
 
 class Count:
-    """Says of each unit how much it brings, and when it came."""
+    """Counts the contents of units and records their arrival times."""
 
     def __init__(self, kind: str):
         self.kind = kind
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Returns one row with the amount of a unit and the time at which it came."""
+        """Returns one row with the amount of a unit and its arrival time."""
         items = Unit.unpack(block, 0).items
         return pa.table({"when": [time.time()], "amount": [_amount(self.kind, items)]})
 
 
 def _amount(kind: str, items: pa.Table) -> float:
-    """How many frames, or seconds of sound, some items bring."""
+    """Returns the number of frames, or the seconds of audio, of some items."""
     if kind == "video":
         return float(pc.sum(pc.list_value_length(items["frames"])).as_py())
     samples = pc.struct_field(items["audio"], "samples")
@@ -112,7 +112,7 @@ def _amount(kind: str, items: pa.Table) -> float:
 
 
 def bare_loops(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """The bare loops over the files of a folder."""
+    """Runs plain loops over the files of a folder."""
     paths = sorted(str(file) for file in Path(path).rglob("*.*"))
     return run_loops(_read_bare, paths, kind, processes)
 

@@ -1,9 +1,9 @@
-"""PDF pages: the source stage beside a bare pypdfium2 loop, and the memory of a long document.
+"""Benchmark of PDF pages: the source stage against a plain loop, and memory on a long document.
 
     python -m jobs.bench pages
     python -m jobs.bench pages --only speed --copies 4 --repeats 1 --out figures.json
 
-Reads the shipped PDFs, copied several times over, and one PDF made of all their pages, repeated.
+The input consists of copies of the shipped PDFs, and of one PDF with all their pages, repeated.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ PDFS = Path(jobs.__file__).parent / "data/pages/pdf"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
-    parser.add_argument("--copies", type=jobs.positive, default=16, help="of the 77 shipped pages")
-    parser.add_argument("--pages", type=jobs.positive, default=2000, help="of the long document")
-    parser.add_argument("--processes", type=jobs.positive, default=2, help="that read pages")
-    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of the comparison")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
+    parser.add_argument(
+        "--copies", type=jobs.positive, default=16, help="copies of the 77 shipped pages"
+    )
+    parser.add_argument(
+        "--pages", type=jobs.positive, default=2000, help="pages of the long document"
+    )
+    parser.add_argument("--processes", type=jobs.positive, default=2, help="reading processes")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats per comparison")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("pages", arguments, args.out)
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def speed(bench: Bench, folder: Path, args: Any) -> None:
-    """Both sides in turns, each first in every other round, in pages a second."""
+    """Compares pages per second, alternating the order of the sides."""
     copies = folder / "copies"
     for copy in range(args.copies):
         shutil.copytree(PDFS, copies / f"{copy:02}")
@@ -60,18 +64,19 @@ def speed(bench: Bench, folder: Path, args: Any) -> None:
     rates = {side: Repeats(tuple(values)) for side, values in taken.items()}
     ratio = rates["ray"].over(rates["bare"])
     rows: list[tuple[str, Repeats | str]] = [
-        ("bare pypdfium2 loops", rates["bare"]),
+        ("plain pypdfium2 loops", rates["bare"]),
         ("source stage", rates["ray"]),
         ("**ratio**", f"**{ratio}**"),
     ]
     title = (
-        f"words and 144 dpi images of {77 * args.copies:,} pages, {args.processes} processes a side"
+        f"words and 144 dpi images of {77 * args.copies:,} pages,"
+        f" {args.processes} processes per side"
     )
     bench.add("speed", title, {**rates, "ratio": ratio}, table(["", "pages/s"], rows))
 
 
 def memory(bench: Bench, folder: Path, args: Any) -> None:
-    """The memory of all processes of an index job over one long document."""
+    """Measures the memory of all processes of an index job on one long document."""
     (folder / "long").mkdir()
     long_document(folder / "long/all.pdf", args.pages)
     spec = {
@@ -90,7 +95,7 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
     sampler = threading.Thread(target=_sample, args=(job, samples))
     sampler.start()
     if job.wait():
-        raise RuntimeError("the index job failed: run it by itself to see why")
+        raise RuntimeError("the index job failed; run it separately to see its output")
     sampler.join()
     history = commits(folder / "index")
     last = history[-1][1]
@@ -101,14 +106,14 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
         near = [held for at, held in samples if abs(at - when) <= 2]
         figures[num_pages] = max(near) / 2**20
     rows = [[f"{pages:,}", f"{held:,.0f}"] for pages, held in figures.items()]
-    rows.append(["most at any time", f"{max(held for _, held in samples) / 2**20:,.0f}"])
+    rows.append(["peak", f"{max(held for _, held in samples) / 2**20:,.0f}"])
     title = f"memory of the whole job over a PDF of {args.pages:,} pages"
     text = table(["pages indexed", "MiB of all processes"], rows)
     bench.add("memory", title, {"MiB": figures}, text)
 
 
 def long_document(path: Path, num_pages: int) -> None:
-    """Writes a PDF of the shipped pages, over and over."""
+    """Writes a PDF of the shipped pages, repeated up to `num_pages`."""
     document = pdfium.PdfDocument.new()
     for file in itertools.cycle(sorted(PDFS.glob("*.pdf"))):
         pages = pdfium.PdfDocument(file)

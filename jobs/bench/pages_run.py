@@ -1,12 +1,12 @@
-"""Reads every page of a folder of PDFs, words and image: by the source stage, or by a bare loop.
+"""Reads text and images of all pages in a folder with the source stage or with a plain loop.
 
     python -m jobs.bench.pages_run ray FOLDER PROCESSES
     python -m jobs.bench.pages_run bare FOLDER PROCESSES
 
-The bare loop is pypdfium2 in as many processes, which take one document after the other: the
-reading functions of the source, without Ray, without the process that a crash is kept in and
-without the blocks that pages travel in. The last line is a JSON object: the pages, and the seconds
-from the first result to the last of the side (of the bare loop: of reading alone).
+The plain loop calls the reading functions of the source in the given number of processes, without
+Ray, without a process that isolates crashes, and without blocks for transport. The last line of the
+output is a JSON object with the number of pages and the seconds from the first to the last result
+(for the plain loop: of reading).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pipeline.decoding import pdf
 from pipeline.sources.pages import Pages
 
 NEEDS = ("text", "image")
-UNIT_PAGES = 64  # as the index job has by default
+UNIT_PAGES = 64  # default of the index job
 
 
 def main() -> None:
-    """Runs one side and prints what it came to."""
+    """Runs one side and prints its result."""
     side, folder, processes = sys.argv[1:]
     run = {"ray": source_stage, "bare": bare_loops}[side]
     print(json.dumps(run(Pages.Spec(path=folder), int(processes))))
 
 
 def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
-    """The source stage of the index job as it streams; its start is no part of the time."""
+    """Measures the source stage of the index job, without its start-up."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, rows_of
     from pipeline.index.stream import read_units
@@ -58,7 +58,7 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
 
 
 def bare_loops(spec: Pages.Spec, processes: int) -> dict[str, Any]:
-    """The bare loops over the documents of a folder."""
+    """Runs plain loops over the documents of a folder."""
     settings = {"text": True, "image": True, "dpi": spec.dpi, "max_pixels": spec.max_pixels}
     paths = sorted(map(str, Path(spec.path).rglob("*.pdf")))
     return run_loops(_read_pages, paths, settings, processes)

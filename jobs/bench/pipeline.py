@@ -1,10 +1,10 @@
-"""The index job: its speed beside a bare loop, how soon it resumes, what its driver holds.
+"""Benchmark of the index job: throughput against a plain loop, resuming, memory of the driver.
 
     python -m jobs.bench pipeline
     python -m jobs.bench pipeline --only minilm sleeping --repeats 5 --out figures.json
 
-Everything runs in processes of its own, in a folder that is removed at the end. All figures come
-from the jobs' own records; nothing else should run on the machine meanwhile.
+Each run has its own process and a temporary folder. Results are taken from the records of the jobs.
+Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from pipeline.index.reader import ITEMS, part
 CRANFIELD = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
 LAPTOP = Path(jobs.__file__).parents[1] / "cluster/profiles/laptop.yaml"
 
-#: Encoders that only take time: 10 ms for eight items of 264 kB, and items of next to nothing.
+#: Encoders that sleep: 10 ms for eight items of 264 kB, and no time for tiny items.
 SLEEPING = {"name": "sleeping", "seconds": 0.01, "batch_size": 8}
 SMALL = {"name": "sleeping", "seconds": 0.0, "batch_size": 64, "num_tokens": 4, "dim": 16}
 
-#: Where a rate begins. At the first commit the Ray job has encoded more than it has committed: its
-#: writer starts after its encoder. A third through, what waits between them is a unit or two.
+#: Beginning of the steady state, as a fraction of the items. At the first commit, the Ray job has
+#: encoded more than it has committed, because its writer starts late. After a third, only one or
+#: two units are queued.
 STARTS = {"from the first commit": 0.0, "from a third on": 1 / 3}
 
-#: What a resume goes through until its first new items are encoded and written.
+#: Steps of resuming, until the first new items are encoded and written.
 STEPS = ("import", "lease", "index ids", "plan", "list", "mark duplicates", "load encoder")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is indexed for each figure."""
+    """Sizes of the measurements."""
 
     items: int  # real texts, by MiniLM
     sleeping_items: int
@@ -54,16 +55,20 @@ class Sizes:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
     parser.add_argument("--items", type=jobs.positive, default=1536, help="texts for MiniLM")
     parser.add_argument("--sleeping-items", type=jobs.positive, default=4096)
-    parser.add_argument("--small-items", type=jobs.positive, default=100_000, help="for a resume")
+    parser.add_argument(
+        "--small-items", type=jobs.positive, default=100_000, help="items of `resume` and `memory`"
+    )
     parser.add_argument("--commit-items", type=jobs.positive, default=256)
-    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of each comparison")
-    parser.add_argument("--resources", type=Path, default=LAPTOP, help="see cluster/profiles")
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats per comparison")
+    parser.add_argument(
+        "--resources", type=Path, default=LAPTOP, help="resources profile; see cluster/profiles"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     sizes = Sizes(
@@ -82,37 +87,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Runs:
-    """Runs index jobs in processes of their own and keeps what they write in one folder."""
+    """Runs index jobs in separate processes, with their output in one folder."""
 
     def __init__(self, folder: Path, resources: Path):
         self.folder, self.resources = folder, resources
 
     def corpus(self, name: str, records: Iterator[dict[str, Any]]) -> str:
-        """Writes a JSON-lines corpus, once."""
+        """Writes a JSON-lines corpus unless it exists; returns its path."""
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return str(path)
 
     def spec(self, name: str, **fields: Any) -> Path:
-        """Writes a spec; its index goes by the same name if `fields` names no other."""
+        """Writes a spec whose index has the same name by default."""
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"index": str(self.folder / name), **fields}))
         return path
 
     def run(self, side: str, spec: Path) -> dict[str, Any]:
-        """One run: the record of `index_run`, and when it was started."""
+        """Runs one side; returns the record of `index_run` and the time of its start."""
         started = time.time()
         result = run_apart("jobs.bench.index_run", side, str(spec), str(self.resources))
         return {**result, "started": started}
 
     def remove(self, index: str) -> None:
-        """Makes room."""
+        """Removes an index to free disk space."""
         shutil.rmtree(self.folder / index)
 
 
 def cranfield(num_items: int) -> Iterator[dict[str, Any]]:
-    """The Cranfield abstracts that have a text, over and over under new ids."""
+    """Yields the non-empty Cranfield abstracts, repeated with new ids."""
     documents = [json.loads(line) for line in CRANFIELD.read_text().splitlines()]
     usable = [document for document in documents if document["text"].strip()]
     for i in range(num_items):
@@ -121,16 +126,16 @@ def cranfield(num_items: int) -> Iterator[dict[str, Any]]:
 
 
 def numbered(num_items: int) -> Iterator[dict[str, Any]]:
-    """Short texts: an encoder that sleeps reads the ids only."""
+    """Yields short texts, whose content a sleeping encoder ignores."""
     for i in range(num_items):
-        yield {"_id": f"item-{i:07d}", "text": f"what stands in item number {i} " * 3}
+        yield {"_id": f"item-{i:07d}", "text": f"content of item number {i} " * 3}
 
 
-# -- beside a bare loop --------------------------------------------------------------------------
+# -- against a plain loop ------------------------------------------------------------------------
 
 
 def minilm(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """The built-in encoder: every token kept, and 32 vectors by SaMer."""
+    """Measures the bundled encoder, storing all tokens and 32 vectors by SaMer."""
     fields = {
         "source": {"name": "text", "path": runs.corpus("cranfield", cranfield(sizes.items))},
         "encoder": "minilm",
@@ -141,7 +146,7 @@ def minilm(bench: Bench, runs: Runs, sizes: Sizes) -> None:
 
 
 def sleeping(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """10 ms for eight items of 1030 x 128: what the pipeline around a fast model costs."""
+    """Measures the overhead of the pipeline with a fast model: 10 ms for 8 items of 1030 x 128."""
     path = runs.corpus("numbered", numbered(sizes.sleeping_items))
     for method in ("spatial", "samer"):
         fields = {
@@ -160,7 +165,7 @@ def _compressor(name: str, num_vectors: int) -> dict[str, Any]:
 def _compare(
     bench: Bench, runs: Runs, sizes: Sizes, name: str, title: str, fields: dict[str, Any]
 ) -> None:
-    """Both sides in turns, each first in every other round, in items a second of steady state."""
+    """Compares items per second in the steady state, alternating the order of the sides."""
     cut = {"fragment_items": sizes.commit_items, "commit_items": sizes.commit_items}
     taken: dict[str, list[dict[str, Any]]] = {"ray": [], "bare": []}
     for repeat in range(sizes.repeats):
@@ -181,7 +186,7 @@ def _compare(
     stages = list(dict.fromkeys(s for run in taken["bare"] + taken["ray"] for s in run["seconds"]))
     rows = [
         [label, *rates[side].values(), *(_per_item(taken[side], stage) for stage in stages)]
-        for side, label in (("bare", "bare loop"), ("ray", "Ray job"))
+        for side, label in (("bare", "plain loop"), ("ray", "Ray job"))
     ]
     rows.append(["**ratio**", *(f"**{ratio}**" for ratio in ratios.values()), *[""] * len(stages)])
     header = ["", *(f"items/s {start}" for start in STARTS), *(f"{s}, ms/item" for s in stages)]
@@ -207,26 +212,26 @@ def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
 
 
 def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
-    """Milliseconds an item in one stage, over all items of a run."""
+    """Returns milliseconds per item in one stage, averaged over a run."""
     spent = [1000 * s["seconds"][stage] / s["new"] for s in summaries if stage in s["seconds"]]
     return str(Repeats(tuple(spent))) if spent else "-"
 
 
-# -- resuming, and the driver's memory -----------------------------------------------------------
+# -- resuming, and memory of the driver ----------------------------------------------------------
 
 
 def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """From the start of the driver to the first new items, when a last part is missing."""
+    """Measures the time from the start of the driver to the first new items on resuming."""
     built = _build_small(runs, sizes.small_items)
     dataset = lance.dataset(part(built["index"], ITEMS))
     whole = dataset.count_rows()
-    # Back to an earlier commit: what a driver that was killed leaves, its lease included.
+    # Restore an earlier commit, as left by a killed driver, including its lease.
     for version in reversed(dataset.versions()):
-        there = int(version["metadata"]["total_rows"])
-        if there <= 0.95 * whole:
+        num_rows = int(version["metadata"]["total_rows"])
+        if num_rows <= 0.95 * whole:
             dataset.checkout_version(version["version"]).restore()
             break
-    # Each unit written by itself: the first is heard of at once.
+    # With one unit per fragment, the first is reported immediately.
     fields = yaml.safe_load(built["spec"].read_text())
     spec = runs.spec("small-resumed", **{**fields, "fragment_items": 64})
     result = runs.run("ray", spec)
@@ -238,31 +243,29 @@ def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
     steps["other"] = total - sum(steps.values())
     rows = [[step, f"{seconds:.2f}"] for step, seconds in steps.items()]
     rows += [
-        ["**in all**", f"**{total:.2f}**"],
-        ["Ray's own start, apart", f"{times['ray_start']:.2f}"],
+        ["**total**", f"**{total:.2f}**"],
+        ["start of Ray (not included)", f"{times['ray_start']:.2f}"],
     ]
-    title = (
-        f"Resume of an index of {sizes.small_items:,} items of which {whole - there:,} are missing"
-    )
+    title = f"Resuming an index of {sizes.small_items:,} items with {whole - num_rows:,} missing"
     figures = {"seconds": total, "steps": steps, "ray_start": times["ray_start"], "run": summary}
     bench.add("resume", title, figures, table(["step", "seconds"], rows))
 
 
 def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """The driver's peak, for an index and for one ten times smaller."""
+    """Measures the peak memory of the driver for two sizes of the index."""
     rows, peaks = [], {}
     for num_items in (max(1, sizes.small_items // 10), sizes.small_items):
         result = _build_small(runs, num_items)
         peaks[num_items] = result["peak_bytes"]
         rate = result["summary"]["new"] / result["summary"]["phases"]["stream"]
         rows.append([f"{num_items:,}", f"{result['peak_bytes'] / 2**20:,.0f}", f"{rate:,.0f}"])
-    title = "Peak resident memory of the driver, Ray's own processes apart"
-    text = table(["items", "MiB", "items/s, with the start"], rows)
+    title = "Peak resident memory of the driver, without the processes of Ray"
+    text = table(["items", "MiB", "items/s including start-up"], rows)
     bench.add("memory", title, {"peak_bytes": peaks}, text)
 
 
 def _build_small(runs: Runs, num_items: int) -> dict[str, Any]:
-    """An index of many small items, built once: the figures of its run, its spec and its URI."""
+    """Builds an index of small items once; returns the record of the run, its spec and URI."""
     record = runs.folder / f"small-{num_items}.json"
     if not record.exists():
         path = runs.corpus(f"numbered-{num_items}", numbered(num_items))

@@ -1,4 +1,4 @@
-"""Reranking by the joint encoder beside a plain Hugging Face loop: pairs a second, and latency.
+"""Benchmark of EDJE reranking against a plain Hugging Face loop: throughput and latency.
 
     python -m jobs.bench rerank
     python -m jobs.bench rerank --latency
@@ -6,12 +6,13 @@
     python -m jobs.bench rerank --device cuda                # on a GPU; needs no Ray, no Lance
     python -m jobs.bench rerank --study jobs/specs/training/studies/edje_tokens.yaml --tokens 196
 
-The model has the shape of MiniLM-L12-H384 and random weights, unless `--model` names another; what
-pairs read is random too. `paths`, of a CPU: `JointEncoder.scores` by each path, with the deviation
-of its scores from the loop's in float64. `passes`, of a GPU: a pass in bfloat16, of 64 tokens an
-item and of the local variant's 576, eager, compiled and as a CUDA graph. `latency`: one query,
-its text read too. The plain loop repeats a query's text for each pair and pads. `--study`: of EDJEs
-that were trained, quality, bytes and latency by their tokens (the paper's Figure 4 and Table 2).
+The model has the shape of MiniLM-L12-H384 with random weights, unless `--model` is set, and random
+inputs. `paths` (CPU) runs each implementation of `JointEncoder.scores` and reports the deviation of
+its scores from the plain loop in float64. `passes` (GPU) runs a bfloat16 forward pass with 64
+tokens per item and with the 576 of the local variant: eager, compiled and as a CUDA graph.
+`latency` measures single queries including tokenization. The plain loop repeats the query's text
+for each pair and pads. `--study` reports quality, bytes and latency of trained EDJEs by their
+number of tokens (the paper's Figure 4 and Table 2).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from pipeline.config import SpecError, parse
 from pipeline.rerank.joint import JointEncoder, Texts, _Layers
 
 WORDS = 30522
-#: Wider than BERT begins with, so that scores differ as those of a trained model do.
+#: Wider than BERT's initialisation, so that scores vary as in a trained model.
 SPREAD = 0.05
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: How `scores` is computed on a CPU: what changes in the spec.
+#: Implementations of `scores` on a CPU, as changes to the spec.
 PATHS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -45,23 +46,32 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     on_gpu = torch.cuda.is_available()
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: by the device")
-    parser.add_argument("--latency", action="store_true", help="the same as --only latency")
-    parser.add_argument("--study", metavar="SPEC", help="of EDJEs that jobs.train has trained")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="of `--study`")
-    parser.add_argument("--model", help="as the spec's `model`; default: the shape, at random")
-    parser.add_argument("--layers", type=jobs.positive, default=12, help="of the shape")
     parser.add_argument(
-        "--tokens", type=jobs.positive, nargs="+", help="of an item; of a study's local EDJEs"
+        "--only", nargs="+", choices=FIGURES, help="parts to run (default: depends on the device)"
+    )
+    parser.add_argument("--latency", action="store_true", help="same as --only latency")
+    parser.add_argument("--study", metavar="SPEC", help="study of EDJEs trained by jobs.train")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot of the study")
+    parser.add_argument("--model", help="model of the joint encoder (default: random weights)")
+    parser.add_argument(
+        "--layers", type=jobs.positive, default=12, help="layers of the random model"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=jobs.positive,
+        nargs="+",
+        help="tokens per item; in a study, those of local EDJEs",
     )
     parser.add_argument("--text-tokens", type=jobs.positive, default=16)
-    parser.add_argument("--queries", type=jobs.positive, default=4, help="of `paths`")
+    parser.add_argument("--queries", type=jobs.positive, default=4, help="queries of `paths`")
     parser.add_argument("--rerank-depth", type=jobs.positive, nargs="+", default=[10, 64])
-    parser.add_argument("--batch-tokens", type=jobs.positive, default=1 << 17, help="of `passes`")
-    parser.add_argument("--calls", type=jobs.positive, default=30, help="of `latency`")
+    parser.add_argument(
+        "--batch-tokens", type=jobs.positive, default=1 << 17, help="tokens per batch of `passes`"
+    )
+    parser.add_argument("--calls", type=jobs.positive, default=30, help="calls of `latency`")
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=5)
     if args.device == "cpu" and on_gpu:
@@ -73,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = Bench("rerank", arguments, args.out)
     print(f"threads   {torch.get_num_threads()}")
     if args.study:
-        from jobs.bench.rerank_study import study  # it needs what training needs
+        from jobs.bench.rerank_study import study  # requires the packages for training
 
         return study(bench, args)
     with tempfile.TemporaryDirectory(prefix="rerank-") as folder:
@@ -94,12 +104,12 @@ def write(folder: Path, num_layers: int) -> None:
 
     special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
     names = [*special, *(f"w{number}" for number in range(WORDS - len(special)))]
-    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ends = [(name, special.index(name)) for name in ("[CLS]", "[SEP]")]
-    made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, ends)
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, ends)
     named = {f"{name.strip('[]').lower()}_token": name for name in special}
-    PreTrainedTokenizerFast(tokenizer_object=made, **named).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     torch.manual_seed(0)
     settings = BertConfig(  # the shape of MiniLM-L12-H384, except for the number of layers
         vocab_size=WORDS,
@@ -113,7 +123,7 @@ def write(folder: Path, num_layers: int) -> None:
 
 
 def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
-    """The joint encoder of a path, with a head that is the same for all."""
+    """Returns a joint encoder with changed settings and the same head for all of them."""
     joint = JointEncoder(parse(JointEncoder.Spec, {"model": args.model, **changes}), 1).eval()
     torch.manual_seed(1)
     match = torch.nn.Linear(joint.match.in_features, 1)
@@ -141,7 +151,7 @@ def plain(
         texts: Texts, tokens: torch.Tensor, pairs: torch.Tensor, at_once: int
     ) -> torch.Tensor:
         found, num_vision = [], tokens.shape[1]
-        for text_P, item_P in (part.unbind(1) for part in pairs.split(at_once)):
+        for text_P, item_P in (chunk.unbind(1) for chunk in pairs.split(at_once)):
             words = embedding(texts.ids[text_P])
             embedded = torch.cat([tokens[item_P].to(dtype), words], dim=1)
             mask = torch.cat([embedded.new_ones(len(words), num_vision), texts.mask[text_P]], 1)
@@ -159,16 +169,19 @@ def plain(
 
 
 def operations(joint: JointEncoder, num_tokens: int) -> int:
-    """Of a pair of so many tokens in all, multiplications and additions, as `scores` needs them."""
-    own = joint.language.config
-    wide, inner, layers = own.hidden_size, own.intermediate_size, own.num_hidden_layers
+    """Returns the arithmetic operations of `scores` for a pair of `num_tokens` tokens."""
+    settings = joint.language.config
+    wide, inner = settings.hidden_size, settings.intermediate_size
+    layers = settings.num_hidden_layers
     qkv = 2 * 3 * wide**2 * num_tokens
-    of_place = 2 * (wide**2 + 2 * wide * inner) + 4 * wide * num_tokens  # the last layer has one
-    return layers * qkv + ((layers - 1) * num_tokens + 1) * of_place
+    per_output = (
+        2 * (wide**2 + 2 * wide * inner) + 4 * wide * num_tokens
+    )  # the last layer has one output
+    return layers * qkv + ((layers - 1) * num_tokens + 1) * per_output
 
 
 def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, depth: int) -> float:
-    """Spearman's correlation of the orders of a query's candidates, the mean over queries."""
+    """Returns Spearman's correlation of the ranks of candidates, averaged over queries."""
     both = [one.double().view(-1, depth).argsort(1).argsort(1) for one in (scores, reference)]
     found = [torch.corrcoef(torch.stack(pair).double())[0, 1] for pair in zip(*both, strict=True)]
     return torch.stack(found).mean().item()
@@ -178,10 +191,10 @@ def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, depth: int) -> fl
 
 
 def paths(bench: Bench, args: Any) -> None:
-    """Pairs a second on a CPU by each path, beside the plain loop, and how far scores are off."""
+    """Compares throughput and deviation of each implementation on a CPU with the plain loop."""
     num_tokens = (args.tokens or [64])[0]
     depth = args.rerank_depth[0] if len(args.rerank_depth) == 1 else 16
-    joints = {name: joint_encoder(args, **PATHS[name]) for name in _there()}
+    joints = {name: joint_encoder(args, **PATHS[name]) for name in _supported_paths()}
     first = joints["float32"]
     size = num_tokens + args.text_tokens
     texts, tokens, mask, pairs = random_candidates(
@@ -191,7 +204,7 @@ def paths(bench: Bench, args: Any) -> None:
     wide = tokens.float()
     loops = {name: plain(first, TYPES[name], "cpu") for name in TYPES if name in joints}
     exact = plain(first, torch.float64, "cpu")(read, tokens.double(), pairs, len(pairs))
-    few = max(2048 // size, 1)  # as many tokens as a pass of ours
+    few = max(2048 // size, 1)  # as many tokens as one pass of `scores`
     sides: dict[str, Callable[[], torch.Tensor]] = {
         "plain loop, float32": lambda: loops["float32"](read, wide, pairs, len(pairs)),
         f"plain loop, float32, {few} at once": lambda: loops["float32"](read, wide, pairs, few),
@@ -233,7 +246,7 @@ def paths(bench: Bench, args: Any) -> None:
 
 
 def passes(bench: Bench, args: Any) -> None:
-    """Pairs a second of one pass in bfloat16, and the share of the machine's matrix rate."""
+    """Measures one pass in bfloat16, and its fraction of the peak rate of matrix products."""
     device = args.device
     joint = joint_encoder(args, dtype="bfloat16", max_batch_tokens=args.batch_tokens)
     clock = maxsim_gpu if device == "cuda" else maxsim
@@ -284,9 +297,9 @@ def passes(bench: Bench, args: Any) -> None:
 
 
 def latency(bench: Bench, args: Any) -> None:
-    """Milliseconds from a query's text and its candidates' cached tokens to scores, in turn."""
+    """Measures the latency from query text and cached tokens to scores, alternating sides."""
     device, num_tokens = args.device, (args.tokens or [64])[0]
-    names = _there() if device == "cpu" else ["float32", "bfloat16"]
+    names = _supported_paths() if device == "cpu" else ["float32", "bfloat16"]
     joints = {name: joint_encoder(args, **PATHS[name]) for name in names}
     first = joints["float32"]
     loop = plain(first, torch.float32, device)
@@ -315,8 +328,8 @@ def latency(bench: Bench, args: Any) -> None:
     bench.add("latency", title, figures, table(columns, rows))
 
 
-def _there() -> list[str]:
-    """The paths that this CPU has."""
+def _supported_paths() -> list[str]:
+    """Returns the implementations that this CPU supports."""
     has = {"bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
     return [name for name in PATHS if has.get(name, True)]
 
@@ -324,8 +337,8 @@ def _there() -> list[str]:
 def _runs(
     joint: JointEncoder, read: Texts, tokens: torch.Tensor, mask: torch.Tensor, pairs: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """A pass over all pairs: eager, compiled, and as a CUDA graph where there is CUDA."""
-    with torch.backends.mkldnn.flags(enabled=False):  # as on a GPU: packed weights do not compile
+    """Yields functions of a pass over all pairs: eager, compiled, and on a GPU as a CUDA graph."""
+    with torch.backends.mkldnn.flags(enabled=False):  # packed weights do not compile
         layers = _Layers(joint.language.base_model, in_int8=False)
     words = joint.words(read.ids)
     tokens = tokens.to(words.dtype)
@@ -337,12 +350,12 @@ def _runs(
     yield "compiled", torch.compile(once)
     if tokens.is_cuda:
         with torch.inference_mode():
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):  # as capturing asks: what is made at first is there
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # warm-up before capturing
                 for _ in range(3):
                     once()
-            torch.cuda.current_stream().wait_stream(beside)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 scores = once()

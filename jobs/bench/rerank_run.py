@@ -17,7 +17,7 @@ def random_candidates(
     """Returns texts, cached tokens (B, V, dim) in float16, their mask, and all pairs."""
     torch.manual_seed(2)
     words = joint.language.config.vocab_size
-    rare = min(1000, words // 4)  # at the ends of the vocabulary
+    rare = min(1000, words // 4)  # rare words at both ends of the vocabulary
     ids = torch.randint(rare, words - rare, (num_queries, num_text - 2))
     texts = [" ".join(joint.tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist()]
     num_items = num_queries * depth

@@ -1,4 +1,4 @@
-"""A study of EDJEs by their tokens: bytes, quality, and the latency of a query."""
+"""Bytes, quality and query latency of trained EDJEs, by their number of tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
 from pipeline.rerank.edje import METADATA, load_joint, read_metadata
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 
-#: What is learned of a row, and how the same is called of its first stage.
+#: Metrics of a row, and the prefix of those of its first stage.
 MEASURES = ("R@1", "R@5", "item to text R@1", "item to text R@5")
 FIRST = "first stage "
 
 
 def study(bench: Bench, args: Any) -> None:
-    """For each row of a study its tokens, what they find, and how long a query takes.
+    """Reports tokens, quality and query latency of each row of a study.
 
-    Rows are timed in turn, by their first seed's joint encoder, on random tokens.
+    Latency is measured alternately with the joint encoder of each row's first seed, on random
+    tokens.
     """
     spec = config.load(StudySpec, args.study, what="study")
-    runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # to their ends
+    runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # finished runs
     if not runs:
         rule = "the spec of a study of EDJEs that jobs.train has run"
         raise SpecError("study", args.study, rule, "has no trained EDJE")
@@ -49,10 +50,10 @@ def study(bench: Bench, args: Any) -> None:
                 taken[name][depth] = times
     cells, figures = [], {}
     for name, row in rows.items():
-        of_item = 2 * tokens[name] * joints[name].dim
+        item_bytes = 2 * tokens[name] * joints[name].dim
         figures[name] = {
             "tokens": tokens[name],
-            "bytes": of_item,
+            "bytes": item_bytes,
             "seeds": len(row.after["R@1"]),
             **{m: {"mean": row.after[m].mean(), "sd": spread(row.after[m])} for m in MEASURES},
             **{f"{FIRST}{m}": row.after[FIRST + m].mean() for m in MEASURES},
@@ -62,12 +63,19 @@ def study(bench: Bench, args: Any) -> None:
         waits = [median_p95(times) for times in taken[name].values()]
         shown = [f"{median:.3g} ({p95:.3g})" for median, p95 in waits]
         cells.append(
-            [name, str(figures[name]["seeds"]), str(tokens[name]), f"{of_item:,}", *found, *shown]
+            [
+                name,
+                str(figures[name]["seeds"]),
+                str(tokens[name]),
+                f"{item_bytes:,}",
+                *found,
+                *shown,
+            ]
         )
     first = next(iter(rows.values()))
     before = [f"{first.after[FIRST + measure].mean():.3f}" for measure in MEASURES]
     cells.insert(0, ["first stage", "", "", "", *before, *("" for _ in args.rerank_depth)])
-    header = ["row", "seeds", "tokens", "bytes an item", *MEASURES]
+    header = ["row", "seeds", "tokens", "bytes per item", *MEASURES]
     header += [f"depth {depth}: median ms (p95)" for depth in args.rerank_depth]
     title = f"{spec.name}, {args.device}, {args.text_tokens} text tokens, {args.calls} calls each"
     bench.add("study", title, figures, table(header, cells))
@@ -79,7 +87,7 @@ def study(bench: Bench, args: Any) -> None:
 def drawn(
     rows: dict[str, Row], tokens: dict[str, int], taken: dict[str, dict[int, list[float]]]
 ) -> Figure:
-    """Quality, and beside it latency, by the number of tokens of an item."""
+    """Plots quality and latency by the number of tokens per item."""
     names = sorted(rows, key=lambda name: tokens[name])
     places = [tokens[name] for name in names]
     figure = Figure(figsize=(8.8, 4.2), layout="constrained")
@@ -92,17 +100,17 @@ def drawn(
         label = measure if measure.startswith("item") else f"text to item {measure}"
         quality.errorbar(places, means, spreads, fmt="o-", color=color, capsize=3, label=label)
         before = rows[names[0]].after[FIRST + measure].mean()
-        quality.axhline(before, color=color, dashes=(4, 3), linewidth=1, label="its first stage")
+        quality.axhline(before, color=color, dashes=(4, 3), linewidth=1, label="first stage")
     for depth in next(iter(taken.values())):
         medians = [median_p95(taken[name][depth])[0] for name in names]
         latency.plot(places, medians, "s-", color=next(colors), label=f"depth {depth}, ms")
     quality.set_ylabel("recall")
-    latency.set_ylabel("ms a query")
+    latency.set_ylabel("ms per query")
     latency.set_ylim(bottom=0)
     for panel in panels:
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, [str(place) for place in places])
-        panel.set_xlabel("tokens an item")
+        panel.set_xlabel("tokens per item")
         panel.tick_params(which="minor", bottom=False, color=REFERENCE)
         plain(panel)
     legend_below(figure, panels)
@@ -114,7 +122,7 @@ def _model(run: Run) -> Path:
 
 
 def _num_tokens(folder: Path, args: Any) -> int:
-    """Of an item of one frame; the local variant's are said by the user."""
+    """Returns the tokens per item of one frame; for the local variant, as set by the user."""
     adapter = read_metadata(folder, "study")["adapter"]
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]

@@ -1,18 +1,17 @@
-"""What serving costs over searching in process, how it bears load, and what a crash costs.
+"""Benchmark of serving: overhead over search in process, overload, crashes, new versions.
 
     python -m jobs.bench serve
     python -m jobs.bench serve --only overhead overload --seconds 20
     python -m jobs.bench serve --only kills swap
     python -m jobs.bench serve --only reranking
 
-An index of random vectors with real texts, the embedded encoder, and the load from another process
-over loopback. `overhead` is what a request takes beside the same search in this process, and how
-many a second come through, with as many clients as are best; `overload` sends half as many as that
-and twice as many; `kills` ends the replica of each deployment in turn under load, by the client
-with its retries and by requests sent once; `swap` commits new versions of the index under load;
-`reranking` has EDJE's joint encoder behind the search (the embedded MiniLM, 64 random tokens an
-item): pairs a second through HTTP beside those in this process, and latency at equal load with and
-without it.
+The index has random vectors and real texts; queries are encoded by the bundled MiniLM; the load
+comes from another process over loopback. `overhead` compares latency with the same search in this
+process and measures the saturation throughput. `overload` sends half and twice that rate. `kills`
+kills the replica of each deployment under load, once with the retrying client and once with single
+requests. `swap` commits new versions of the index under load. `reranking` adds EDJE's joint encoder
+(bundled MiniLM, 64 random tokens per item) and compares its throughput with that in this process,
+and latency with and without it.
 """
 
 from __future__ import annotations
@@ -64,16 +63,19 @@ QUERIES = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
-    parser.add_argument("--items", type=jobs.positive, default=10_000, help="of the index")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
+    parser.add_argument("--items", type=jobs.positive, default=10_000, help="items of the index")
     parser.add_argument(
-        "--seconds", type=jobs.positive, default=60, help="of each load; of closed loops a sixth"
+        "--seconds",
+        type=jobs.positive,
+        default=60,
+        help="duration of each load; closed loops take a sixth of it",
     )
-    parser.add_argument("--repeats", type=jobs.positive, default=3, help="of closed loops")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of closed loops")
     parser.add_argument("--port", type=jobs.positive, default=8765)
-    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("serve", arguments, args.out)
@@ -118,15 +120,20 @@ def write_edje(folder: str) -> None:
 
     encoder = MiniLM(MiniLM.Spec())
     vision = {"spec": dump(encoder.spec), "fingerprint": encoder.fingerprint}
-    joint = JointEncoder(JointEncoder.Spec(), encoder.dim)  # the pooled vector is as wide
+    joint = JointEncoder(
+        JointEncoder.Spec(), encoder.dim
+    )  # the pooled vector has the same dimension
     adapter = Adapter(Adapter.Spec(num_tokens=NUM_TOKENS, hidden=64), encoder.dim, joint.dim)
     Edje(adapter, joint, vision).save(Path(folder))
 
 
 def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
-    """An index with the queries' encoder, the texts of Cranfield over and over, random vectors.
+    """Writes an index of random vectors with the texts of Cranfield, repeated.
 
-    With the folder of an EDJE its items have random tokens too.
+    Args:
+        uri: URI of the index.
+        num_items: Number of items.
+        edje: Folder of an EDJE, to store random rerank tokens.
     """
     spec = ENCODERS.resolve("minilm")
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
@@ -141,8 +148,8 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
     rows = []
     for i in range(num_items):
         text = texts[i % len(texts)]
-        fields_of = {"title": text.get("title"), "text": text["text"]}
-        rows.append(Item(f"{i:06}", f"{i:06}", "bench", "text", "1", **fields_of).row())
+        texts_of_item = {"title": text.get("title"), "text": text["text"]}
+        rows.append(Item(f"{i:06}", f"{i:06}", "bench", "text", "1", **texts_of_item).row())
     generator = np.random.default_rng(0)
     column = random_int8(generator, num_items, NUM_VECTORS, encoder_info.dim).cast(field.type)
     single = normalise(_tensor(generator, num_items, encoder_info.dim)).numpy()
@@ -170,7 +177,7 @@ def _tensor(generator: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 class Server:
-    """The application on this process's cluster, and how it is loaded."""
+    """The application on the Ray cluster of this process, and loads on it."""
 
     def __init__(self, uri: str, port: int, edje: str | None = None):
         from ray import serve
@@ -188,7 +195,7 @@ class Server:
         }
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")
-        self.load(clients=2, seconds=5)  # what is opened at the first request is not timed
+        self.load(clients=2, seconds=5)  # warm-up: the first request opens the index
 
     def stop(self) -> None:
         """Shuts Ray Serve down."""
@@ -197,21 +204,21 @@ class Server:
         serve.shutdown()
 
     def start_load(
-        self, seconds: float, *, retries: bool = False, **how: float
+        self, seconds: float, *, retries: bool = False, **pattern: float
     ) -> Callable[[], Load]:
-        """Starts a load in another process; the function waits for its end."""
+        """Starts a load in another process; returns a function that waits for its end."""
         fields = {"url": self.url, "body": self.body, "queries": QUERIES, "seconds": seconds}
-        fields |= {"retries": retries, **how}
+        fields |= {"retries": retries, **pattern}
         command = [sys.executable, "-m", "jobs.bench.serve_load", json.dumps(fields)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return lambda: Load(**json.loads(process.communicate()[0].splitlines()[-1]))
 
-    def load(self, seconds: float, **how: Any) -> Load:
-        """A load, from its beginning to its end."""
-        return self.start_load(seconds, **how)()
+    def load(self, seconds: float, **pattern: Any) -> Load:
+        """Runs a load to its end."""
+        return self.start_load(seconds, **pattern)()
 
     def kill(self, deployment: str) -> None:
-        """Ends the replicas of a deployment, as a crash does."""
+        """Kills the replicas of a deployment."""
         import ray
 
         for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -220,10 +227,11 @@ class Server:
 
 
 class Load:
-    """What came back.
+    """Responses to a load.
 
     Args:
-        answers: (when it was due, its status, its milliseconds).
+        answers: Due time in seconds, HTTP status and latency in milliseconds of each request.
+        seconds: Duration of the load.
     """
 
     def __init__(self, answers: Sequence[Sequence[float]], seconds: float):
@@ -232,27 +240,27 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Searches answered a second."""
+        """Successful searches per second."""
         return sum(status == 200 for _, status, _ in self.answers) / self.seconds
 
     def percentile(self, percent: float, after: float = 0.0) -> float:
-        """Milliseconds that so many of the answered searches took at most."""
+        """Returns a percentile of the latency of successful searches, in milliseconds."""
         taken = [ms for due, status, ms in self.answers if status == 200 and due >= after]
         return float(np.percentile(taken, percent)) if taken else float("nan")
 
     def statuses(self) -> Counter[int]:
-        """How many of each status; 0: no answer."""
+        """Counts the responses by status; 0 means no response."""
         return Counter(status for _, status, _ in self.answers)
 
     def failed(self) -> list[float]:
-        """When those were due that were not answered well."""
+        """Returns the due times of failed requests."""
         return [due for due, status, _ in self.answers if status != 200]
 
 
-def said(statuses: Counter[int]) -> str:
-    """Statuses other than 200 and how many there were.
+def failures(statuses: Counter[int]) -> str:
+    """Formats the counts of statuses other than 200.
 
-    >>> said(Counter({200: 5, 503: 2, 0: 1}))
+    >>> failures(Counter({200: 5, 503: 2, 0: 1}))
     '1 x none, 2 x 503'
     """
     others = sorted((status, n) for status, n in statuses.items() if status != 200)
@@ -263,7 +271,7 @@ def said(statuses: Counter[int]) -> str:
 
 
 def in_process(searcher: Searcher, seconds: float) -> Load:
-    """The same searches in this process, one after the other."""
+    """Runs the searches sequentially in this process."""
     start = time.perf_counter()
     answers: list[tuple[float, int, float]] = []
     while (due := time.perf_counter()) < start + seconds:
@@ -273,7 +281,7 @@ def in_process(searcher: Searcher, seconds: float) -> Load:
 
 
 def overhead(bench: Bench, server: Server, args: Any) -> None:
-    """One client beside the same search in process; and the most that come through."""
+    """Compares one client with search in process, and finds the saturation throughput."""
     searcher = open_index(server.uri)
     in_process(searcher, 2)
     seconds = max(args.seconds / 6, 3)
@@ -291,18 +299,18 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
     difference = [
         Repeats(
             tuple(
-                there.percentile(p) - here.percentile(p)
-                for there, here in zip(alone["over HTTP"], alone["in process"], strict=True)
+                remote.percentile(p) - local.percentile(p)
+                for remote, local in zip(alone["over HTTP"], alone["in process"], strict=True)
             )
         )
         for p in (50, 99)
     ]
     rows.append(["**overhead**", *difference, ""])
-    text = table(["one at a time", "p50, ms", "p99, ms", "searches/s"], rows)
+    text = table(["sequential", "p50, ms", "p99, ms", "searches/s"], rows)
     rates = {clients: Repeats(tuple(values)) for clients, values in best.items()}
-    own = Repeats(tuple(load.rate for load in alone["in process"]))
+    local_rate = Repeats(tuple(load.rate for load in alone["in process"]))
     most = max(rates, key=lambda clients: rates[clients].median)
-    rows = [[clients, rate, rate.over(own)] for clients, rate in rates.items()]
+    rows = [[clients, rate, rate.over(local_rate)] for clients, rate in rates.items()]
     text += "\n\n" + table(["clients", "searches/s", "x in process"], rows)
     server.saturation = rates[most].median
     title = f"{args.items:,} items of {NUM_VECTORS} int8 vectors, k = {K}, loads of {seconds:g} s"
@@ -310,13 +318,13 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
 
 
 def overload(bench: Bench, server: Server, args: Any) -> None:
-    """Half of what it can bear, twice as much, and half again right after."""
+    """Measures half and twice the saturation rate, and recovery at half the rate."""
     saturation = _saturation(server, args)
     rows = []
     for name, share, seconds in (
         ("half", 0.5, args.seconds),
         ("twice", 2.0, args.seconds),
-        ("half, from 10 s on after it", 0.5, 20),
+        ("half, 10 s after the overload", 0.5, 20),
     ):
         load = server.load(seconds, rate=share * saturation)
         after = 10.0 if "after" in name else 0.0
@@ -326,11 +334,11 @@ def overload(bench: Bench, server: Server, args: Any) -> None:
                 f"{share * saturation:.1f}",
                 f"{load.rate:.1f}",
                 *(load.percentile(p, after) for p in (50, 99)),
-                said(Counter(s for due, s, _ in load.answers if due >= after)),
+                failures(Counter(s for due, s, _ in load.answers if due >= after)),
             ]
         )
-    header = ["load", "requests/s", "answered/s", "p50, ms", "p99, ms", "not answered"]
-    title = f"Open loop; saturation at {saturation:.1f} searches/s; at most 32 under way"
+    header = ["load", "requests/s", "answered/s", "p50, ms", "p99, ms", "not successful"]
+    title = f"Open loop; saturation at {saturation:.1f} searches/s; at most 32 requests in flight"
     bench.add("overload", title, {"rows": rows}, table(header, rows))
 
 
@@ -343,7 +351,7 @@ def _saturation(server: Server, args: Any) -> float:
 
 
 def kills(bench: Bench, server: Server, args: Any) -> None:
-    """Each deployment's replica killed under load."""
+    """Kills the replica of each deployment under load."""
     rate = 0.3 * _saturation(server, args)
     rows = []
     deployments = ("Encoder", "Searcher-bench-0", "Reranker-bench", "Library", "Gateway")
@@ -366,20 +374,20 @@ def kills(bench: Bench, server: Server, args: Any) -> None:
                 deployment,
                 len(outcomes[True].answers),
                 len(outcomes[True].failed()),
-                said(outcomes[True].statuses()),
+                failures(outcomes[True].statuses()),
                 outcomes[True].percentile(99),
-                f"{len(failed)} of {len(raw.answers)}: {said(raw.statuses())}",
+                f"{len(failed)} of {len(raw.answers)}: {failures(raw.statuses())}",
                 f"{recovered:.1f}",
             ]
         )
-    header = ["killed", "requests", "failed after the client's retries", "which", "p99, ms"]
-    header += ["sent once, failed", "first to last failure, s"]
-    title = f"Replicas killed 8 s into a load of {rate:.1f} requests/s for 30 s, by either client"
+    header = ["killed", "requests", "failed with retries", "statuses", "p99, ms"]
+    header += ["failed without retries", "first to last failure, s"]
+    title = f"Replicas killed after 8 s of a load of {rate:.1f} requests/s for 30 s"
     bench.add("kills", title, {"rows": rows}, table(header, rows))
 
 
 def swap(bench: Bench, server: Server, args: Any) -> None:
-    """New versions of the index under load."""
+    """Commits new versions of the index under load."""
     rate = 0.3 * _saturation(server, args)
     wait = server.start_load(30, rate=rate)
     num_versions = 4
@@ -388,10 +396,10 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
         dataset = lance.dataset(part(server.uri, ITEMS))
         dataset.delete(f"item_id = '{number:06}'")
     load = wait()
-    rows = [[num_versions, len(load.answers), len(load.failed()), said(load.statuses()),
+    rows = [[num_versions, len(load.answers), len(load.failed()), failures(load.statuses()),
              load.percentile(50), load.percentile(99)]]  # fmt: skip
-    header = ["versions", "requests", "failed", "which", "p50, ms", "p99, ms"]
-    title = f"New versions committed under a load of {rate:.1f} requests/s, each sent once"
+    header = ["versions", "requests", "failed", "statuses", "p50, ms", "p99, ms"]
+    title = f"New versions committed under a load of {rate:.1f} requests/s, without retries"
     bench.add("swap", title, {"rows": rows}, table(header, rows))
 
 
@@ -411,7 +419,7 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     plain = server.body
     reranked = {**plain, "rerank": {"by": "edje", "rerank_depth": RERANK_DEPTH}}
     rates: dict[str, list[float]] = {}
-    for repeat in range(args.repeats + 1):  # the first warms both
+    for repeat in range(args.repeats + 1):  # the first is a warm-up
         for at_once in (1, 8, 32):
             queries, start, done = (QUERIES * at_once)[:at_once], time.perf_counter(), 0
             while time.perf_counter() < start + seconds:
@@ -428,23 +436,25 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
             rates.clear()
     pairs = {name: Repeats(tuple(values)) for name, values in rates.items()}
     best = {
-        where: max((own for name, own in pairs.items() if where in name), key=lambda r: r.median)
-        for where in ("in process", "over HTTP")
+        side: max((rate for name, rate in pairs.items() if side in name), key=lambda r: r.median)
+        for side in ("in process", "over HTTP")
     }
-    rows = [[name, own, own.over(best["in process"])] for name, own in pairs.items()]
+    rows = [
+        [name, pair_rate, pair_rate.over(best["in process"])] for name, pair_rate in pairs.items()
+    ]
     text = table(["rerank depth 10", "pairs/s", "x the best in process"], rows)
 
     load = 0.5 * best["over HTTP"].median / RERANK_DEPTH
     rows, found = [], {}
-    for name, body in (("search alone", plain), ("with reranking", reranked)):
+    for name, body in (("search only", plain), ("with reranking", reranked)):
         server.body = body
         loads = [server.load(args.seconds, rate=load) for _ in range(args.repeats)]
         taken = [Repeats(tuple(one.percentile(p) for one in loads)) for p in (50, 99)]
         statuses = sum((one.statuses() for one in loads), Counter())
-        rows.append([name, Repeats(tuple(one.rate for one in loads)), *taken, said(statuses)])
+        rows.append([name, Repeats(tuple(one.rate for one in loads)), *taken, failures(statuses)])
         found[name] = taken
     server.body = plain
-    header = [f"{load:.1f} requests/s", "answered/s", "p50, ms", "p99, ms", "not answered"]
+    header = [f"{load:.1f} requests/s", "answered/s", "p50, ms", "p99, ms", "not successful"]
     text += "\n\n" + table(header, rows)
     ratio = best["over HTTP"].over(best["in process"])
     title = f"{args.items:,} items of {NUM_TOKENS} tokens, MiniLM-L6, float32; ratio {ratio}"

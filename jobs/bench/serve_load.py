@@ -1,7 +1,8 @@
-"""The load of `bench serve`, from a process of its own: prints what came back as JSON.
+"""Load generator of `bench serve`, run as a separate process; prints the responses as JSON.
 
-Closed loop: so many clients, each of which asks again when it is answered. Open loop: requests come
-at a rate, whatever the server does, as users do; latency counts from when a request was due.
+In a closed loop, each client sends the next request when the previous one is answered. In an open
+loop, requests arrive at a given rate, independent of the server, and latency counts from the time
+at which a request was due.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import httpx2
 
 from pipeline.serve.client import AsyncClient, ServerError
 
-#: What stands for a status where no answer came.
+#: Status of a request without a response.
 BROKEN = 0
 
 
 class Load:
-    """Sends searches and notes what became of each.
+    """Sends searches and records their outcomes.
 
     Args:
-        url: of the server.
-        body: of a search, but for the query.
-        queries: texts, drawn at random.
-        retries: whether they go through the client with its retries, or once.
+        url: URL of the server.
+        body: Body of a search, without the query.
+        queries: Texts to sample queries from.
+        retries: Sends requests through the retrying client.
     """
 
     def __init__(self, url: str, body: dict[str, Any], queries: list[str], retries: bool):
@@ -38,11 +39,15 @@ class Load:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx2.AsyncClient(base_url=url, timeout=60, limits=limits)
         self._client = AsyncClient(url)
-        #: When each was due (seconds), its status, its milliseconds.
+        #: Due time in seconds, status and milliseconds of each request.
         self.answers: list[tuple[float, int, float]] = []
 
     async def one(self, due: float | None = None) -> None:
-        """Sends one search; `due`: when it should have been sent."""
+        """Sends one search.
+
+        Args:
+            due: Time at which it was due, by `time.perf_counter`; None for now.
+        """
         start = time.perf_counter() if due is None else due
         query = self._random.choice(self._queries)
         try:
@@ -60,7 +65,7 @@ class Load:
         self.answers.append((start - self._start, status, 1e3 * (end - start)))
 
     async def closed(self, clients: int, seconds: float) -> None:
-        """So many clients ask one request after the other."""
+        """Runs a closed loop of clients."""
         end = time.perf_counter() + seconds
 
         async def ask() -> None:
@@ -70,7 +75,12 @@ class Load:
         await asyncio.gather(*(ask() for _ in range(clients)))
 
     async def open(self, rate: float, seconds: float) -> None:
-        """Requests come at a rate, with the gaps of independent users."""
+        """Runs an open loop with exponential gaps between requests.
+
+        Args:
+            rate: Requests per second.
+            seconds: Duration.
+        """
         due, end = time.perf_counter(), time.perf_counter() + seconds
         sent = []
         while due < end:
@@ -81,7 +91,7 @@ class Load:
 
 
 def main(fields: dict[str, Any]) -> dict[str, Any]:
-    """Runs a load; the answers, and the seconds it took."""
+    """Runs a load; returns the responses and the duration in seconds."""
 
     async def run() -> dict[str, Any]:
         load = Load(fields["url"], fields["body"], fields["queries"], fields["retries"])

@@ -1,12 +1,13 @@
-"""Training with cached hidden states against a model that runs each time; LoRA on a large model.
+"""Benchmark of training: cached hidden states, and LoRA on a large model.
 
     python -m jobs.bench train
     python -m jobs.bench train --only states --scenes 512
     python -m jobs.bench train --only lora --family colqwen2 --batch 16 --device cuda
 
-`states`: an epoch of training only the projection of the shipped ColPali through SaMer, with and
-without cached hidden states. `lora`: steps of a model of a published shape with random weights (all
-layers on a GPU, two on a CPU), and the share of this machine's own matrix rate.
+`states` trains only the projection of the shipped ColPali with SaMer for an epoch, with and without
+cached hidden states. `lora` runs steps of a model with a published shape and random weights (all
+layers on a GPU, two on a CPU), and reports the fraction of the machine's peak rate of matrix
+products.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from pipeline.train.spec import TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "shapes_colpali"
-#: Rows and columns of the matrices whose product is the machine's rate.
+#: Size of the square matrices that measure the peak rate of matrix products.
 RATE_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and takes the figures."""
+    """Parses the command line and runs the benchmark."""
     on_gpu = torch.cuda.is_available()
     parser = jobs.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all")
-    parser.add_argument("--scenes", type=jobs.positive, default=256, help="of an epoch")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
+    parser.add_argument("--scenes", type=jobs.positive, default=256, help="scenes per epoch")
     parser.add_argument("--family", choices=encode.SHAPES, default="colqwen2")
-    parser.add_argument("--layers", type=jobs.positive, help="of the language model")
-    parser.add_argument("--batch", type=jobs.positive, default=16 if on_gpu else 2, help="pages")
+    parser.add_argument("--layers", type=jobs.positive, help="layers of the language model")
+    parser.add_argument(
+        "--batch", type=jobs.positive, default=16 if on_gpu else 2, help="pages per batch"
+    )
     parser.add_argument("--steps", type=jobs.positive, default=10 if on_gpu else 2)
     parser.add_argument("--activation-checkpointing", action="store_true")
     arguments = list(arguments or [])
@@ -87,28 +90,28 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
         }
         return Loop(config.parse(TrainSpec, given), say=lambda line: None)
 
-    runs: dict[str, list[float]] = {"the model runs": [], "hidden states are cached": []}
-    keeping = []
+    runs: dict[str, list[float]] = {"without cache": [], "with cached hidden states": []}
+    caching = []
     for number in range(args.repeats):
-        beginning = []
+        setup = []
         for name, times in runs.items():
             cache = str(folder / f"states-{number}") if "cached" in name else None
             started = time.perf_counter()
             one = loop(f"{number}-{cache is None}", cache)
-            beginning.append(time.perf_counter() - started)
+            setup.append(time.perf_counter() - started)
             started = time.perf_counter()
             for batches in one._batches():
                 one._step(batches)
             times.append(time.perf_counter() - started)
-        keeping.append(beginning[1] - beginning[0])
+        caching.append(setup[1] - setup[0])
     seconds = {name: Repeats(tuple(times)) for name, times in runs.items()}
-    plain, kept = seconds.values()
-    ratio = plain.over(kept)
+    uncached, cached = seconds.values()
+    ratio = uncached.over(cached)
     rows = [[name, str(times)] for name, times in seconds.items()]
-    rows.append(["caching them, once", str(Repeats(tuple(keeping)))])
+    rows.append(["caching the hidden states, once", str(Repeats(tuple(caching)))])
     rows.append(["**without / with cached hidden states**", f"**{ratio}**"])
-    title = f"An epoch of {args.scenes} scenes, the projection alone through SaMer, K = 16: seconds"
-    figures = {"seconds": seconds, "keeping": Repeats(tuple(keeping)), "ratio": ratio}
+    title = f"An epoch of {args.scenes} scenes, only the projection, SaMer, K = 16: seconds"
+    figures = {"seconds": seconds, "caching": Repeats(tuple(caching)), "ratio": ratio}
     bench.add("states", title, figures, table(["", "seconds"], rows))
 
 
@@ -116,7 +119,7 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def lora(bench: Bench, folder: Path, args: Any) -> None:
-    """Steps on pages with LoRA of rank 128 beside the language model's layers."""
+    """Measures steps on pages with LoRA of rank 128 on the language model."""
     args.items = args.batch
     encoder = encode.write(folder, args.family, args)
     given = {
@@ -145,8 +148,8 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     data = OneBatch(spec.data, batch_size=spec.batch_size, seed=0, batch=batch)
     loop = Loop(spec, say=lambda line: None, data=data)
     read = loop.learner.read(batch)
-    tokens = sum(len(one) for own in (*read.queries, *read.documents) for one in own)
-    loop._step([(batch, read)])  # what is compiled or allocated at first
+    tokens = sum(len(ids) for chunks in (*read.queries, *read.documents) for ids in chunks)
+    loop._step([(batch, read)])  # warm-up
     rates, peaks = [], []
     for _ in range(args.repeats):
         peaks.append(matrix_rate(args.device))
@@ -155,23 +158,23 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     language = language_model(loop.learner)
     weights = sum(p.numel() for n, p in language.named_parameters() if "lora_" not in n)
     weights -= sum(p.numel() for p in language.get_input_embeddings().parameters())
-    own = sum(p.numel() for p in loop.learner.parameters() if p.requires_grad)
-    # Frozen weights are multiplied with forward and backward, trained ones once more: 2 each.
-    flops = tokens * (4 * weights + 6 * own)
+    trained = sum(p.numel() for p in loop.learner.parameters() if p.requires_grad)
+    # Two operations per weight and product: frozen weights take part in two, trained ones in three.
+    flops = tokens * (4 * weights + 6 * trained)
     steps, peak = Repeats(tuple(rates)), Repeats(tuple(peaks))
     used = Repeats(tuple(flops * rate for rate in rates)).over(peak)
     rows = [
         ["steps/s", str(steps)],
         ["tokens/s", str(Repeats(tuple(tokens * rate for rate in rates)))],
-        ["weights of the language model", f"{weights / 1e9:.2f} G, {own / 1e6:.1f} M trained"],
+        ["weights of the language model", f"{weights / 1e9:.2f} G, {trained / 1e6:.1f} M trained"],
         [
             "matrix rate in bfloat16, TFLOP/s",
             str(Repeats(tuple(p / 1e12 for p in peaks))),
         ],
-        ["**share of it, of the language model alone**", f"**{used}**"],
+        ["**fraction of it, language model only**", f"**{used}**"],
     ]
     depth = f"{args.layers or 'all'} layers"
-    title = f"{args.family}, {depth}, {len(pages)} pages a step, {args.device}"
+    title = f"{args.family}, {depth}, {len(pages)} pages per step, {args.device}"
     figures = {"steps_a_second": steps, "tokens_a_step": tokens, "mfu": used, "peak_flops": peak}
     bench.add("lora", title, figures, table(["", ""], rows))
 
@@ -209,7 +212,7 @@ def language_model(learner: Learner[Any]) -> PreTrainedModel:
 
 
 def matrix_rate(device: str) -> float:
-    """Operations a second of a large product in bfloat16."""
+    """Measures operations per second of a large bfloat16 matrix product."""
     size = RATE_SIZE[device]
     one = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     _timed(lambda: one @ one, 2)

@@ -1,4 +1,4 @@
-"""Makes the videos of `jobs/data/clips` from the shipped pages and the shipped speech.
+"""Generates the videos of `jobs/data/clips` from the shipped pages and the shipped speech.
 
     python jobs/data/make_clips.py
 
@@ -29,7 +29,7 @@ SPEECH_STARTS = 5.0
 
 @dataclass(frozen=True)
 class Slide:
-    """A part of a page, in points from its upper left corner; what the frame has below is white."""
+    """A crop of a page, in points from its upper left corner; the rest of the frame is white."""
 
     file: str
     page: int
@@ -39,16 +39,16 @@ class Slide:
     bottom: float
 
     def draw(self) -> tuple[np.ndarray, str]:
-        """(HEIGHT, WIDTH, 3) pixels, and the text in them."""
+        """Returns (HEIGHT, WIDTH, 3) pixels, and the text in them."""
         page = pdfium.PdfDocument(FOLDER / "pages/pdf" / self.file)[self.page - 1]
         width, height = page.get_size()
         left, right = self.left, self.left + self.width
         bottom, top = height - self.bottom, height - self.top
-        scale = 2 * WIDTH / self.width  # drawn at twice the size, and averaged
-        drawn = page.render(scale=scale, crop=(left, bottom, width - right, height - top)).to_pil()
-        own = WIDTH, min(HEIGHT, round(drawn.height / drawn.width * WIDTH))
+        scale = 2 * WIDTH / self.width  # rendered at twice the size and averaged
+        image = page.render(scale=scale, crop=(left, bottom, width - right, height - top)).to_pil()
+        size = WIDTH, min(HEIGHT, round(image.height / image.width * WIDTH))
         frame = Image.new("RGB", (WIDTH, HEIGHT), "white")
-        frame.paste(drawn.convert("RGB").resize(own, Image.Resampling.BOX))
+        frame.paste(image.convert("RGB").resize(size, Image.Resampling.BOX))
         text = page.get_textpage().get_text_bounded(left, bottom, right, top)
         return np.asarray(frame), " ".join(text.split())
 

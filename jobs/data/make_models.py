@@ -1,7 +1,7 @@
-"""Makes the small models in jobs/data/models anew: `make models`, two to three hours.
+"""Trains the small models in jobs/data/models: `make models`, two to three hours.
 
     python -m jobs.data.make_models
-    python -m jobs.data.make_models --untrained       # only what they begin with
+    python -m jobs.data.make_models --untrained       # only the initial weights
 
 A ColPali and a SigLIP are initialised with seed 0 (`pipeline.synthetic.tiny`) and trained on shapes
 by the specs of their names in jobs/specs/training. Then the ColPali's projection is trained through
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, trains and copies."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("--untrained", action="store_true", help="only what training begins with")
+    parser.add_argument("--untrained", action="store_true", help="write only the initial weights")
     args = parser.parse(arguments)
 
     from pipeline.synthetic import tiny
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.untrained:
         print(untrained)
         return
-    # The specs in an order in which each finds what it begins with, and the folders they write to.
+    # Specs in order of their dependencies, and their output folders.
     specs = {
         "shapes_colpali": "models",
         "shapes_siglip": "models",
@@ -47,15 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for name, folder in specs.items():
         train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml")])
-        if name == "shapes_edje_align":  # the beginning of the next
+        if name == "shapes_edje_align":  # initial weights of the next
             continue
         run = ROOT / "out" / folder / name / "model"
         shipped = ROOT / "jobs" / "data" / "models" / name
         shutil.rmtree(shipped, ignore_errors=True)
         shutil.copytree(run, shipped)
-        for about in (shipped / "training.json", shipped / "edje.json"):
-            if about.exists():
-                about.write_text(about.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
+        for metadata in (shipped / "training.json", shipped / "edje.json"):
+            if metadata.exists():
+                metadata.write_text(metadata.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")
         print(shipped)
 
 

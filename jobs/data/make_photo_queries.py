@@ -1,10 +1,10 @@
-"""Makes the queries and judgments of `jobs/data/photos` from its captions.
+"""Generates the queries and judgments of `jobs/data/photos` from its captions.
 
     python jobs/data/make_photo_queries.py
 
 Caption number 4 (from 0) of each photograph becomes a query whose only relevant item is that
-photograph. An index for it is built with `leave_out_caption: 4`, so that the query's own words are
-not in it.
+photograph. The index for it is built with `leave_out_caption: 4`, so that it does not contain the
+caption.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ def main() -> None:
     data = json.loads((FOLDER / "captions.json").read_text(encoding="utf-8"))
     queries, judgments = [], ["query-id\tcorpus-id\tscore"]
     for image in data["images"]:
-        own = [note for note in data["annotations"] if note["image_id"] == image["id"]]
-        query = {"_id": str(own[LEFT_OUT]["id"]), "text": own[LEFT_OUT]["caption"].strip()}
+        captions = [note for note in data["annotations"] if note["image_id"] == image["id"]]
+        query = {
+            "_id": str(captions[LEFT_OUT]["id"]),
+            "text": captions[LEFT_OUT]["caption"].strip(),
+        }
         queries.append(json.dumps(query, ensure_ascii=False))
         judgments.append(f"{query['_id']}\t{image['id']}\t1")
     (FOLDER / "queries.jsonl").write_text("\n".join(queries) + "\n", encoding="utf-8")

@@ -100,10 +100,10 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
 
     form: Form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
-    fields = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
-    if "name" not in fields:  # the spec of a job; smart has a name and an `encoder`
-        fields = fields.get("encoder", fields)
-    fields = config.override({"encoder": fields}, in_encoder)
+    spec_file = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
+    # The spec of a job has an encoder but no name; that of the encoder smart has both.
+    encoder = spec_file if "name" in spec_file else spec_file.get("encoder", spec_file)
+    fields = config.override({"encoder": encoder}, in_encoder)
     with config.within("encoder"):
         spec = ENCODERS.resolve(fields["encoder"])
         ENCODERS.load(spec.name).check(spec)

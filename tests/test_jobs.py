@@ -37,14 +37,14 @@ import jobs
 slow, commands = json.loads(sys.argv[1])
 results = []
 for verb, *arguments in commands:
-    said, code = io.StringIO(), 0
+    output, code = io.StringIO(), 0
     module = importlib.import_module("jobs.bench.__main__" if verb == "bench" else f"jobs.{verb}")
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             jobs.run(module.main, arguments)
         except SystemExit as error:
             code = error.code
-    results.append([code, said.getvalue(), sorted(set(slow) & set(sys.modules))])
+    results.append([code, output.getvalue(), sorted(set(slow) & set(sys.modules))])
 print(json.dumps(results))
 """
 
@@ -62,17 +62,17 @@ def run(*commands: list[str]) -> list[tuple[int, str, list[str]]]:
     return json.loads(done.stdout)
 
 
-def test_help_imports_nothing_slow():
+def test_help_does_not_import_slow_modules():
     commands = [[verb, "--help"] for verb in verbs()]
-    for command, (code, said, slow) in zip(commands, run(*commands), strict=True):
+    for command, (code, output, slow) in zip(commands, run(*commands), strict=True):
         assert (code, slow) == (0, []), command
-        assert said.startswith("usage:"), command
+        assert output.startswith("usage:"), command
 
 
 def test_the_help_of_search_states_the_values_of_the_schema():
     assert get_args(Precision) == PRECISIONS
-    (_, said, _) = run(["search", "--help"])[0]
-    assert f"default: {DEFAULT_RERANK_DEPTH}\n" in said
+    (_, output, _) = run(["search", "--help"])[0]
+    assert f"default: {DEFAULT_RERANK_DEPTH}\n" in output
 
 
 NOWHERE = "/nowhere/at/all"
@@ -109,25 +109,25 @@ WRONG = [
 ]
 
 
-def test_wrong_paths_are_reported_before_anything_slow_is_imported():
+def test_reports_wrong_paths_before_slow_imports():
     results = run(*(command for command, _ in WRONG))
-    for (command, field), (code, said, slow) in zip(WRONG, results, strict=True):
-        assert (code, slow) == (2, []), (command, said)
-        assert said.startswith(f"error: {field} must be ") and f"got '{NOWHERE}" in said, said
-        assert said.count("\n") == 1, said
+    for (command, field), (code, output, slow) in zip(WRONG, results, strict=True):
+        assert (code, slow) == (2, []), (command, output)
+        assert output.startswith(f"error: {field} must be ") and f"got '{NOWHERE}" in output, output
+        assert output.count("\n") == 1, output
 
 
 @pytest.mark.parametrize("option", ["queries", "query-vectors", "image", "ids", "parents"])
-def test_wrong_files_of_a_search_are_reported_as_quickly(index_uri, option):
+def test_search_reports_wrong_files_before_slow_imports(index_uri, option):
     query = [] if option in ("queries", "query-vectors") else ["a query"]
     command = ["search", index_uri, *query, f"--{option}", NOWHERE]
-    code, said, slow = run(command)[0]
-    assert (code, slow) == (2, []), said
-    assert said.startswith(f"error: {option} must be ") and f"got '{NOWHERE}'" in said, said
+    code, output, slow = run(command)[0]
+    assert (code, slow) == (2, []), output
+    assert output.startswith(f"error: {option} must be ") and f"got '{NOWHERE}'" in output, output
 
 
 @pytest.mark.parametrize(("given", "mode"), [({}, "1"), ({"RAY_AUTH_MODE": "disabled"}, "0")])
-def test_ray_authenticates_by_token_unless_told_otherwise(given, mode):
+def test_ray_uses_token_authentication_by_default(given, mode):
     """The mode that Ray itself has read, which it does when it is imported."""
     code = (
         "import jobs\n"
@@ -182,12 +182,12 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
     process = start_job(f"jobs.{verb}", *arguments)
     wait_for(process, lambda: children(process, "gcs_server"))
     process.send_signal(signal.SIGTERM)
-    said, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), said
+    output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), output
 
 
 @pytest.mark.heavy
-def test_the_index_is_deleted_during_the_job(cluster, spec, tmp_path):
+def test_index_deleted_during_the_job(cluster, spec, tmp_path):
     process = start_job("jobs.index", spec, address=cluster)
     data = tmp_path / "index/items.lance/data"
     wait_for(process, lambda: data.exists() and len(list(data.iterdir())) > 1)
@@ -199,7 +199,7 @@ def test_the_index_is_deleted_during_the_job(cluster, spec, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_process_of_ray_dies(spec, name):
+def test_ray_process_dies(spec, name):
     process = start_job("jobs.index", spec)
     wait_for(process, lambda: len(children(process, "raylet")) == 1)
     for line in process.stdout:  # the first line of progress: Ray has started
@@ -212,7 +212,7 @@ def test_a_process_of_ray_dies(spec, name):
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_where_nothing_listens(spec, scheme):
+def test_rejects_unreachable_address(spec, scheme):
     start = time.monotonic()
     address = f"{scheme}127.0.0.1:{free_port()}"
     _, error = start_job("jobs.index", spec, address=address).communicate(timeout=60)
@@ -278,7 +278,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers, if only to ask for a token."""
+    """Returns whether a server responds, possibly by requesting a token."""
     try:
         urllib.request.urlopen(url, timeout=2).close()
     except urllib.error.HTTPError:
@@ -289,7 +289,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.heavy
-def test_the_index_job_is_submitted(head, tmp_path, collection):
+def test_submits_the_index_job(head, tmp_path, collection):
     address, environment = head
     spec = {
         "index": str(tmp_path / "index"),
@@ -319,15 +319,15 @@ def test_the_index_job_is_submitted(head, tmp_path, collection):
     assert refused.returncode != 0 and not (tmp_path / "index").exists()
 
     deadline = time.time() + 60
-    done = submit("representations.0.id=every")
+    done = submit("representations.0.id=uncompressed")
     while "No available agent" in done.stderr and time.time() < deadline:  # it is starting still
         time.sleep(0.5)
-        done = submit("representations.0.id=every")
+        done = submit("representations.0.id=uncompressed")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "listed 2 = indexed 2 (2 new, 0 replaced, 0 as before) + rejected 0" in done.stdout
-    there = Index(str(tmp_path / "index")).dataset.to_table()
-    assert sorted(there["item_id"].to_pylist()) == ["a", "b"]
-    assert [len(vectors) for vectors in there["every"].to_pylist()] == [6, 6]
+    table = Index(str(tmp_path / "index")).dataset.to_table()
+    assert sorted(table["item_id"].to_pylist()) == ["a", "b"]
+    assert [len(vectors) for vectors in table["uncompressed"].to_pylist()] == [6, 6]
     (job,) = status(str(tmp_path / "index"))["jobs"]
     assert job["state"] == "done"
     assert json.loads((tmp_path / f"index/jobs/{job['job']}/summary.json").read_text()) == job

@@ -24,7 +24,7 @@ def bench(address: str, *arguments: str) -> tuple[str, str, int]:
     return out, error, process.returncode
 
 
-def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collection):
+def test_plain_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collection):
     source = {"name": "text", "path": str(collection(**{f"d{i}": f"text {i}" for i in range(9)}))}
     rows = {}
     for side in ("bare", "ray"):
@@ -56,7 +56,7 @@ def test_the_bare_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collect
 
 
 @pytest.mark.heavy
-def test_the_comparison_has_both_sides_and_their_ratio(cluster, tmp_path):
+def test_comparison_has_both_sides_and_their_ratio(cluster, tmp_path):
     record = tmp_path / "figures.json"
     sizes = ("--sleeping-items", "128", "--commit-items", "64", "--repeats", "1")
     out, error, code = bench(cluster, "--only", "sleeping", *sizes, "--out", str(record))
@@ -91,7 +91,7 @@ def test_a_resume_is_split_into_its_steps(cluster, tmp_path):
     assert min(figures["memory"]["peak_bytes"].values()) > 50 << 20  # a Python with Ray and torch
 
 
-def test_too_few_items_for_a_steady_state_are_refused(cluster):
+def test_rejects_too_few_items_for_a_steady_state(cluster):
     _, error, code = bench(cluster, "--items", "64", "--commit-items", "64")
     assert code == 2
     assert "items must be more than commit_items (64), two commits at least, got 64" in error
@@ -146,8 +146,8 @@ from jobs.bench.compress_run import Run, measure
 run = Run("samer", (1, 2), 1, 1.0, num_tokens=9, dim=4, num_vectors=3, device="cpu")
 assert [batch["size"] for batch in measure(run)["batches"]] == [1, 2]
 import jobs.bench.compress
-there = {"ray", "lance"} & set(sys.modules)
-assert not there, there
+loaded = {"ray", "lance"} & set(sys.modules)
+assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
@@ -187,13 +187,13 @@ def test_reranking_is_measured_without_ray_and_lance():
     code = """
 import sys
 import jobs.bench.rerank
-there = {"ray", "lance"} & set(sys.modules)
-assert not there, there
+loaded = {"ray", "lance"} & set(sys.modules)
+assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
-def test_a_device_that_is_not_there_is_one_sentence():
+def test_unavailable_device_is_one_sentence():
     process = start_job("jobs.bench", "compress", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     _, error = process.communicate(timeout=120)
     assert process.returncode == 2

@@ -59,12 +59,12 @@ def test_the_job_reads_encoders_from_files(tmp_path, capsys, checkpoint):
         (["--form", "spoken"], "argument --form: invalid choice: 'spoken'"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, message, capsys):
+def test_invalid_input_is_one_sentence(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         jobs.run(job.main, arguments)
     assert ended.value.code == jobs.BAD_INPUT
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 TABLE = """
@@ -75,7 +75,7 @@ rows:
 """
 
 
-def test_the_job_makes_a_table_of_encoders(tmp_path, capsys):
+def test_job_measures_a_table_of_encoders(tmp_path, capsys):
     """A row's figures are those of its encoders' scores, the mean over them pair by pair."""
     (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
     arguments = ["--table", str(tmp_path / "table.yaml"), "--pairs", "3"]
@@ -113,10 +113,10 @@ def test_the_job_makes_a_table_of_encoders(tmp_path, capsys):
         (["side=1"], "side must be greater than or equal to 200, got 1"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_one_sentence(tmp_path, capsys, given, message):
+def test_invalid_table_is_one_sentence(tmp_path, capsys, given, message):
     (tmp_path / "table.yaml").write_text(TABLE, "utf-8")
     with pytest.raises(SystemExit) as ended:
         jobs.run(job.main, ["--table", str(tmp_path / "table.yaml"), *given])
     assert ended.value.code == jobs.BAD_INPUT
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -42,7 +42,7 @@ def test_rows_side_by_side(outputs, tmp_path, capsys):
     assert "<script" not in page and "Only in" in page and "+0.1000" in page
 
 
-def test_nothing_is_written_unasked(outputs, tmp_path):
+def test_writes_nothing_without_output(outputs, tmp_path):
     compare.main(list(outputs))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
@@ -55,12 +55,12 @@ def test_nothing_is_written_unasked(outputs, tmp_path):
         (evaluation_of([result(values={"q0": {"R@7": 1.0}})]), "has no such measure"),
     ],
 )
-def test_what_cannot_be_compared(outputs, tmp_path, other, problem):
+def test_rejects_incomparable_evaluations(outputs, tmp_path, other, problem):
     with pytest.raises(SpecError, match=f"^OUT_B must be .*, got .*, which {problem}") as caught:
         compare.main([outputs[0], write(tmp_path / "other", other)])
     assert "\n" not in str(caught.value)
 
 
-def test_no_evaluation_there(outputs, tmp_path):
+def test_rejects_folder_without_evaluation(outputs, tmp_path):
     with pytest.raises(SpecError, match=r"^OUT_A must be .*contains no results\.json"):
         compare.main([str(tmp_path / "nowhere"), outputs[1]])

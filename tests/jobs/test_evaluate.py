@@ -108,7 +108,7 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
     assert not list(out.rglob("*.tmp"))
 
 
-def test_what_is_asked_for_alone(spec_file, tmp_path):
+def test_selected_representations_and_scores(spec_file, tmp_path):
     evaluate.main([spec_file, "representations=[hpool_4]", "scores=[late]", "measures=[RR@10]"])
     names = {file.name for file in (tmp_path / "out/runs").iterdir()}
     assert names == {"hpool_4.late.trec", "bm25.trec"}
@@ -140,7 +140,7 @@ def add_copy(uri: str, source: str, name: str) -> None:
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
 
 
-def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path):
+def test_report_states_the_fitting_sample(spec_file, own_index, capsys, tmp_path):
     """The sample of an artefact is held against the items that are evaluated."""
     lance.dataset(f"{own_index}/{ITEMS}").update({"revision": "item_id"})  # as if of the content
     index = Index(own_index)
@@ -159,10 +159,10 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
     asked = [spec_file, f"index={own_index}", "representations=[fitted, full]", "scores=[late]"]
     evaluate.main(asked)
-    said = "4 items of the index, 3 of them evaluated"
-    assert f"Fitted on {said}: fitted.\n" in capsys.readouterr().out
+    sample = "4 items of the index, 3 of them evaluated"
+    assert f"Fitted on {sample}: fitted.\n" in capsys.readouterr().out
     page = (tmp_path / "out/report.html").read_text()
-    assert f"<dt>fitted</dt><dd>{said}</dd>" in page
+    assert f"<dt>fitted</dt><dd>{sample}</dd>" in page
     evaluate.main([*asked, "filter=parent_id <> 'wing'"])
     assert "Fitted on 4 items of the index, 1 of them evaluated" in capsys.readouterr().out
     evaluate.main([*asked, "filter=parent_id = 'bread'"])
@@ -172,7 +172,7 @@ def test_what_a_row_was_fitted_on_is_said(spec_file, own_index, capsys, tmp_path
 
 
 @pytest.mark.heavy
-def test_what_is_known_is_not_computed_again(spec_file, own_index, tmp_path, capsys, monkeypatch):
+def test_cached_results_are_not_recomputed(spec_file, own_index, tmp_path, capsys, monkeypatch):
     given = f"index={own_index}"
     first = progress(spec_file, capsys, given)
     assert all(first.values())
@@ -223,30 +223,30 @@ def test_judgments_of_items(spec_file, tmp_path, capsys):
     assert "On bread/2" in page and '<span class="badge irrelevant">grade 0</span>' in page
 
 
-def test_without_a_text_there_is_no_bm25(spec_file, own_index, capsys):
+def test_no_bm25_without_texts(spec_file, own_index, capsys):
     lance.dataset(f"{own_index}/{ITEMS}").update({"text": "''"})
     rows = progress(spec_file, capsys, f"index={own_index}")
     assert "bm25" not in rows and len(rows) == 5
     assert "bm25" not in progress(spec_file, capsys, "bm25=false")
 
 
-def test_pictures_of_examples(spec_file, tmp_path):
+def test_images_of_examples(spec_file, tmp_path):
     qrels = tmp_path / "benchmark/qrels/test.tsv"
     qrels.write_text(qrels.read_text().replace("b\tbread\t2\n", ""))  # every row fails on b
-    drawn = []
+    maps = []
 
     def draw(searcher, query, hit, representation):
-        drawn.append((query, hit.rank, representation))
+        maps.append((query, hit.rank, representation))
         return [(f"a map of {hit.item_id}", b"\x89PNG")]
 
     spec = config.load(EvaluateSpec, spec_file)
     for _ in range(2):
         evaluation = run(spec, lambda line: None, pictures=draw)
     write(evaluation, spec.output)
-    assert drawn and {rank for _, rank, _ in drawn} == {1}
-    assert len(drawn) == len(set(drawn))  # kept with the examples
+    assert maps and {rank for _, rank, _ in maps} == {1}
+    assert len(maps) == len(set(maps))  # kept with the examples
     page = (tmp_path / "out/report.html").read_text()
-    assert page.count('src="data:image/png;base64,iVBORw=="') == len(drawn)
+    assert page.count('src="data:image/png;base64,iVBORw=="') == len(maps)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_pictures_of_examples(spec_file, tmp_path):
         ("weights=2", "weights"),
     ],
 )
-def test_illegal_specs(spec_file, tmp_path, override, field):
+def test_invalid_specs(spec_file, tmp_path, override, field):
     with pytest.raises(SpecError) as caught:
         evaluate.main([spec_file, override])
     assert caught.value.field == field
@@ -300,7 +300,7 @@ def test_queries_without_a_relevant_document(spec_file, tmp_path, capsys):
     assert "1 queries have no relevant document and score 0 in every row" in capsys.readouterr().out
 
 
-def test_query_vectors_of_ones_own(spec_file, tmp_path):
+def test_evaluates_given_query_vectors(spec_file, tmp_path):
     """Vectors that the encoder itself made give the very runs of the texts."""
     encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
     texts = {"1": "the lift of a wing", "b": "how to bake bread"}
@@ -322,7 +322,7 @@ def test_query_vectors_of_ones_own(spec_file, tmp_path):
         evaluate.main([spec_file, f"query_vectors={path}", f"output={tmp_path / 'none'}"])
 
 
-def test_only_what_a_filter_lets_through_takes_part(spec_file, tmp_path, texts):
+def test_evaluates_only_filtered_items(spec_file, tmp_path, texts):
     filter = "filter=parent_id <> 'bread'"
     evaluate.main([spec_file, filter, "representations=[full]", "scores=[late]"])
     others = {name.split("/")[0] for name in texts} - {"bread"}
@@ -348,13 +348,13 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
         assert {row["score"] for row in csv.DictReader(file)} == {"bm25", "late", "hybrid 1:0.25"}
     assert "| hybrid 1:0.25 |" in (tmp_path / "out/table.md").read_text()
     assert "full.hybrid-1-0.25" in (tmp_path / "out/report.html").read_text()
-    kept = read_results(str(tmp_path / "out"), "output")
-    assert {result.name: result.weights for result in kept.results} == {
+    stored = read_results(str(tmp_path / "out"), "output")
+    assert {result.name: result.weights for result in stored.results} == {
         "bm25": None, "full.late": None, "full.hybrid-1-0.25": [1.0, 0.25]
     }  # fmt: skip
     run = read_run(str(tmp_path / "out/runs/full.hybrid-1-0.25.trec"))
-    how = {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent", "k": 100}
-    (ranking,) = open_index(index_uri).rank(["the lift of a wing"], "full", **how)
+    options = {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent", "k": 100}
+    (ranking,) = open_index(index_uri).rank(["the lift of a wing"], "full", **options)
     assert run["1"] == pytest.approx(ranking.scores_by_parent())
     assert not any(progress(spec_file, capsys, *asked, "weights=[1, 1]").values())
 
@@ -372,7 +372,7 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
         ("item_id = ''", "which matches none"),
     ],
 )
-def test_a_filter_that_is_none(spec_file, filter, sentence):
+def test_invalid_filters(spec_file, filter, sentence):
     spec = config.load(EvaluateSpec, spec_file, [f"filter={filter}"])
     with pytest.raises(SpecError, match=sentence):
         run(spec, lambda line: None)
@@ -390,7 +390,7 @@ def best_of(query: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndar
     return similarity.max(axis=1), similarity.argmax(axis=1)
 
 
-def test_diagnoses_follow_from_what_is_stored(spec_file, index_uri, tmp_path, capsys):
+def test_diagnostics_equal_those_of_stored_vectors(spec_file, index_uri, tmp_path, capsys):
     evaluate.main([spec_file, "scores=[late]"])
     assert "random stands for fewer than 5 seeds (random_4: 1)" in capsys.readouterr().out
     with (tmp_path / "out/metrics.csv").open() as file:
@@ -399,7 +399,7 @@ def test_diagnoses_follow_from_what_is_stored(spec_file, index_uri, tmp_path, ca
     tokens = encoder.encode_queries(["the lift of a wing", "how to bake bread"]).tokens
     queries = [v[m].double().numpy() for v, m in zip(tokens.vectors, tokens.mask, strict=True)]
 
-    # A relevant parent stands for its best item under the full tokens.
+    # The score of a relevant parent is that of its best item with uncompressed tokens.
     full = stored_vectors(index_uri, "full")
     pairs = []
     for query, parent in zip(queries, ("wing", "bread"), strict=True):
@@ -416,12 +416,12 @@ def test_diagnoses_follow_from_what_is_stored(spec_file, index_uri, tmp_path, ca
         used = {
             (item, int(place))
             for query in queries
-            for item, own in vectors.items()
-            for place in best_of(query, own)[1]
+            for item, vectors_of_item in vectors.items()
+            for place in best_of(query, vectors_of_item)[1]
         }
         num_vectors = sum(map(len, vectors.values()))
         assert float(rows[name]["used"]) == pytest.approx(len(used) / num_vectors)
-        cosines = [own @ own.T for own in vectors.values()]
+        cosines = [vectors_of_item @ vectors_of_item.T for vectors_of_item in vectors.values()]
         off = [(c.sum() - np.trace(c)) / (len(c) * (len(c) - 1)) for c in cosines]
         assert float(rows[name]["similarity_mean"]) == pytest.approx(np.mean(off), abs=1e-3)
     assert float(rows["full"]["OSR"]) == 1
@@ -431,7 +431,7 @@ def test_diagnoses_follow_from_what_is_stored(spec_file, index_uri, tmp_path, ca
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_full_tokens_there_is_no_osr(spec_file, own_index, tmp_path, capsys):
+def test_no_osr_without_uncompressed_tokens(spec_file, own_index, tmp_path, capsys):
     lance.dataset(f"{own_index}/{ITEMS}").drop_columns(["full"])
     evaluate.main([spec_file, f"index={own_index}", "scores=[late]", "bm25=false"])
     assert "no OSR for hpool_4, hpool_2, random_4: the index has" in capsys.readouterr().out
@@ -441,14 +441,14 @@ def test_without_full_tokens_there_is_no_osr(spec_file, own_index, tmp_path, cap
     assert all(0 < float(row["gini"]) < 1 and float(row["used_relevant"]) > 0 for row in rows)
 
 
-def test_diagnostics_can_be_left_out(spec_file, tmp_path):
+def test_diagnostics_can_be_disabled(spec_file, tmp_path):
     evaluate.main([spec_file, "scores=[late]", "diagnostics=false"])
     with (tmp_path / "out/metrics.csv").open() as file:
         assert {row["used"] for row in csv.DictReader(file)} == {""}
     assert "<h3>Diagnostics</h3>" not in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_table_by_kind_of_document(spec_file, own_index, tmp_path):
+def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     metadata = """'{"topic": "' || parent_id || '"}'"""
     lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
     spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[late]"])

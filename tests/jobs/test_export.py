@@ -20,7 +20,7 @@ from pipeline.sources.vectors import Vectors
 
 
 def read_back(path, dim=384):
-    """What the `vectors` source makes of an export: items and their vectors, by id."""
+    """Reads an export with the source `vectors`; returns items and their vectors by id."""
     source = Vectors(parse(Vectors.Spec, {"path": str(path), "dim": dim}))
     source.check()
     return {
@@ -69,19 +69,23 @@ def test_the_vectors_source_reads_it_back(index_uri, output, form, name, texts, 
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
-def test_what_parquet_says_of_items_and_of_the_representation(index_uri, tmp_path):
+def test_parquet_metadata(index_uri, tmp_path):
     path = tmp_path / "a.parquet"
     export.main([index_uri, str(path), "--representation", "hpool_4"])
     table = pq.read_table(path)
     assert table.schema.names[:4] == ["id", "vectors", "parent_id", "source"]
     assert str(table.schema.field("vectors").type.value_type.value_type) == "halffloat"
-    said = json.loads(table.schema.metadata[METADATA_KEY])
-    assert said.items() >= Index(index_uri).representation("hpool_4").to_metadata().items()
-    assert (said["representation"], said["items"], said["where"]) == ("hpool_4", 8, None)
+    metadata = json.loads(table.schema.metadata[METADATA_KEY])
+    assert metadata.items() >= Index(index_uri).representation("hpool_4").to_metadata().items()
+    assert (metadata["representation"], metadata["items"], metadata["where"]) == (
+        "hpool_4",
+        8,
+        None,
+    )
     assert {"span", "metadata", "text", "title", "revision"} <= set(table.schema.names)
 
 
-def test_what_npy_says_of_items_and_of_the_representation(index_uri, tmp_path, texts):
+def test_npy_metadata(index_uri, tmp_path, texts):
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
     vectors, lengths = (np.load(tmp_path / "a" / f"{n}.npy") for n in ("vectors", "lengths"))
     assert vectors.dtype == np.float16 and vectors.shape == (lengths.sum(), 384)
@@ -90,8 +94,8 @@ def test_what_npy_says_of_items_and_of_the_representation(index_uri, tmp_path, t
     assert [item["id"] for item in items] == ids == list(texts)
     assert [item["text"] for item in items] == list(texts.values())
     assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
-    said = json.loads((tmp_path / "a/metadata.json").read_text())
-    assert said["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
+    metadata = json.loads((tmp_path / "a/metadata.json").read_text())
+    assert metadata["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
 
 
 def test_single_vectors(index_uri, output, form):
@@ -103,10 +107,10 @@ def test_single_vectors(index_uri, output, form):
     assert_equal(read_back(output), expected)
 
 
-def test_only_what_a_filter_lets_through(index_uri, output, form, capsys):
+def test_exports_only_filtered_items(index_uri, output, form, capsys):
     filter = "parent_id = 'bread' OR parent_id = 'flow'"
-    how = ["--representation", "hpool_2", "--format", form, "--filter", filter]
-    export.main([index_uri, str(output), *how])
+    options = ["--representation", "hpool_2", "--format", form, "--filter", filter]
+    export.main([index_uri, str(output), *options])
     assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors there
     assert f" 2 items, 4 vectors of hpool_2: {output}\n" in capsys.readouterr().out
 
@@ -114,14 +118,14 @@ def test_only_what_a_filter_lets_through(index_uri, output, form, capsys):
 def test_any_fsspec_uri(index_uri, form):
     uri = "memory://exports/" + {"parquet": "a.parquet", "npy": "a"}[form]
     for overwrite in ([], ["--overwrite"]):
-        how = ["--representation", "hpool_4", "--format", form]
-        export.main([index_uri, uri, *how, *overwrite])
+        options = ["--representation", "hpool_4", "--format", form]
+        export.main([index_uri, uri, *options, *overwrite])
         assert_equal(read_back(uri), stored(index_uri, "hpool_4"))
     with pytest.raises(
         SpecError,
         match="^output must be a new path unless --overwrite is given, got .*, which exists",
     ):
-        export.main([index_uri, uri, *how])
+        export.main([index_uri, uri, *options])
     fsspec.filesystem("memory").rm("/exports", recursive=True)
     with pytest.raises(
         SpecError, match="^output must be .*'nowhere://a.parquet'.*cannot be reached"
@@ -129,51 +133,51 @@ def test_any_fsspec_uri(index_uri, form):
         export.main([index_uri, "nowhere://a.parquet", "--representation", "full"])
 
 
-def test_an_output_that_is_there(index_uri, output, form):
-    how = [index_uri, str(output), "--format", form, "--representation"]
-    export.main([*how, "full"])
+def test_rejects_existing_output(index_uri, output, form):
+    options = [index_uri, str(output), "--format", form, "--representation"]
+    export.main([*options, "full"])
     with pytest.raises(
         SpecError,
         match="^output must be a new path unless --overwrite is given, got .*, which exists",
     ):
-        export.main([*how, "hpool_4"])
+        export.main([*options, "hpool_4"])
     assert_equal(read_back(output), stored(index_uri, "full"))
-    export.main([*how, "hpool_4", "--overwrite"])
+    export.main([*options, "hpool_4", "--overwrite"])
     assert_equal(read_back(output), stored(index_uri, "hpool_4"))
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
-def test_an_empty_folder_is_as_good_as_none(index_uri, tmp_path):
+def test_accepts_empty_folder(index_uri, tmp_path):
     (tmp_path / "a").mkdir()
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
     assert_equal(read_back(tmp_path / "a"), stored(index_uri, "full"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_is_no_export_is_never_overwritten(index_uri, tmp_path):
+def test_never_overwrites_other_files(index_uri, tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter one")
-    how = ["--representation", "full", "--overwrite"]
+    options = ["--representation", "full", "--overwrite"]
     with pytest.raises(SpecError, match="^output must be .*is a folder with other files"):
-        export.main([index_uri, str(tmp_path), *how, "--format", "npy"])
+        export.main([index_uri, str(tmp_path), *options, "--format", "npy"])
     (tmp_path / "a.parquet").mkdir()
     with pytest.raises(
         SpecError, match="^output must be the path of a file, got .*, which is a folder"
     ):
-        export.main([index_uri, str(tmp_path / "a.parquet"), *how])
+        export.main([index_uri, str(tmp_path / "a.parquet"), *options])
     with pytest.raises(
         SpecError, match="^output must be the path of a folder, got .*, which is a file"
     ):
-        export.main([index_uri, str(tmp_path / "thesis.txt"), *how, "--format", "npy"])
+        export.main([index_uri, str(tmp_path / "thesis.txt"), *options, "--format", "npy"])
     with pytest.raises(
         SpecError, match="^output must be a path that ends in .parquet, unless .*, got "
     ):
-        export.main([index_uri, str(tmp_path / "thesis.txt"), *how])
+        export.main([index_uri, str(tmp_path / "thesis.txt"), *options])
     assert (tmp_path / "thesis.txt").read_text() == "chapter one"
 
 
-def test_a_failed_export_leaves_nothing(index_uri, output, form, monkeypatch):
-    """Of what was there before everything."""
-    how = [index_uri, str(output), "--representation", "full", "--format", form, "--overwrite"]
+def test_failed_export_leaves_no_files(index_uri, output, form, monkeypatch):
+    """An existing export is left unchanged."""
+    options = [index_uri, str(output), "--representation", "full", "--format", form, "--overwrite"]
     monkeypatch.setattr(exporting, "BATCH_ROWS", 3)
 
     def fail(*args):
@@ -184,9 +188,9 @@ def test_a_failed_export_leaves_nothing(index_uri, output, form, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(exporting, "_move", fail)
             with pytest.raises(OSError, match="no space left"):
-                export.main(how)
+                export.main(options)
         assert len(list(output.parent.iterdir())) == before
-        export.main(how)
+        export.main(options)
     assert_equal(read_back(output), stored(index_uri, "full"))
 
 
@@ -227,7 +231,7 @@ def test_user_errors_are_one_sentence_and_exit_code_2(index_uri, tmp_path, argum
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written(index_uri, tmp_path):
+def test_rejects_unwritable_output(index_uri, tmp_path):
     (tmp_path / "file").write_text("")
     done = run_as_user(index_uri, str(tmp_path / "file/a.parquet"), "--representation", "full")
     assert done.returncode == 2

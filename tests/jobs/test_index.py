@@ -163,7 +163,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
-def test_an_invalid_spec(tmp_path, spec, override, sentence, dry):
+def test_rejects_invalid_spec(tmp_path, spec, override, sentence, dry):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError) as error:
         index.main([spec(), *dry, override.replace("{tmp}", str(tmp_path))])
@@ -228,7 +228,7 @@ def test_a_missing_model_folder(tmp_path, spec):
     ],
 )
 @pytest.mark.parametrize("job", [index, recompress])
-def test_a_spec_file_that_cannot_be_read(tmp_path, content, sentence, job):
+def test_rejects_unreadable_spec(tmp_path, content, sentence, job):
     path = tmp_path / "spec.yaml"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -303,11 +303,11 @@ def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
 def test_a_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, capsys):
     index.main([spec(), "--dry-run"])
     printed = capsys.readouterr().out
-    resolved, _, said = printed.partition("\n\n")
+    resolved, _, summary = printed.partition("\n\n")
     assert yaml.safe_load(resolved)["encoder"]["num_tokens"] == 6
     assert yaml.safe_load(resolved)["unit_items"] == 64
-    assert "listed 2 items, of which 0 cannot be read" in said
-    assert re.search(r"full +\d+ bytes an item", said)
+    assert "listed 2 items, of which 0 cannot be read" in summary
+    assert re.search(r"full +\d+ bytes an item", summary)
     assert not (tmp_path / "index").exists()
 
 
@@ -347,18 +347,18 @@ def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
     capsys.readouterr()
     holder = IndexWriter(uri, "the-holder")
     status.main([uri, "--json"])
-    there = json.loads(capsys.readouterr().out)
-    assert there["index"] == uri
-    assert there["version"] == Index(uri).version
-    assert (there["items"], there["fragments"], there["rejects"]) == (2, 1, {})
-    assert re.fullmatch(r"the-holder on .*, process \d+", there["lease"])
-    assert [encoder["name"] for encoder in there["encoders"]] == ["sleeping"]
-    full = there["representations"]["full"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["index"] == uri
+    assert found["version"] == Index(uri).version
+    assert (found["items"], found["fragments"], found["rejects"]) == (2, 1, {})
+    assert re.fullmatch(r"the-holder on .*, process \d+", found["lease"])
+    assert [encoder["name"] for encoder in found["encoders"]] == ["sleeping"]
+    full = found["representations"]["full"]
     assert (full["method"], full["vectors"], full["filled"]) == ("none", 6.0, 1.0)
     assert full["bytes_vectors"] == full["bytes_all"] == 6 * 8 * 2
-    (hpool,) = (r for r in there["representations"].values() if r["method"] == "hpool")
+    (hpool,) = (r for r in found["representations"].values() if r["method"] == "hpool")
     assert hpool["bytes_all"] == hpool["bytes_vectors"] + 6 * 2  # the support
-    (job,) = there["jobs"]
+    (job,) = found["jobs"]
     assert (job["kind"], job["state"], job["new"], job["indexed"]) == ("index", "done", 2, 2)
 
     holder.release()

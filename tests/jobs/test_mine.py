@@ -14,7 +14,7 @@ from tests.training_data.files import built, lines
 
 @pytest.fixture
 def pairs(index_uri, tmp_path):
-    """Three queries about the items of an index, of which one has two relevant ones."""
+    """Three queries on an index; one has two relevant items."""
     hits = open_index(index_uri).search("slipstream", k=3)
     rows = [{"query": "slipstream", "document_id": h.item_id, "text": h.text} for h in hits[:2]]
     rows += [
@@ -26,7 +26,7 @@ def pairs(index_uri, tmp_path):
     return lines(tmp_path / "pairs.jsonl", rows)
 
 
-def test_ranks_without_what_is_relevant(index_uri, pairs, tmp_path, capsys):
+def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
     output = tmp_path / "negatives.jsonl"
     run = (index_uri, str(pairs), str(output), "--representation", "full", "--ranks", "1", "4")
     mine.main(run)
@@ -41,9 +41,9 @@ def test_ranks_without_what_is_relevant(index_uri, pairs, tmp_path, capsys):
     rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     assert [row["query"] for row in rows] == list(relevant)
     for row in rows:
-        own = relevant[row["query"]]
+        relevant_ids = relevant[row["query"]]
         found = [hit.item_id for hit in open_index(index_uri).search(row["query"], "full", k=20)]
-        others = [item for item in found if item not in own][:4]
+        others = [item for item in found if item not in relevant_ids][:4]
         assert row["negatives"] == [item for item in others if item in data.rows.numbers]
     trained = built(2, name="pairs", path=pairs, hard_negatives=output)
     assert sum(len(row.negatives) for row in trained.rows.rows) >= sum(
@@ -74,7 +74,7 @@ def test_the_data_of_a_training_run(index_uri, pairs, tmp_path, checkpoint):
     assert all(len(row["negatives"]) <= 9 for row in rows)
 
 
-def test_what_cannot_be_mined(index_uri, pairs, tmp_path):
+def test_rejects_invalid_input(index_uri, pairs, tmp_path):
     output = str(tmp_path / "negatives.jsonl")
     with pytest.raises(SpecError) as error:
         mine.main((index_uri, str(pairs), output, "--ranks", "5", "4"))

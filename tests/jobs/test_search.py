@@ -59,8 +59,8 @@ def test_a_user_error_is_one_sentence_and_exit_code_2(index_uri):
 @pytest.mark.parametrize("group_by", [[], ["--group-by", "parent"]])
 def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
     out = str(tmp_path / "out" / "hybrid.trec")
-    how = ["--representation", "hpool_4", "--score", "hybrid", "--k", "3", *group_by]
-    search.main([index_uri, "--queries", query_file, "--run", out, *how])
+    options = ["--representation", "hpool_4", "--score", "hybrid", "--k", "3", *group_by]
+    search.main([index_uri, "--queries", query_file, "--run", out, *options])
     options = {"k": 3, "score": "hybrid", "group_by": "parent" if group_by else None}
     rankings = open_index(index_uri).rank(list(TEXTS.values()), "hpool_4", **options)
     assert read_run(out) == {
@@ -90,7 +90,7 @@ def test_actors_find_what_one_process_finds(index_uri, query_file, tmp_path, clu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(index_uri):
+def test_rejects_unavailable_device(index_uri):
     with pytest.raises(
         SpecError, match="device must be one of cpu, got 'cuda', which is not available"
     ):
@@ -145,7 +145,7 @@ def test_query_vectors(index_uri, tmp_path, capsys):
     }
 
 
-def test_where_and_no_hits(index_uri, capsys):
+def test_filter_and_no_hits(index_uri, capsys):
     search.main([index_uri, "wing", "--filter", "parent_id = 'bread'"])
     heads = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("     ")]
     assert {line.split()[2] for line in heads} == {"bread/1", "bread/2"}
@@ -158,8 +158,8 @@ def test_ids_and_parents(index_uri, tmp_path, capsys):
     (tmp_path / "parents").write_text("heat\nbread\nno\none\n")
     asked = [index_uri, "wing", "--ids", str(tmp_path / "ids")]
     search.main([*asked, "--json"])
-    out, said = capsys.readouterr()
-    assert said.splitlines()[0] == "ids: 2 of 3 are in the index"
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0] == "ids: 2 of 3 are in the index"
     assert [json.loads(line)["item_id"] for line in out.splitlines()] == ["wing/1", "heat/1"]
     search.main([*asked, "--parents", str(tmp_path / "parents")])
     first, second, *hits = capsys.readouterr().out.splitlines()
@@ -176,14 +176,14 @@ def test_ids_and_parents(index_uri, tmp_path, capsys):
 
 def test_hits_as_json(index_uri, query_file, capsys):
     """All that is known of a hit, and its parts."""
-    how = {"k": 2, "score": "hybrid", "weights": (1, 0.5)}
+    options = {"k": 2, "score": "hybrid", "weights": (1, 0.5)}
     command = ["-k", "2", "--score", "hybrid", "--weights", "1", "0.5", "--json"]
     search.main([index_uri, "--queries", query_file, *command])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    every = open_index(index_uri).search(list(TEXTS.values()), **how)
+    hits_by_query = open_index(index_uri).search(list(TEXTS.values()), **options)
     expected = [
         {"query_id": query_id, **asdict(hit)}
-        for query_id, hits in zip(TEXTS, every, strict=True)
+        for query_id, hits in zip(TEXTS, hits_by_query, strict=True)
         for hit in hits
     ]
     assert rows == json.loads(json.dumps(expected))
@@ -207,7 +207,7 @@ def test_parts_of_a_hybrid_score_are_shown(index_uri, capsys):
     assert "single" not in capsys.readouterr().out
 
 
-def test_a_long_list_is_ranked_part_by_part(index_uri, query_file, tmp_path, capsys, monkeypatch):
+def test_long_query_list_is_ranked_in_chunks(index_uri, query_file, tmp_path, capsys, monkeypatch):
     whole, parts = str(tmp_path / "whole.trec"), str(tmp_path / "parts.trec")
     search.main([index_uri, "--queries", query_file, "--run", whole])
     capsys.readouterr()
@@ -226,7 +226,7 @@ def test_a_long_list_is_ranked_part_by_part(index_uri, query_file, tmp_path, cap
     }
 
 
-def test_a_weighted_run_says_so(index_uri, tmp_path):
+def test_weights_are_recorded_in_the_run(index_uri, tmp_path):
     out = tmp_path / "run.trec"
     search.main(
         [index_uri, "wing", "--score", "hybrid", "--weights", "1", ".25", "--run", str(out)]
@@ -259,17 +259,17 @@ SAID = {
 
 
 def refused(arguments, capsys) -> str:
-    """What a job that is given bad input says before it ends with code 2."""
+    """Returns the error message of a job that exits with code 2."""
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, arguments)
-    out, said = capsys.readouterr()
+    out, err = capsys.readouterr()
     assert (exit.value.code, out) == (2, "")
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said[len("error: ") : -1]
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err[len("error: ") : -1]
 
 
 @pytest.mark.parametrize("file", SAID)
-def test_query_files_that_cannot_be(index_uri, tmp_path, file, capsys, monkeypatch):
+def test_rejects_invalid_query_files(index_uri, tmp_path, file, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if file in BAD:
         (tmp_path / file).write_text(BAD[file])
@@ -291,7 +291,7 @@ def test_query_files_that_cannot_be(index_uri, tmp_path, file, capsys, monkeypat
         (None, "a unique id, got 'a', which occurs twice"),
     ],
 )
-def test_query_vectors_that_cannot_be(index_uri, tmp_path, vectors, sentence, capsys):
+def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, sentence, capsys):
     ids = ["a", "a"] if vectors is None else ["a", "b"]
     vectors = np.ones((1, 384)) if vectors is None else vectors
     table = pa.table({"id": ids, "vectors": [np.ones((1, 384)).tolist(), vectors.tolist()]})
@@ -332,13 +332,13 @@ def test_query_vectors_that_cannot_be(index_uri, tmp_path, vectors, sentence, ca
         (["--run", "x", "--json"], "--json cannot be combined with --run; see --help"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be(index_uri, tmp_path, options, sentence, capsys, monkeypatch):
+def test_rejects_invalid_options(index_uri, tmp_path, options, sentence, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").write_text("\n")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "stream").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
-    said = refused([index_uri, "wing", *options], capsys)
-    assert said.replace(f"{tmp_path}/", "") == sentence
+    message = refused([index_uri, "wing", *options], capsys)
+    assert message.replace(f"{tmp_path}/", "") == sentence
     assert sorted(path.name for path in tmp_path.iterdir()) == ["none", "pipe", "stream"]
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "stream").is_symlink()
 
@@ -352,7 +352,7 @@ def test_a_failed_run_leaves_no_file(index_uri, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["queries.tsv"]
 
 
-def test_options_stand_anywhere_and_words_need_no_quotes(index_uri, capsys):
+def test_options_may_follow_arguments_and_queries_need_no_quotes(index_uri, capsys):
     search.main([index_uri, "the lift of a wing", "--k", "2"])
     expected = capsys.readouterr().out
     search.main(["--k", "2", index_uri, "the", "lift", "--score", "late", "of", "a", "wing"])
@@ -360,7 +360,7 @@ def test_options_stand_anywhere_and_words_need_no_quotes(index_uri, capsys):
 
 
 @pytest.mark.parametrize("asked", [[], ["wing", "--queries", "queries.tsv"]])
-def test_one_way_to_ask(index_uri, asked, capsys):
+def test_rejects_several_kinds_of_queries(index_uri, asked, capsys):
     with pytest.raises(SystemExit) as exit:
         search.main([index_uri, *asked])
     assert exit.value.code == 2
@@ -370,7 +370,7 @@ def test_one_way_to_ask(index_uri, asked, capsys):
     )
 
 
-def test_a_home_of_nobody(capsys):
+def test_rejects_unknown_home_directory(capsys):
     sentence = (
         "index must be a path whose ~ can be expanded, got '~nobody-of-this-name/x', which names"
         " an unknown user"
@@ -382,14 +382,14 @@ def test_maps_are_of_one_query(index_uri, tmp_path, capsys):
     vectors = np.ones((2, 3, 384), np.float32).tolist()
     file, maps = tmp_path / "queries.parquet", str(tmp_path / "maps")
     pq.write_table(pa.table({"id": ["a", "b"], "vectors": vectors}), file)
-    said = refused([index_uri, "--query-vectors", str(file), "--save-maps", maps], capsys)
-    assert said == (
+    message = refused([index_uri, "--query-vectors", str(file), "--save-maps", maps], capsys)
+    assert message == (
         f"query-vectors must be a file of one query with --save-maps, got '{file}', which holds"
         " 2 queries"
     )
 
 
-def test_versions_that_cannot_be_searched(index_uri, tmp_path):
+def test_rejects_invalid_versions(index_uri, tmp_path):
     sentence = r"^version must be a stored version from 1 to \d+, got 999, which does not exist"
     with pytest.raises(SpecError, match=sentence):
         search.main([index_uri, "wing", "--version", "999"])
@@ -401,7 +401,7 @@ def test_versions_that_cannot_be_searched(index_uri, tmp_path):
         search.main([str(tmp_path / "empty"), "wing", "--version", "1"])
 
 
-def test_verbs_are_listed():
+def test_lists_the_jobs():
     command = [sys.executable, "-m", "jobs"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "search     Searches an index" in done.stdout

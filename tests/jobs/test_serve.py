@@ -48,7 +48,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_it_ends_when_it_has_answered(server):
+def test_drains_requests_on_sigterm(server):
     url, process = server
     assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=60).status_code == 200
     statuses: list[tuple[float, int]] = []
@@ -72,22 +72,22 @@ def test_it_ends_when_it_has_answered(server):
     time.sleep(3)
     process.send_signal(signal.SIGTERM)
     stopped = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     ends.set()
     for thread in threads:
         thread.join()
-    assert process.returncode == 143 and "stopped; all requests are answered" in said
+    assert process.returncode == 143 and "stopped; all requests are answered" in err
     before = [status for sent, status in statuses if sent < stopped]
     assert len(before) > 20 and set(before) == {200}
     assert {status for _, status in statuses} <= {200, 503, 0}
 
 
-def test_a_second_server_on_the_port(server, index_uri):
+def test_rejects_occupied_port(server, index_uri):
     url, _ = server
     port = url.rpartition(":")[2]
     second = start_job("jobs.serve", index_uri, "--port", port)
-    _, said = second.communicate(timeout=60)
-    assert second.returncode == 2 and f"127.0.0.1:{port}' cannot be used" in said
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2 and f"127.0.0.1:{port}' cannot be used" in err
     assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=30).status_code == 200
 
 

@@ -8,7 +8,7 @@ from jobs import maps, shapes
 from pipeline.config import SpecError
 
 
-def test_each_series_has_scenes_of_its_own(tmp_path):
+def test_series_have_different_scenes(tmp_path):
     for series in ("0", "1"):
         shapes.main([str(tmp_path / series), "--count", "2", "--series", series])
     for name in ("images/scene-00000.png", "queries.jsonl", "phrases.jsonl"):

@@ -60,10 +60,10 @@ def logged(folder: Path, name: str) -> list[float]:
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float):
-    """That two runs ended with the same weights.
+    """Asserts that two runs ended with the same weights.
 
-    A bias of keys shifts all scores of a softmax alike: its gradient is rounding, of which Adam
-    makes whole steps. So it is compared only where every bit is.
+    A bias of keys shifts all scores of a softmax equally. Its gradient is rounding noise that Adam
+    scales to full steps, so that it is compared only if `atol` is 0.
     """
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -89,12 +89,12 @@ def run_workers(spec, folder, num_workers: int) -> None:
     path = folder / "spec.yaml"
     path.write_text(config.dump_yaml(spec), "utf-8")
     port = str(29600 + os.getpid() % 1000)
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_workers)}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_workers)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(path)],
             cwd=ROOT,
-            env={**os.environ, **about, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **rendezvous, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(num_workers)
     ]

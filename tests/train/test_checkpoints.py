@@ -12,7 +12,7 @@ from pipeline.train.checkpoints import replace, undo_half
 from tests.train.runs import spec_of, trained
 
 
-def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
+def test_rejects_checkpoint_of_another_run(model, tmp_path):
     trained(spec_of(tmp_path, model))
     with pytest.raises(SpecError, match="seed must be 0 as in the checkpoint .*, got 1"):
         trained(spec_of(tmp_path, model, seed=1))
@@ -21,7 +21,7 @@ def test_the_checkpoint_of_another_run_is_refused(model, tmp_path):
     trained(spec_of(tmp_path, model, log_every=5))  # changes nothing that is learned
 
 
-def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
+def test_rejects_checkpoint_of_another_backbone(checkpoint, tmp_path):
     shutil.copytree(checkpoint("colpali"), tmp_path / "model")
     spec = spec_of(tmp_path / "run", str(tmp_path / "model"))
     trained(spec)
@@ -35,13 +35,13 @@ def test_the_checkpoint_of_another_backbone_is_refused(checkpoint, tmp_path):
         trained(spec)
 
 
-def test_the_newest_checkpoints_are_kept(model, tmp_path):
+def test_keeps_the_newest_checkpoints(model, tmp_path):
     trained(spec_of(tmp_path, model, checkpoint_every=1, keep_last=2))
     checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert checkpoints == ["step-00000005", "step-00000006"]
 
 
-def test_what_was_about_to_be_replaced_is_there_again(tmp_path):
+def test_interrupted_replacement_is_undone(tmp_path):
     (tmp_path / ".best.old").mkdir()  # killed between two renamings
     (tmp_path / "new").mkdir()
     (tmp_path / ".best.old" / "good").touch()

@@ -44,7 +44,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "more"), OPTIONS)
-def test_gradients_flow_through_means_and_not_through_assignments(name, more):
+def test_gradients_flow_through_means_but_not_assignments(name, more):
     """Against a difference quotient that is too small to change an assignment."""
     spec = COMPRESSORS.resolve({"name": name, "num_vectors": 4, **more})
     compressor = COMPRESSORS.build(spec)
@@ -68,7 +68,7 @@ def test_gradients_flow_through_means_and_not_through_assignments(name, more):
     assert slope == pytest.approx(quotient, rel=0.02, abs=0.02)
 
 
-def test_boxes_become_the_objects_of_tokens():
+def test_boxes_label_tokens_with_objects():
     batch = grid_batch(
         0, COMPRESSORS.build(COMPRESSORS.resolve({"name": "random", "num_vectors": 2}))
     )
@@ -108,17 +108,19 @@ def projection_run(folder, model, states, compressor=SAMER, **more):
 
 
 @pytest.mark.parametrize("compressor", [SAMER, {"name": "sap", "num_vectors": 4}])
-def test_kept_states_give_what_the_model_gives(model, tmp_path, compressor):
+def test_cached_hidden_states_equal_those_of_the_model(model, tmp_path, compressor):
     run = trained(projection_run(tmp_path / "run", model, None, compressor))
-    kept = trained(projection_run(tmp_path / "kept", model, str(tmp_path / "states"), compressor))
+    cached = trained(
+        projection_run(tmp_path / "cached", model, str(tmp_path / "states"), compressor)
+    )
     assert set(run) == {"weight", "bias"}
-    assert_same(run, kept, atol=1e-5)
+    assert_same(run, cached, atol=1e-5)
     for measure in ("loss", "R@1", "BoxMass"):
-        one, other = (logged(tmp_path / name, measure) for name in ("run", "kept"))
+        one, other = (logged(tmp_path / name, measure) for name in ("run", "cached"))
         assert one == pytest.approx(other, abs=1e-4)
 
 
-def test_a_frozen_model_runs_once_for_what_is_kept(model, tmp_path, monkeypatch):
+def test_frozen_model_runs_once_with_cached_hidden_states(model, tmp_path, monkeypatch):
     from pipeline.encoders.sequences import SequenceEncoder
 
     spec = projection_run(tmp_path / "one", model, str(tmp_path / "states"))
@@ -128,7 +130,7 @@ def test_a_frozen_model_runs_once_for_what_is_kept(model, tmp_path, monkeypatch)
     assert_same(*(weights_of(tmp_path / name / "model") for name in ("one", "two")), atol=0)
 
 
-def test_a_trained_projection_is_named_in_an_encoders_spec(model, tmp_path):
+def test_encoder_loads_a_trained_projection(model, tmp_path):
     spec = projection_run(tmp_path, model, None)
     trained(spec)
     plain = spec.learner.encoder
@@ -144,7 +146,7 @@ def test_a_trained_projection_is_named_in_an_encoders_spec(model, tmp_path):
     torch.testing.assert_close(after.tokens(inputs).vectors, expected, atol=1e-5, rtol=0)
 
 
-def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
+def test_rejects_folder_without_projection(checkpoint, tmp_path):
     other = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
     wrong = ENCODERS.resolve({**other, "projection": str(tmp_path / "nowhere")})
     with pytest.raises(SpecError, match="projection must be .*nowhere.*has no projection"):
@@ -152,7 +154,7 @@ def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("learner", "data", "said"),
+    ("learner", "data", "message"),
     [
         (
             {"encoder": "sleeping"},
@@ -193,15 +195,15 @@ def test_a_folder_without_a_projection_is_refused(checkpoint, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_trained_is_said_before(model, checkpoint, tmp_path, learner, data, said):
+def test_rejects_invalid_specs_before_loading(model, checkpoint, tmp_path, learner, data, message):
     if isinstance(learner.get("encoder"), dict):
         learner = {**learner, "encoder": {**learner["encoder"], "model": checkpoint("siglip")}}
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         check(spec_of(tmp_path, model, learner, data={"name": "shapes", **data}))
 
 
 @pytest.mark.parametrize("data", [{"fresh": True}, {"single": [0.5, 0.0]}], ids=str)
-def test_states_need_data_that_repeat(model, tmp_path, data):
+def test_cached_hidden_states_require_repeating_data(model, tmp_path, data):
     learner = {"trainable": "projection", "hidden_states_cache": str(tmp_path / "states")}
     data = {"name": "shapes", "num_scenes": 24, "fresh": False, **data}
     with pytest.raises(
@@ -211,7 +213,7 @@ def test_states_need_data_that_repeat(model, tmp_path, data):
         Loop(spec_of(tmp_path / "run", model, learner, data=data), say=print)
 
 
-def test_ranking_is_that_of_ir_measures():
+def test_ranking_equals_ir_measures():
     import ir_measures
 
     random = torch.Generator().manual_seed(0)
@@ -226,12 +228,12 @@ def test_ranking_is_that_of_ir_measures():
     names = {"Success@1": "R@1", "Success@5": "R@5", "Success@10": "R@10", "nDCG@10": "nDCG@10"}
     measures = [ir_measures.parse_measure(name) for name in names]
     for measured in ir_measures.iter_calc(measures, qrels, run):
-        own = found[names[str(measured.measure)]][judged.index(int(measured.query_id))]
-        assert own == pytest.approx(measured.value, abs=1e-6)
+        value = found[names[str(measured.measure)]][judged.index(int(measured.query_id))]
+        assert value == pytest.approx(measured.value, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-def test_a_student_comes_closer_to_its_teacher(model, tmp_path, kind):
+def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
     """The teacher likes for each query what the data call irrelevant least."""
     from pipeline.train.losses import kl_divergence, margin_mse
 
@@ -260,22 +262,22 @@ def test_a_student_comes_closer_to_its_teacher(model, tmp_path, kind):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_one_query_and_documents_that_are_the_same_have_gradients(model, tmp_path, symmetric):
+def test_degenerate_batches_have_finite_gradients(model, tmp_path, symmetric):
     loop = Loop(spec_of(tmp_path, model, {"symmetric": symmetric}), say=lambda line: None)
     batch = next(loop.data.batches(0, 0, 0, 1))
     one = dataclasses.replace(batch, queries=batch.queries[:1], query_facts=batch.query_facts[:1])
     alone = dataclasses.replace(
         one, documents=batch.documents[:1], document_facts=batch.document_facts[:1]
     )
-    # Eight documents that look alike, one of which is right: nothing but guessing.
+    # One of eight identical documents is relevant: chance level.
     alike = dataclasses.replace(batch, documents=[batch.documents[0]] * 8)
-    for own, loss in ((one, None), (alone, 0.0), (alike, None if symmetric else np.log(8))):
-        figures = loop._step([(own, loop.learner.read(own))])
+    for given, loss in ((one, None), (alone, 0.0), (alike, None if symmetric else np.log(8))):
+        figures = loop._step([(given, loop.learner.read(given))])
         assert np.isfinite(figures["loss"]) and np.isfinite(figures["gradient_norm"])
         assert loss is None or figures["loss"] == pytest.approx(loss, abs=1e-4)
 
 
-def test_distillation_needs_a_teacher(model, tmp_path):
+def test_distillation_requires_a_teacher(model, tmp_path):
     spec = spec_of(tmp_path, model, {"distillation": {}})
     with pytest.raises(
         SpecError,
@@ -293,7 +295,7 @@ def test_distillation_needs_a_teacher(model, tmp_path):
         pytest.param("qwen3_vl", [-1, 1], "hybrid", marks=pytest.mark.heavy),
     ],
 )
-def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, layer, score):
+def test_adapter_trains_on_any_encoder(checkpoint, tmp_path, family, layer, score):
     encoder: dict = {"name": "minilm", "layer": layer}
     if family == "qwen3_vl":
         encoder |= {"name": "qwen_vl", "model": checkpoint(family), "dtype": "float32"}
@@ -302,15 +304,15 @@ def test_an_adapter_is_trained_behind_any_encoder(checkpoint, tmp_path, family, 
     learner = {"encoder": encoder, "trainable": "adapter", "adapter_dim": 8, "score": score}
     learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "late" else "none"
     runs = {}
-    for name, states in (("run", None), ("kept", str(tmp_path / "states"))):
-        own = {**learner, "hidden_states_cache": states, "hidden_states_dtype": "float32"}
-        spec = spec_of(tmp_path / name, "", own, data=data, batch_size=4, eval_every=2, epochs=2)
+    for name, states in (("run", None), ("cached", str(tmp_path / "states"))):
+        fields = {**learner, "hidden_states_cache": states, "hidden_states_dtype": "float32"}
+        spec = spec_of(tmp_path / name, "", fields, data=data, batch_size=4, eval_every=2, epochs=2)
         check(spec)
         runs[name] = trained(spec)
     has_layers = {"layers"} if layer != -1 else set()
     assert set(runs["run"]) == {"linear.weight", "norm.bias", "norm.weight"} | has_layers
     assert not has_layers or runs["run"]["layers"].abs().max() > 1e-4  # they were zero
-    assert_same(runs["run"], runs["kept"], atol=1e-4)
+    assert_same(runs["run"], runs["cached"], atol=1e-4)
     assert len(logged(tmp_path / "run", "pairwise_accuracy")) == 3
     made = {"name": "smart", "encoder": encoder, "adapter": str(tmp_path / "run" / "model")}
     smart = ENCODERS.build(ENCODERS.resolve(made))

@@ -66,12 +66,12 @@ def run_of(towers, bert, tmp_path):
     """`run_of(name, learner, ...)`: the spec of a run of six steps of eight scenes."""
 
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
-        own = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
-        own = {"name": "edje", "encoder": towers, "rerank_depth": 4, **own, **(learner or {})}
+        fields = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
+        fields = {"name": "edje", "encoder": towers, "rerank_depth": 4, **fields, **(learner or {})}
         data = {"name": "shapes", "num_scenes": 24, "captions": 1, "validation": 12}
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
-        given = {**config.dump(spec), "learner": own}
+        given = {**config.dump(spec), "learner": fields}
         return config.parse(type(spec), given)
 
     return of
@@ -87,7 +87,7 @@ def loop_of(spec) -> Loop:
     return loop
 
 
-def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
+def test_loss_equals_the_equations(run_of, tmp_path):
     """Against pairs that are read one by one, in float64 from the logits on."""
     trained(run_of("teacher", {"adapter": {**ADAPTER, "kind": "local"}}, max_steps=1))
     learner = {
@@ -99,10 +99,10 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
         "distillation": {"teacher": str(tmp_path / "teacher" / "model"), "weight": 3.0},
     }
     loop = loop_of(run_of("run", learner))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    embedded = own(own.read(batch))
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = learner(learner.read(batch))
     torch.manual_seed(0)
-    loss, figures = own.loss(embedded, batch, loop.data)
+    loss, figures = learner.loss(embedded, batch, loop.data)
 
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
     torch.manual_seed(0)
@@ -117,8 +117,10 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
     itm, distilled = [], []
     for q, d, match in pairs:
         s, t = (
-            edje.joint.scores([batch.queries[q]], *(embedded[f"{n}{k}"][d : d + 1] for k in kept))
-            for (n, edje), kept in ((pair, ("tokens", "tokens_mask")) for pair in own._of.items())
+            edje.joint.scores([batch.queries[q]], *(embedded[f"{n}{k}"][d : d + 1] for k in keys))
+            for (n, edje), keys in (
+                (pair, ("tokens", "tokens_mask")) for pair in learner._of.items()
+            )
         )
         p_s, p_t = (1 / (1 + math.exp(-logit.item())) for logit in (s, t))
         itm.append(-math.log(p_s if match else 1 - p_s))
@@ -127,7 +129,11 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
     expected = sum(distilled) / len(distilled)
     assert figures["distillation"] == pytest.approx(expected, abs=1e-4)
 
-    made = own.edje.joint.recovered(own.edje.joint.of_texts(texts_of(embedded))).double().tolist()
+    made = (
+        learner.edje.joint.recovered(learner.edje.joint.of_texts(texts_of(embedded)))
+        .double()
+        .tolist()
+    )
     wanted = embedded["query_pooled"].double().tolist()
     cosines = [cosine(f, g) for f, g in zip(made, wanted, strict=True)]
     assert figures["recovery"] == pytest.approx(1 - sum(cosines) / len(cosines), abs=1e-5)
@@ -135,16 +141,16 @@ def test_the_loss_of_a_batch_is_what_the_paper_says(run_of, tmp_path):
     assert loss.item() == pytest.approx(total + 3 * figures["distillation"], abs=1e-5)
 
 
-def test_masked_words_are_read_with_the_tokens_of_their_item(run_of):
-    """Against the model's own head, one text at a time, for the words that were masked."""
+def test_masked_words_attend_to_their_item(run_of):
+    """Compares with the model's own head, one text at a time, for the words that were masked."""
     loop = loop_of(run_of("run"))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    embedded = own(own.read(batch))
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = learner(learner.read(batch))
     positives = torch.tensor([[0, 0], [3, 5]])
     torch.manual_seed(1)
-    losses = own._masked_words(embedded, positives)
+    losses = learner._masked_words(embedded, positives)
     torch.manual_seed(1)
-    joint, expected = own.edje.joint, []
+    joint, expected = learner.edje.joint, []
     texts = texts_of(embedded).take(positives[:, 0])
     is_masked = (torch.rand(texts.ids.shape) < 0.5) & texts.is_word
     assert 0 < is_masked.sum() < texts.is_word.sum()
@@ -161,7 +167,7 @@ def test_masked_words_are_read_with_the_tokens_of_their_item(run_of):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("compressed", "bfloat16"), ("local", "float32")])
-def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind, precision):
+def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precision):
     data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "validation": 8}
     spec = run_of(
         "run",
@@ -195,26 +201,26 @@ def test_the_loss_falls_and_what_was_trained_reranks(run_of, tmp_path, kind, pre
     states = loop.learner._frozen(batch.documents)
     tokens, mask = load_adapter(model).cached(states)
     assert tokens.dtype == torch.float16
-    every = torch.cartesian_prod(torch.arange(8), torch.arange(8))
-    scores = load_joint(model).scores(batch.queries, tokens, mask, every).reshape(8, 8)
+    all_pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    scores = load_joint(model).scores(batch.queries, tokens, mask, all_pairs).reshape(8, 8)
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
     assert scores[relevant].mean() > scores[~relevant].mean() + 0.5
-    about = json.loads((model / "training.json").read_text("utf-8"))
-    assert about["spec"] == config.dump(spec) and "adapter.safetensors" in about["sha256"]
+    metadata = json.loads((model / "training.json").read_text("utf-8"))
+    assert metadata["spec"] == config.dump(spec) and "adapter.safetensors" in metadata["sha256"]
 
 
-def test_kept_states_give_what_the_encoder_gives(run_of, tmp_path, monkeypatch):
+def test_cached_hidden_states_equal_those_of_the_encoder(run_of, tmp_path, monkeypatch):
     run = trained(run_of("run", eval_every=3))
     states = {"hidden_states_cache": str(tmp_path / "states"), "hidden_states_dtype": "float32"}
-    kept = trained(run_of("kept", states, eval_every=3))
-    assert_same(run, kept, atol=1e-4)
+    cached = trained(run_of("cached", states, eval_every=3))
+    assert_same(run, cached, atol=1e-4)
     from pipeline.encoders.dual import Dual
 
     monkeypatch.setattr(Dual, "_embed", lambda *_: pytest.fail("the encoder ran again"))
-    assert_same(kept, trained(run_of("again", states, eval_every=3)), atol=0)
+    assert_same(cached, trained(run_of("again", states, eval_every=3)), atol=0)
 
 
-def test_pairs_and_documents_in_parts_give_the_gradients_of_all(run_of):
+def test_mini_batches_give_the_gradients_of_the_batch(run_of):
     gradients = {}
     for name, learner, more in (
         ("whole", {}, {}),
@@ -232,7 +238,7 @@ def test_pairs_and_documents_in_parts_give_the_gradients_of_all(run_of):
 
 
 @pytest.mark.heavy
-def test_two_workers_learn_what_one_does(run_of, tmp_path):
+def test_two_workers_equal_one(run_of, tmp_path):
     """Negatives are those of both; what is drawn at random is left out."""
     learner = {"negatives": "top", "mlm": 0}
     trained(run_of("one", learner))
@@ -243,7 +249,7 @@ def test_two_workers_learn_what_one_does(run_of, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_run_that_was_stopped_ends_as_an_unbroken_one(run_of, stop, monkeypatch):
+def test_resumed_run_equals_uninterrupted_run(run_of, stop, monkeypatch):
     whole, steps = trained(run_of("whole")), []
 
     def breaking(self, batches):
@@ -260,20 +266,20 @@ def test_a_run_that_was_stopped_ends_as_an_unbroken_one(run_of, stop, monkeypatc
     assert_same(whole, trained(run_of("broken")), atol=0)
 
 
-def test_words_are_contrasted_with_the_tokens_of_items(run_of):
+def test_contrastive_loss_equals_its_equation(run_of):
     """Number by number, from the states of texts alone and the tokens on."""
     learner = {"contrast": 0.5, "contrast_temperature": 0.2, "itm": 0, "mlm": 0, "recovery": 0}
     data = {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12, "single": [1, 1]}
     loop = loop_of(run_of("run", learner, data=data))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    embedded = own(own.read(batch))
-    loss, figures = own.loss(embedded, batch, loop.data)
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = learner(learner.read(batch))
+    loss, figures = learner.loss(embedded, batch, loop.data)
     assert figures.keys() == {"contrast"}
 
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
     assert (relevant.sum(dim=1) > 1).any()  # of several that are relevant the sum counts
     texts = texts_of(embedded)
-    states = own.edje.joint.of_texts(texts)
+    states = learner.edje.joint.of_texts(texts)
     losses = []
     for q in range(16):
         words = states[q, texts.is_word[q]].double().tolist()
@@ -287,13 +293,13 @@ def test_words_are_contrasted_with_the_tokens_of_items(run_of):
     assert figures["contrast"] == pytest.approx(sum(losses) / 16, abs=1e-4)
     assert loss.item() == pytest.approx(figures["contrast"] / 2, abs=1e-6)
     loss.backward()
-    trained = {name: p for name, p in own.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in learner.named_parameters() if p.requires_grad}
     assert all(p.grad is not None for p in trained.values())
     assert not any("match" in name or "recover" in name for name in trained)
 
 
 @pytest.mark.parametrize("off", ["itm", "mlm", "recovery"])
-def test_a_loss_may_be_off(run_of, tmp_path, off):
+def test_disabled_losses(run_of, tmp_path, off):
     learner = {off: 0}
     if off == "itm":
         trained(run_of("teacher", max_steps=1))
@@ -305,7 +311,7 @@ def test_a_loss_may_be_off(run_of, tmp_path, off):
     assert first == pytest.approx(sum(sum(part) for part in parts), abs=1e-5)
 
 
-def test_steps_in_parts_draw_anew(run_of):
+def test_mini_batched_steps_sample_new_negatives(run_of):
     """Negatives and masked words are not those of the step before."""
     loop, states = loop_of(run_of("run", mini_batch_size=3)), []
     honest, batch = loop.learner.loss, next(loop.data.batches(0, 0, 0, 1))
@@ -315,7 +321,7 @@ def test_steps_in_parts_draw_anew(run_of):
     assert not torch.equal(*states)
 
 
-def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
+def test_fine_tuning_starts_from_trained_weights(run_of, tmp_path):
     trained(run_of("first", {"adapter": {**ADAPTER, "kind": "local"}}))
     start = str(tmp_path / "first" / "model")
     spec = run_of("second", {"init_from": start, "adapter": None, "joint": None})
@@ -334,7 +340,7 @@ def test_fine_tuning_begins_where_training_ended(run_of, tmp_path):
     } <= moved
 
 
-def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
+def test_bench_reports_a_study_of_tokens(run_of, tmp_path):
     given = config.dump(run_of("study", max_steps=1, eval_every=1))
     small, local = ADAPTER, {**ADAPTER, "kind": "local"}
     given["sweep"] = {"learner.adapter": [small, local], "seed": [0, 1]}
@@ -368,36 +374,36 @@ def test_a_study_of_tokens_is_measured_by_what_they_cost(run_of, tmp_path):
     assert Image.open(plot).width > 500
 
 
-def test_a_student_comes_closer_to_its_teacher(run_of, tmp_path):
+def test_distillation_moves_student_towards_teacher(run_of, tmp_path):
     trained(run_of("teacher", {"adapter": {**ADAPTER, "kind": "local"}}, seed=1))
     distillation = {"teacher": str(tmp_path / "teacher" / "model"), "weight": 5.0}
     off = {"itm": 0, "mlm": 0, "recovery": 0}
     loop = loop_of(run_of("student", {**off, "distillation": distillation}))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     with torch.no_grad():  # a teacher with something to say
-        own._of[TEACHER].joint.match.weight.mul_(5)
-        own._of[TEACHER].joint.match.bias.fill_(2.0)
-    read = own.read(batch)
+        learner._of[TEACHER].joint.match.weight.mul_(5)
+        learner._of[TEACHER].joint.match.bias.fill_(2.0)
+    read = learner.read(batch)
 
     def distance() -> float:
         with torch.no_grad():
-            embedded = own(read)
+            embedded = learner(read)
             pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
             student, teacher = (
-                own._logits(edje, embedded, pairs, name) for name, edje in own._of.items()
+                learner._logits(edje, embedded, pairs, name) for name, edje in learner._of.items()
             )
         return (student - teacher).abs().mean().item()
 
     before = distance()
-    frozen = [p.clone() for p in own._of[TEACHER].parameters()]
+    frozen = [p.clone() for p in learner._of[TEACHER].parameters()]
     for _ in range(8):
         loop._step([(batch, read)])
     assert distance() < 0.9 * before
-    for weights, kept in zip(own._of[TEACHER].parameters(), frozen, strict=True):
-        assert (weights == kept).all()
+    for weights, initial in zip(learner._of[TEACHER].parameters(), frozen, strict=True):
+        assert (weights == initial).all()
 
 
-def test_a_batch_without_a_positive_changes_nothing_and_stops_nothing(run_of):
+def test_batch_without_positives_has_zero_gradients(run_of):
     loop = loop_of(run_of("run", {"recovery": 0}, optimiser={"weight_decay": 0.0}))
     batch = next(loop.data.batches(0, 0, 0, 1))
     nothing = dataclasses.replace(batch, document_facts=torch.full_like(batch.document_facts, -1))
@@ -406,60 +412,60 @@ def test_a_batch_without_a_positive_changes_nothing_and_stops_nothing(run_of):
     assert figures["loss"] == 0 and figures["gradient_norm"] == 0
 
 
-def test_late_interaction_may_choose(run_of, tmp_path):
+def test_first_stage_with_late_interaction(run_of, tmp_path):
     trained(run_of("run", {"first_stage": "late"}, eval_every=6))
     single = trained(run_of("single", eval_every=6))
     assert logged(tmp_path / "run", "first stage R@1")[0] >= 0
     assert (weights_of(tmp_path / "run" / "model")["match.weight"] != single["match.weight"]).any()
 
 
-def test_what_late_interaction_compares_may_be_compressed(run_of):
+def test_first_stage_with_compressed_items(run_of):
     """In measurements, by MaxSim over what the compressor gives of the states."""
     spec = {"name": "hpool", "num_vectors": 3}
     loop = loop_of(run_of("run", {"first_stage": "late", "compressor": spec}))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    queries, full = own._frozen(batch.queries), own._frozen(batch.documents)
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    queries, full = learner._frozen(batch.queries), learner._frozen(batch.documents)
     few = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(full)
     assert few.vectors.shape[1] == 3 < full.vectors.shape[1]
     for trains, items in ((True, full), (False, few)):
-        own.edje.train(trains)
-        found = own.similarity(own(own.read(batch)))
+        learner.edje.train(trains)
+        found = learner.similarity(learner(learner.read(batch)))
         vectors = unit_vectors(queries), queries.mask, unit_vectors(items), items.mask
         torch.testing.assert_close(found, late_scores(*vectors), atol=1e-5, rtol=1e-5)
 
 
-def test_without_single_vectors_the_mean_of_a_texts_vectors_is_recovered(run_of, tmp_path):
+def test_recovery_without_single_vectors_uses_the_mean(run_of, tmp_path):
     tiny.colpali(tmp_path / "colpali")
     encoder = {"name": "colpali", "model": str(tmp_path / "colpali"), "dtype": "float32"}
     loop = loop_of(run_of("run", {"encoder": encoder, "first_stage": "late"}))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    embedded = own(own.read(batch))
-    queries = own._frozen(batch.queries)
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    embedded = learner(learner.read(batch))
+    queries = learner._frozen(batch.queries)
     for row, mask in enumerate(queries.mask):
         mean = queries.vectors[row, mask].mean(dim=0)
         torch.testing.assert_close(embedded["query_pooled"][row], mean / mean.norm())
-    _, figures = own.loss(embedded, batch, loop.data)
-    made = own.edje.joint.recovered(own.edje.joint.of_texts(texts_of(embedded)))
+    _, figures = learner.loss(embedded, batch, loop.data)
+    made = learner.edje.joint.recovered(learner.edje.joint.of_texts(texts_of(embedded)))
     expected = 1 - torch.cosine_similarity(made, embedded["query_pooled"]).mean().item()
     assert figures["recovery"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_each_of_several_captions_of_a_scene_has_a_pair(run_of):
+def test_every_caption_of_a_scene_has_a_pair(run_of):
     data = {"name": "shapes", "num_scenes": 24, "captions": 4, "validation": 12}
     loop = loop_of(run_of("run", data=data))
-    own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+    learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
     anchors = sample_positives(relevant, slice(0, 32))
     assert anchors[:, 0].tolist() == list(range(32))
     assert relevant[anchors[:, 0], anchors[:, 1]].all()
-    similarity = own.similarity(own(own.read(batch)))
-    pairs, is_match = own._pairs(similarity, ~relevant, anchors)
+    similarity = learner.similarity(learner(learner.read(batch)))
+    pairs, is_match = learner._pairs(similarity, ~relevant, anchors)
     assert (relevant[pairs[:, 0], pairs[:, 1]] == is_match).all()
     assert len(pairs) == 32 * 7
 
 
-def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, tmp_path):
-    """Cosines of a dual encoder differ by hundredths, which its own scale is trained to spread."""
+def test_negatives_use_the_scale_of_the_encoder(run_of, towers, tmp_path):
+    """Cosines of a dual encoder differ by hundredths; its trained scale spreads them."""
     folder = tmp_path / "scaled"
     model = SiglipModel.from_pretrained(towers["model"])
     with torch.no_grad():
@@ -472,12 +478,12 @@ def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, 
         """The share of the negative documents that are among the ten most similar."""
         spec = run_of("run", {**learner, "encoder": encoder}, data=data, batch_size=64)
         loop = loop_of(spec)
-        own, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-        similarity = own.similarity(own(own.read(batch)))
+        learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
+        similarity = learner.similarity(learner(learner.read(batch)))
         similarity = 0.05 * (similarity - similarity.mean()) / similarity.std()
         relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
         anchors = sample_positives(relevant, slice(0, 64))
-        pairs, _ = own._pairs(similarity, ~relevant, anchors)
+        pairs, _ = learner._pairs(similarity, ~relevant, anchors)
         query, document = pairs[len(anchors) : 4 * len(anchors)].unbind(1)
         order = similarity.masked_fill(relevant, -torch.inf).argsort(dim=1, descending=True)
         ranks = order.argsort(dim=1)[query, document]
@@ -490,12 +496,12 @@ def test_negatives_are_concentrated_at_the_scale_of_the_encoder(run_of, towers, 
     assert share_of_top_10(scaled, **everywhere, negatives_temperature=0.07) < 0.35
 
 
-def test_scores_without_a_scale_draw_negatives_by_the_default_temperature(run_of, towers):
+def test_negatives_use_the_default_temperature_without_a_scale(run_of, towers):
     learner = {"first_stage": "late", "encoder": {**towers, "normalise": True}}
     assert loop_of(run_of("run", learner)).learner.negatives_temperature == DEFAULT_TEMPERATURE
 
 
-def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
+def test_training_stores_the_scale_of_a_dual_encoder(towers, tmp_path):
     learner = {"encoder": towers, "score": "single", "temperature": 0.1, "learn_temperature": True}
     trained(spec_of(tmp_path, "", learner, epochs=1))
     (scale,) = [1 / each for each in logged(tmp_path, "temperature")[-1:]]
@@ -504,7 +510,7 @@ def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("learner", "said"),
+    ("learner", "message"),
     [
         ({"itm": 0}, "learner.itm must be greater than 0 unless distillation .*, got 0"),
         (
@@ -541,13 +547,13 @@ def test_training_keeps_the_scale_of_a_dual_encoder(towers, tmp_path):
         ({"negatives_top_k": 2}, "learner.negatives_top_k must be at least num_negatives=3, got 2"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before(run_of, learner, said):
-    with pytest.raises(SpecError, match=said):
+def test_rejects_invalid_specs_before_loading(run_of, learner, message):
+    with pytest.raises(SpecError, match=message):
         check(run_of("run", learner))
 
 
 @pytest.mark.parametrize(
-    ("learner", "said"),
+    ("learner", "message"),
     [
         ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage must be late "),
         ({"adapter": {**ADAPTER, "heads": 3}}, "adapter.heads must be a divisor of 32, .*, got 3"),
@@ -557,20 +563,20 @@ def test_what_cannot_be_trained_is_said_before(run_of, learner, said):
         ),
     ],
 )
-def test_what_does_not_fit_is_said_when_it_is_built(run_of, learner, said):
-    with pytest.raises(SpecError, match=said):
+def test_rejects_incompatible_models_when_building(run_of, learner, message):
+    with pytest.raises(SpecError, match=message):
         Loop(run_of("run", learner), say=print)
 
 
-def test_a_teacher_of_another_encoder_is_refused(run_of, checkpoint, tmp_path):
+def test_rejects_teacher_of_another_encoder(run_of, checkpoint, tmp_path):
     trained(run_of("run", max_steps=1))
-    own = {"distillation": {"teacher": str(tmp_path / "run" / "model")}}
+    fields = {"distillation": {"teacher": str(tmp_path / "run" / "model")}}
     other = {"name": "dual", "model": checkpoint("clip"), "dtype": "float32"}
     with pytest.raises(SpecError, match=r"distillation.teacher must be .*was trained on another"):
-        Loop(run_of("other", {**own, "encoder": other}), say=print)
+        Loop(run_of("other", {**fields, "encoder": other}), say=print)
 
 
-def test_the_shipped_spec_has_the_papers_values():
+def test_shipped_spec_has_the_values_of_the_paper():
     spec = config.load(TrainSpec, str(ROOT / "jobs" / "specs" / "training" / "edje.yaml"))
     learner = spec.learner
     assert learner.name == "edje" and learner.num_negatives == 3 and learner.rerank_depth == 10
@@ -583,7 +589,7 @@ def test_the_shipped_spec_has_the_papers_values():
     assert spec.optimiser.weight_decay == 0.05 and spec.optimiser.learning_rate == 3e-4
 
 
-def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_path):
+def test_small_language_model_is_deterministic_and_covers_the_vocabulary(tmp_path):
     from pipeline.rerank.joint import JointEncoder
     from pipeline.synthetic.shapes_data import validation_scenes
 
@@ -610,21 +616,21 @@ def test_the_small_language_model_is_the_same_by_seed_and_knows_all_words(tmp_pa
         ("studies/edje_distilled", 6),
     ],
 )
-def test_the_specs_on_shapes_go_on_from_one_another(name, runs):
-    """What each run begins with is what another writes, and all see the same scenes."""
+def test_shapes_specs_build_on_each_other(name, runs):
+    """Each run starts from the output of another, and all use the same scenes."""
     folder = ROOT / "jobs" / "specs" / "training"
 
     def of(name: str) -> list[TrainSpec]:
         return [run.spec for run in runs_of(config.load(StudySpec, f"{folder}/{name}.yaml"))]
 
-    own = of(name)
-    assert len(own) == runs
+    specs = of(name)
+    assert len(specs) == runs
     before = {
         f"{spec.output}/model": spec
         for other in ("shapes_edje_align", "studies/edje_align", "studies/edje_tokens")
         for spec in of(other)
     }
-    for spec in own:
+    for spec in specs:
         learner = spec.learner
         starts = [learner.init_from] if learner.init_from else []
         starts += [learner.distillation.teacher] if learner.distillation else []

@@ -1,4 +1,4 @@
-"""The loop: what it computes, and that it goes on where it was stopped."""
+"""Training loop: results and resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
-def test_the_loss_falls_and_the_model_is_an_encoder(model, tmp_path):
+def test_loss_decreases_and_model_loads_as_encoder(model, tmp_path):
     spec = spec_of(
         tmp_path / "run",
         model,
@@ -40,8 +40,8 @@ def test_the_loss_falls_and_the_model_is_an_encoder(model, tmp_path):
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert any((before[name] != after[name]).any() for name in after)
     assert len(logged(tmp_path / "run", "R@1")) == 3  # before, between and after
-    about = json.loads((tmp_path / "run" / "model" / "training.json").read_text("utf-8"))
-    assert about["spec"] == config.dump(spec) and about["sha256"]
+    metadata = json.loads((tmp_path / "run" / "model" / "training.json").read_text("utf-8"))
+    assert metadata["spec"] == config.dump(spec) and metadata["sha256"]
     made = {**config.dump(spec.learner.encoder), "model": str(tmp_path / "run" / "model")}
     encoder = ENCODERS.build(ENCODERS.resolve(made))
     assert encoder.fingerprint != ENCODERS.build(spec.learner.encoder).fingerprint
@@ -53,7 +53,7 @@ def weights_of_model(model):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_parts_of_a_batch_give_the_gradients_of_the_whole(model, tmp_path, symmetric):
+def test_mini_batches_give_the_gradients_of_the_whole_batch(model, tmp_path, symmetric):
     learner = {"symmetric": symmetric, "learn_temperature": True}
     whole = trained(spec_of(tmp_path / "whole", model, learner))
     parts = trained(spec_of(tmp_path / "parts", model, learner, mini_batch_size=3))
@@ -62,7 +62,7 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(model, tmp_path, symme
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_batches_that_are_accumulated_give_the_mean_of_their_gradients(model, tmp_path):
+def test_accumulated_gradients_are_the_mean_over_batches(model, tmp_path):
     spec = spec_of(tmp_path / "run", model, gradient_accumulation_steps=3, epochs=1)
     loop = Loop(spec, say=lambda line: None)
     assert loop.num_steps == 1
@@ -82,7 +82,7 @@ def test_batches_that_are_accumulated_give_the_mean_of_their_gradients(model, tm
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_a_run_that_was_stopped_ends_as_an_unbroken_one(model, tmp_path, stop, monkeypatch):
+def test_resumed_run_equals_uninterrupted_run(model, tmp_path, stop, monkeypatch):
     whole = trained(spec_of(tmp_path / "whole", model))
     spec = spec_of(tmp_path / "broken", model)
     steps = []
@@ -123,7 +123,7 @@ def dropping(model: str, folder: Path) -> str:
     ],
     ids=["all", "projection", "lora"],
 )
-def test_dropout_is_on_in_training_alone(
+def test_dropout_is_active_only_in_training(
     model, tmp_path, learner, model_drops, activation_checkpointing
 ):
     with_dropout = dropping(model, tmp_path / "model")
@@ -166,7 +166,7 @@ def test_dropout_is_on_in_training_alone(
     ],
     ids=["all", "lora"],
 )
-def test_a_run_with_dropout_goes_on_where_it_was(model, tmp_path, learner, monkeypatch):
+def test_run_with_dropout_resumes_exactly(model, tmp_path, learner, monkeypatch):
     """Also with measurements, which draw nothing, and parts, which draw twice the same."""
     with_dropout = dropping(model, tmp_path / "model")
     less = {"mini_batch_size": 4, "max_steps": 4}
@@ -188,7 +188,7 @@ def test_a_run_with_dropout_goes_on_where_it_was(model, tmp_path, learner, monke
     assert_same(whole, trained(spec), atol=0)
 
 
-def test_a_finished_run_is_not_done_again(model, tmp_path):
+def test_finished_run_is_not_repeated(model, tmp_path):
     spec = spec_of(tmp_path, model)
     first = trained(spec)
     assert len(logged(tmp_path, "loss")) == 6
@@ -196,7 +196,7 @@ def test_a_finished_run_is_not_done_again(model, tmp_path):
     assert len(logged(tmp_path, "loss")) == 6
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(model, tmp_path, monkeypatch):
+def test_non_finite_loss_aborts_with_the_step(model, tmp_path, monkeypatch):
     from pipeline.train import contrastive
 
     honest, calls = contrastive.info_nce, []
@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(model, tmp_pat
     assert not (tmp_path / "model").exists()
 
 
-def test_a_killed_process_goes_on(model, tmp_path):
+def test_killed_process_resumes(model, tmp_path):
     whole = trained(spec_of(tmp_path / "whole", model, epochs=8))
     spec = spec_of(tmp_path / "killed", model, epochs=8)
     path = tmp_path / "spec.yaml"
@@ -234,7 +234,7 @@ def test_a_killed_process_goes_on(model, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_and_falls(schedule):
+def test_learning_rate_schedule(schedule):
     spec = Optimiser(learning_rate=2.0, warmup_ratio=0.2, schedule=schedule)
     rates = [spec.rate(step, 100) for step in range(100)]
     assert rates[:20] == pytest.approx([2.0 * (step + 1) / 20 for step in range(20)])

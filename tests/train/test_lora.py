@@ -24,7 +24,7 @@ def of_family(family: str, checkpoint):
 
 
 @pytest.mark.parametrize("family", ["colpali", "colqwen2", "qwen3_vl"])
-def test_an_adapter_is_trained_kept_and_read_back(family, checkpoint, tmp_path):
+def test_adapter_is_trained_saved_and_loaded(family, checkpoint, tmp_path):
     learner = of_family(family, checkpoint)
     if family == "qwen3_vl":
         learner["score"] = "hybrid"
@@ -46,7 +46,7 @@ def test_an_adapter_is_trained_kept_and_read_back(family, checkpoint, tmp_path):
     assert before.fingerprint != after.fingerprint
 
 
-def test_targets_that_match_nothing_name_what_there_is(checkpoint, tmp_path):
+def test_unmatched_targets_list_layer_names(checkpoint, tmp_path):
     learner = {"trainable": "lora", "lora": {"targets": "query"}}
     spec = spec_of(tmp_path, checkpoint("colpali"), learner)
     with pytest.raises(
@@ -63,12 +63,12 @@ def test_targets_that_match_nothing_name_what_there_is(checkpoint, tmp_path):
         spec_of(tmp_path, checkpoint("colpali"), {"trainable": "lora", "lora": {"targets": "["}})
 
 
-def test_settings_of_lora_need_lora(checkpoint, tmp_path):
+def test_lora_settings_require_lora(checkpoint, tmp_path):
     with pytest.raises(SpecError, match="learner.lora must be null unless trainable is lora"):
         spec_of(tmp_path, checkpoint("colpali"), {"lora": {"rank": 4}})
 
 
-def test_adapters_for_several_tasks_are_not_trained(checkpoint, tmp_path):
+def test_rejects_encoders_with_task_adapters(checkpoint, tmp_path):
     encoder = {"name": "jina_v4", "model": checkpoint("jina_v4"), "dtype": "float32"}
     spec = spec_of(tmp_path, checkpoint("colpali"), {**LORA, "encoder": encoder})
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_adapters_for_several_tasks_are_not_trained(checkpoint, tmp_path):
         check(spec)
 
 
-def test_an_adapters_run_goes_on_where_it_was(checkpoint, tmp_path, monkeypatch):
+def test_adapter_run_resumes_exactly(checkpoint, tmp_path, monkeypatch):
     model = checkpoint("colpali")
     whole = trained(spec_of(tmp_path / "whole", model, LORA))
     spec, step = spec_of(tmp_path / "broken", model, LORA), Loop._step
@@ -118,7 +118,7 @@ def text_run(folder, encoder=None, **learner):
         pytest.param("all", "hybrid", marks=pytest.mark.heavy),
     ],
 )
-def test_minilm_is_trained_and_read_back(trainable, score, tmp_path):
+def test_minilm_is_trained_and_loaded(trainable, score, tmp_path):
     more = {"lora": {"rank": 2, "alpha": 4}} if trainable == "lora" else {}
     spec = text_run(tmp_path, trainable=trainable, score=score, **more)
     check(spec)
@@ -142,15 +142,15 @@ def test_minilm_is_trained_and_read_back(trainable, score, tmp_path):
     assert before.fingerprint != after.fingerprint
 
 
-def test_a_compressor_sees_the_attention_of_a_model_with_lora(tmp_path):
+def test_compressor_receives_attention_of_a_lora_model(tmp_path):
     learner = {"trainable": "lora", "compressor": {"name": "sap", "num_vectors": 8}}
     trained(text_run(tmp_path, **learner))
     assert len(logged(tmp_path, "loss")) == 2
 
 
 @pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
-def test_training_goes_on_from_an_adapter(family, checkpoint, tmp_path):
-    """What comes out is one adapter of the model as it was, not of one with the first merged."""
+def test_training_continues_from_an_adapter(family, checkpoint, tmp_path):
+    """The result is one adapter of the original model, without merging the first adapter."""
     learner = {"encoder": MINILM, "trainable": "lora", "lora": {"rank": 2, "alpha": 4}}
     data = TEXTS
     if family == "qwen3_vl":
@@ -175,16 +175,16 @@ def test_training_goes_on_from_an_adapter(family, checkpoint, tmp_path):
     spec = run("second", adapter=f"{tmp_path}/first/model")
     check(spec)
     loop = Loop(spec, say=lambda line: None)
-    own = loop.learner.encoder
-    torch.testing.assert_close(vectors(own), vectors(built("first")), atol=1e-5, rtol=0)
+    tuned = loop.learner.encoder
+    torch.testing.assert_close(vectors(tuned), vectors(built("first")), atol=1e-5, rtol=0)
     loop.run()
     second = weights_of(tmp_path / "second/model")
     assert first.keys() == second.keys()
     assert any((first[name] - second[name]).abs().max() > 1e-5 for name in first)
-    torch.testing.assert_close(vectors(own), vectors(built("second")), atol=1e-5, rtol=0)
+    torch.testing.assert_close(vectors(tuned), vectors(built("second")), atol=1e-5, rtol=0)
 
 
-def test_what_does_not_suit_minilm_is_said(tmp_path, checkpoint):
+def test_rejects_invalid_settings_for_minilm(tmp_path, checkpoint):
     small = {"trainable": "lora", "lora": {"rank": 2, "alpha": 4}}
     wrong = {"trainable": "lora", "lora": {"targets": ".*language_model.*q_proj"}}
     with pytest.raises(

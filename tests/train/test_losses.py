@@ -39,18 +39,18 @@ def some_tokens(seed: int, dim: int = 5):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("block", [1, 100, 1 << 22])
-def test_scores_and_gradients_are_those_of_the_equation(seed, block, monkeypatch):
+def test_scores_and_gradients_equal_the_equation(seed, block, monkeypatch):
     monkeypatch.setitem(losses.BLOCK_NUMBERS, "cpu", block)
     queries, query_mask, docs, doc_mask = some_tokens(seed)
     weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     leaves = [t.clone().requires_grad_() for t in (queries, docs)]
     expected = literal_late(leaves[0], query_mask, leaves[1], doc_mask)
     (expected * weights).sum().backward()
-    own = [t.float().requires_grad_() for t in (queries, docs)]
-    scores = late_scores(own[0], query_mask, own[1], doc_mask)
+    inputs = [t.float().requires_grad_() for t in (queries, docs)]
+    scores = late_scores(inputs[0], query_mask, inputs[1], doc_mask)
     (scores * weights.float()).sum().backward()
     torch.testing.assert_close(scores.double(), expected, atol=1e-5, rtol=0)
-    for one, other in zip(own, leaves, strict=True):
+    for one, other in zip(inputs, leaves, strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-5, rtol=0)
 
 
@@ -62,14 +62,14 @@ def test_padding_has_no_score_and_no_gradient():
     assert docs.grad[doc_mask].abs().sum() > 0
 
 
-def test_no_documents_have_no_scores():
+def test_no_documents_give_no_scores():
     queries, query_mask, docs, doc_mask = some_tokens(0)
     assert late_scores(queries, query_mask, docs[:0], doc_mask[:0]).shape == (4, 0)
     none = late_scores(queries, query_mask, docs[:, :0], doc_mask[:, :0])
     assert (none == 0).all()
 
 
-def test_half_precision_regions_do_not_reach_into_it():
+def test_losses_are_float32_under_autocast():
     queries, query_mask, docs, doc_mask = some_tokens(1)
     plain = late_scores(queries, query_mask, docs, doc_mask)
     with torch.autocast("cpu", torch.bfloat16):
@@ -94,7 +94,7 @@ def test_info_nce_is_eq_7(seed):
     assert loss.item() == pytest.approx(total / count, abs=1e-5)
 
 
-def test_a_query_without_a_positive_leaves_no_nan():
+def test_query_without_positive_gives_no_nan():
     scores = torch.randn(3, 4, requires_grad=True)
     positive = torch.zeros(3, 4, dtype=torch.bool)
     info_nce(scores, positive, 0.1).backward()
@@ -102,7 +102,7 @@ def test_a_query_without_a_positive_leaves_no_nan():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_distillation_is_what_the_equations_say(seed):
+def test_distillation_losses_equal_the_equations(seed):
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(4, 6, generator=random, dtype=torch.float64)
     teacher = torch.randn(4, 6, generator=random, dtype=torch.float64)
@@ -112,19 +112,22 @@ def test_distillation_is_what_the_equations_say(seed):
     positive[:, 0] = positive[2, 3] = True
     divergences, squares = [], []
     for s, t, p in zip(scores.tolist(), teacher.tolist(), positive.tolist(), strict=True):
-        there = [i for i in range(6) if not math.isnan(t[i])]
-        if len(there) > 1:
-            total_t = sum(math.exp(t[i]) for i in there)
-            total_s = sum(math.exp(s[i] / 0.5) for i in there)
+        scored = [i for i in range(6) if not math.isnan(t[i])]
+        if len(scored) > 1:
+            total_t = sum(math.exp(t[i]) for i in scored)
+            total_s = sum(math.exp(s[i] / 0.5) for i in scored)
             divergences.append(
                 sum(
                     math.exp(t[i]) / total_t
                     * (t[i] - math.log(total_t) - s[i] / 0.5 + math.log(total_s))
-                    for i in there
+                    for i in scored
                 )
             )  # fmt: skip
         squares += [
-            ((s[i] - s[j]) - (t[i] - t[j])) ** 2 for i in there for j in there if p[i] and not p[j]
+            ((s[i] - s[j]) - (t[i] - t[j])) ** 2
+            for i in scored
+            for j in scored
+            if p[i] and not p[j]
         ]
     expected = sum(divergences) / len(divergences)
     assert kl_divergence(scores, teacher, 0.5).item() == pytest.approx(expected, abs=1e-5)

@@ -21,7 +21,7 @@ from tests.train.runs import spec_of, weights_of
     ],
     ids=lambda learner: learner["trainable"],
 )
-def test_what_is_trained_is_float32_whatever_the_model_was_loaded_in(model, tmp_path, learner):
+def test_trained_weights_are_float32(model, tmp_path, learner):
     """Updates that bfloat16 would round away; what is saved has the dtype of the spec."""
     encoder = {"name": "colpali", "model": model, "keep": "visual"}  # bfloat16, the default
     rate = {"learning_rate": 1e-5, "warmup_ratio": 0, "weight_decay": 0}
@@ -38,8 +38,8 @@ def test_what_is_trained_is_float32_whatever_the_model_was_loaded_in(model, tmp_
     frozen = {p.dtype for p in loop.learner.model.parameters() if not p.requires_grad}
     assert frozen == ({torch.bfloat16} if learner["trainable"] != "all" else set())
     loop.run()
-    states = [own for state in loop.optimiser.state.values() for own in state.values()]
-    assert {own.dtype for own in [*before.values(), *states]} == {torch.float32}
+    states = [tensor for state in loop.optimiser.state.values() for tensor in state.values()]
+    assert {tensor.dtype for tensor in [*before.values(), *states]} == {torch.float32}
     after = dict(loop.learner.named_parameters())
     trained_names = [name for name in before if after[name].grad is not None]
     assert trained_names and all((before[n] != after[n]).any() for n in trained_names)

@@ -7,7 +7,7 @@ import pytest
 from tests.train.runs import logged, spec_of, trained
 
 
-def test_figures_are_lines_and_events(model, tmp_path):
+def test_metrics_are_written_as_lines_and_events(model, tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
     trained(spec_of(tmp_path, model, eval_every=3))
@@ -20,6 +20,6 @@ def test_figures_are_lines_and_events(model, tmp_path):
             data = data[16 + length :]
     shown = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
     for name in ("loss", "learning_rate", "R@1"):
-        own = name.replace("@", "_")  # as TensorBoard wants it
-        of_name = [value for (_, tag), value in sorted(shown.items()) if tag == own]
+        tensorboard_name = name.replace("@", "_")  # as TensorBoard wants it
+        of_name = [value for (_, tag), value in sorted(shown.items()) if tag == tensorboard_name]
         assert of_name and of_name == pytest.approx(logged(tmp_path, name))

@@ -31,7 +31,7 @@ def with_former_names(spec: TrainSpec) -> dict[str, Any]:
     return stored
 
 
-def test_a_run_of_an_earlier_version_resumes(model, tmp_path):
+def test_run_of_an_earlier_version_resumes(model, tmp_path):
     spec = spec_of(tmp_path, model, {"trainable": "projection"}, eval_every=2)
     weights = trained(spec)
     validation = tmp_path / "validation"
@@ -72,7 +72,7 @@ def test_a_run_of_an_earlier_version_resumes(model, tmp_path):
         ({"name": "edje", "pairs_at_once": 8}, {}, "learner.pairs_at_once", "pair_mini_batch_size"),
     ],
 )
-def test_an_error_names_the_present_field(tmp_path, learner, more, old, new):
+def test_error_names_the_new_field(tmp_path, learner, more, old, new):
     spec = {"name": "test", "output": str(tmp_path), "data": "shapes", **more}
     given = {"name": "contrastive", "encoder": "minilm", **learner}
     with pytest.raises(SpecError) as raised:

@@ -16,31 +16,31 @@ from tests.conftest import start_job
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 
-def test_a_batch_that_workers_cannot_share_is_refused(model, tmp_path):
+def test_rejects_batch_not_divisible_by_workers(model, tmp_path):
     with pytest.raises(SpecError, match="batch_size must be a multiple of num_workers=3, got 8"):
         train(spec_of(tmp_path, model), Workers(num_workers=3))
 
 
-def test_two_workers_of_ray_learn_what_this_process_does(cluster, model, tmp_path):
+def test_two_ray_workers_equal_one_process(cluster, model, tmp_path):
     here = trained(spec_of(tmp_path / "here", model))
     spec = spec_of(tmp_path / "ray", model)
-    said = []
-    train(spec, Workers(num_workers=2), said.append)
-    assert [line.split(":")[0] for line in said] == [f"step {n}/6" for n in range(1, 7)]
+    lines = []
+    train(spec, Workers(num_workers=2), lines.append)
+    assert [line.split(":")[0] for line in lines] == [f"step {n}/6" for n in range(1, 7)]
     losses = [logged(tmp_path / name, "loss") for name in ("here", "ray")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert_same(here, weights_of(tmp_path / "ray" / "model"), atol=1e-4)
 
 
 @pytest.mark.heavy
-def test_what_is_wrong_in_a_worker_is_said(cluster, model, tmp_path):
+def test_worker_error_is_reported(cluster, model, tmp_path):
     train(spec_of(tmp_path, model, epochs=1), Workers())
     with pytest.raises(SpecError, match="seed must be .* as in the checkpoint .*, got 1"):
         train(spec_of(tmp_path, model, epochs=1, seed=1), Workers(max_failures=0))
 
 
 @pytest.mark.heavy
-def test_a_killed_worker_is_started_again_and_goes_on(cluster, model, tmp_path):
+def test_killed_worker_restarts_and_resumes(cluster, model, tmp_path):
     whole = trained(spec_of(tmp_path / "whole", model, epochs=20))
     spec = spec_of(tmp_path / "killed", model, epochs=20)
     killed = []
@@ -70,7 +70,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(cluster, model, tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_run_whose_driver_was_killed_goes_on(cluster, model, tmp_path):
+def test_run_with_killed_driver_resumes(cluster, model, tmp_path):
     whole = trained(spec_of(tmp_path / "whole", model, epochs=8))
     spec = spec_of(tmp_path / "killed", model, epochs=8)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
@@ -84,14 +84,14 @@ def test_a_run_whose_driver_was_killed_goes_on(cluster, model, tmp_path):
     driver.kill()
     driver.communicate()
     again = start_job(*command, address=cluster)
-    said, problem = again.communicate(timeout=240)
+    output, problem = again.communicate(timeout=240)
     assert again.returncode == 0, problem
-    assert "step 24/24" in said and "step 2/24" not in said
+    assert "step 24/24" in output and "step 2/24" not in output
     assert_same(whole, weights_of(tmp_path / "killed" / "model"), atol=2e-3)
 
 
 @pytest.mark.heavy
-def test_a_run_that_cannot_succeed_is_one_sentence(cluster, model, tmp_path):
+def test_failed_run_reports_one_sentence(cluster, model, tmp_path):
     spec = spec_of(
         tmp_path, model, optimiser={"learning_rate": 1e30, "max_grad_norm": None, "warmup_ratio": 0}
     )

@@ -53,7 +53,7 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
         *("sharded", "lora, sharded", "lora on bfloat16, sharded", "projection, sharded"),
     ],
 )
-def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
+def test_two_workers_equal_one(model, tmp_path, learner, more):
     if "states" in learner:
         learner = {**learner, "hidden_states_cache": learner["states"].format(tmp_path)}
     loss_atol, atol = 1e-5, 1e-4
@@ -69,8 +69,8 @@ def test_two_workers_learn_what_one_does(model, tmp_path, learner, more):
 
 
 @pytest.mark.heavy
-def test_a_sharded_run_goes_on_with_other_workers(model, tmp_path):
-    """Of a checkpoint it does not matter on how many workers it was written."""
+def test_fsdp_run_resumes_with_another_number_of_workers(model, tmp_path):
+    """A checkpoint can be loaded on another number of workers."""
     whole = trained(spec_of(tmp_path / "whole", model))
     spec = spec_of(tmp_path / "run", model, fsdp=True)
     run_workers(spec, tmp_path, 2)
@@ -83,13 +83,13 @@ def test_a_sharded_run_goes_on_with_other_workers(model, tmp_path):
     assert_same(whole, weights_of(tmp_path / "run" / "model"), atol=1e-4)
 
 
-def test_activations_that_are_computed_again_give_the_same(model, tmp_path, monkeypatch):
-    kept = trained(spec_of(tmp_path / "kept", model))
+def test_activation_checkpointing_gives_equal_weights(model, tmp_path, monkeypatch):
+    plain = trained(spec_of(tmp_path / "plain", model))
     calls, honest = [], sharding.checkpoint
     counted = lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(sharding, "checkpoint", counted)
     assert_same(
-        kept, trained(spec_of(tmp_path / "again", model, activation_checkpointing=True)), atol=1e-6
+        plain, trained(spec_of(tmp_path / "again", model, activation_checkpointing=True)), atol=1e-6
     )
     assert calls
     adapter = {"trainable": "adapter", "encoder": {"name": "minilm"}}

@@ -19,7 +19,7 @@ def study_of(folder, model, sweep, **more) -> StudySpec:
     return config.parse(StudySpec, {**given, "sweep": sweep})
 
 
-def test_a_sweep_is_a_run_for_each_combination(model, tmp_path):
+def test_sweep_has_one_run_per_combination(model, tmp_path):
     compressors = ["none", {"name": "samer", "num_vectors": 4, "gamma": 0.0}]
     sweep = {"learner.compressor": compressors, "seed": [0, 1]}
     runs = runs_of(study_of(tmp_path, model, sweep))
@@ -43,7 +43,7 @@ def test_a_sweep_is_a_run_for_each_combination(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sweep", "said"),
+    ("sweep", "message"),
     [
         (
             {"learner.temperature": [0.1, 0]},
@@ -57,12 +57,12 @@ def test_a_sweep_is_a_run_for_each_combination(model, tmp_path):
         ({"seed": [1, 1]}, "sweep must be unique combinations, got 'seed 1', which occurs twice"),
     ],
 )
-def test_what_is_wrong_in_a_sweep_is_said(model, tmp_path, sweep, said):
-    with pytest.raises(SpecError, match=said):
+def test_rejects_invalid_sweeps(model, tmp_path, sweep, message):
+    with pytest.raises(SpecError, match=message):
         runs_of(study_of(tmp_path, model, sweep))
 
 
-def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
+def test_table_averages_seeds_and_tests_queries(model, tmp_path):
     """On measures that are written by hand."""
     random = np.random.default_rng(0)
     base, better = random.integers(0, 2, (2, 40)).astype(float), np.ones((2, 40))
@@ -88,7 +88,7 @@ def test_the_table_averages_seeds_and_tests_queries(model, tmp_path):
     assert isinstance(found[0], Row) and found[0].after["R@1"].shape == (2, 40)
 
 
-def test_the_job_trains_a_study(model, tmp_path, capsys):
+def test_job_trains_a_study(model, tmp_path, capsys):
     spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, eval_every=100)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
     path = str(tmp_path / "spec.yaml")
@@ -96,7 +96,7 @@ def test_the_job_trains_a_study(model, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("seed 0: 1 epochs of 8 documents")
     assert not (tmp_path / "study").exists()
     train.main([path])
-    said = capsys.readouterr().out
-    assert "run 2 of 2: seed 1" in said and "± " in said
+    output = capsys.readouterr().out
+    assert "run 2 of 2: seed 1" in output and "± " in output
     with pytest.raises(SpecError, match="batch_size must be greater than or equal to 2, got 1"):
         train.main([path, "batch_size=1"])

@@ -24,10 +24,10 @@ def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
     if path.stem in ("qwen3_vl", "qwen2_5_omni"):  # whose windows are short
         given.append("encoder.max_pixels=4096")
     spec = config.load(IndexSpec, str(path), given)
-    said: list[str] = []
-    dry_run(spec, IndexResources(), 8, said.append)
-    assert any(line.startswith("tried 8 items") for line in said)
-    assert not any("rejected" in line for line in said)
+    lines: list[str] = []
+    dry_run(spec, IndexResources(), 8, lines.append)
+    assert any(line.startswith("tried 8 items") for line in lines)
+    assert not any("rejected" in line for line in lines)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -37,8 +37,8 @@ def flickr30k(folder):
     for number, name in enumerate(NAMES[:4]):
         (folder / f"flickr30k/images/{number}.jpg").symlink_to(IMAGES / name)
         (folder / f"flickr30k_entities/Annotations/{number}.xml").write_text(xml)
-        own = f"{SENTENCE} {number}\nPhoto {number} .\n"
-        (folder / f"flickr30k_entities/Sentences/{number}.txt").write_text(own)
+        captions = f"{SENTENCE} {number}\nPhoto {number} .\n"
+        (folder / f"flickr30k_entities/Sentences/{number}.txt").write_text(captions)
     (folder / "flickr30k_entities/train.txt").write_text("0\n1\n2\n")
     (folder / "flickr30k_entities/val.txt").write_text("3\n")
 
@@ -75,8 +75,8 @@ SMALL = {
 
 
 def test_every_spec_for_real_data_is_tried():
-    own = {path.stem for path in SPECS.glob("*.yaml") if "path: data/" in path.read_text("utf-8")}
-    assert own == set(CASES)
+    names = {path.stem for path in SPECS.glob("*.yaml") if "path: data/" in path.read_text("utf-8")}
+    assert names == set(CASES)
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.rglob("*.yaml")), ids=lambda path: path.stem)

@@ -1,25 +1,31 @@
-# make demo   environment, install, index and evaluate the shipped collection
-# make test   environment, install, the tests        make test-all   the long ones too
-# make models the small models anew, in two to three hours
-# make lint   ruff, mypy                             make clean      outputs and environment
+# make demo        set up the environment, then index and evaluate the shipped collections
+# make test        set up the environment, then run the default tests
+# make test-fast   run the tests that need neither Ray nor training, in about three minutes
+# make test-all    run all tests, including the long ones
+# make lint        run ruff and mypy
+# make models      retrain the shipped small models, in two to three hours
+# make clean       remove outputs and the environment
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Any torch from 2.11 will do; name a CUDA build here if you have a GPU:
+# Any torch from 2.11 on. Set a CUDA build if there is a GPU:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
 TORCH  ?= torch==2.13.0
-# Each test process starts a Ray cluster of its own and needs about 4 GB; 0: no further processes.
+# Each test process starts its own Ray cluster and needs about 4 GB; 0 runs the tests in one process.
 TEST_PROCESSES ?= 2
 PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
-.PHONY: demo test test-all models lint install clean
+.PHONY: demo test test-fast test-all models lint install clean
 
 demo: install
 	$(RUN) -m jobs.demo
 
 test: install
 	$(PYTEST) -m "not heavy and not gpu and not hub"
+
+test-fast: install
+	$(PYTEST) -m "not heavy and not gpu and not hub and not slow"
 
 test-all: install
 	$(PYTEST)
@@ -34,11 +40,11 @@ lint: install
 
 install: $(VENV)/installed
 
-# torch first: anything that depends on it would pull in a build of its own choice.
+# torch is installed first, because its dependents would install a build of their own choice.
 NATIVE = $(wildcard pipeline/search/native/*.cpp pipeline/search/native/*.h)
 
 $(VENV)/installed: pyproject.toml $(NATIVE)
-	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12, please: make PYTHON=..."'
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12 is required; set it with make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[all,dev]"

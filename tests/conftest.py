@@ -36,15 +36,22 @@ torch.set_num_threads(1)  # many small operations: threads that wait for each ot
 
 ROOT = Path(__file__).parents[1]
 CRANFIELD = ROOT / "jobs/data/cranfield"
+#: Tests that train models or start processes. Together with those that use the Ray cluster, they
+#: are marked as slow.
+SLOW = [
+    ROOT / "tests" / name
+    for name in ("jobs", "train", "test_examples.py", "test_extras.py", "test_jobs.py")
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a missing GPU, and marks those that use the Ray cluster."""
+    """Skips tests that need a missing GPU, and marks those that `make test-fast` omits."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
+        uses_ray = "cluster" in getattr(item, "fixturenames", ())
+        if uses_ray or any(item.path.is_relative_to(path) for path in SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

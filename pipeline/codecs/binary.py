@@ -1,4 +1,4 @@
-"""One bit a number, its sign: a thirty-second of float32, scored by signs or Hamming distance."""
+"""Binary codec, which stores the sign of each dimension: 1/32 of the size of float32."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from pipeline.codecs.packing import look_up, pack, packed_width
 
 
 class Binary(Codec["Binary.Spec"]):
-    """A part `bits` (T, ceil(D / 8)) uint8: bit j of byte i says whether number 8 i + j is > 0.
+    """Stores the part `bits` (T, ceil(D / 8)) uint8, where bit j of byte i is `x[8 i + j] > 0`.
 
-    The vector that bits stand for has 1 / sqrt(D) where they are 1 and -1 / sqrt(D) where they are
-    0: unit length. The bits that fill up the last byte are 0 and mean nothing.
-
-    A query is compared as it is (`query: float`), or by its own signs (`query: binary`): then the
-    similarity of two tokens is `1 - 2 Hamming / D`. Either is another scale than that of cosines.
+    Bits 1 and 0 are dequantised to 1 / sqrt(D) and -1 / sqrt(D), which yields unit vectors. Padding
+    bits of the last byte are 0 and ignored. Similarities are on a different scale than cosines.
 
     >>> codec = Binary(Binary.Spec())
     >>> parts = codec.quantise(torch.tensor([[0.3, -0.2, 0.0, 0.1]]))
@@ -27,29 +24,30 @@ class Binary(Codec["Binary.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
-        """Settings of the codec."""
+        """Options of `Binary`."""
 
         name: Literal["binary"] = "binary"
         query: Literal["float", "binary"] = "float"
-        """Form of the query tokens: as they are, or their signs."""
+        """Representation of query tokens. "float" leaves them unchanged; "binary" uses their signs,
+        so that the similarity of two tokens is `1 - 2 Hamming / D`."""
 
     keeps_scores = False
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Returns the dtype and width of `bits`, one bit per dimension."""
+        """Returns the part `bits`."""
         return {"bits": (torch.uint8, packed_width(dim, 1))}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the signs of (T, D) vectors, packed to bytes."""
+        """Packs the signs of the vectors."""
         return {"bits": pack((vectors_TD > 0).to(torch.uint8), 1)}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Returns the (T, D) vectors of unit length with the stored signs."""
+        """Converts bits to vectors of 1 / sqrt(D) and -1 / sqrt(D)."""
         signs = torch.tensor([-1.0, 1.0], device=parts["bits"].device) / dim**0.5
         return look_up(parts["bits"], signs, dim)
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Query tokens as they are, or with `query: binary` their signs."""
+        """Replaces query tokens by their signs if `query` is "binary"."""
         if self.spec.query == "float":
             return tokens_QD
         return self.dequantise(self.quantise(tokens_QD), tokens_QD.shape[1])

@@ -1,4 +1,4 @@
-"""IEEE floats: half precision, 2 bytes a number, is the default; single precision takes 4."""
+"""Floating-point codecs: half precision (the default) and single precision."""
 
 from __future__ import annotations
 
@@ -15,57 +15,58 @@ from pipeline.tokens import TokenBatch, flat_from_arrow, ragged_to_arrow
 
 
 class Floats(Codec[config.ComponentSpec]):
-    """A part `values` (T, D); where tokens are scored it may be of any float type.
+    """Base class of floating-point codecs, which store the part `values` (T, D).
 
-    Columns hold numbers and not bytes: others can read them.
+    During scoring, the part may have any floating-point dtype. Columns store numbers instead of
+    bytes, so that other programs can read them.
     """
 
     dtype: ClassVar[torch.dtype]
     arrow: ClassVar[pa.DataType]
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Returns the dtype and width of `values`."""
+        """Returns the part `values`."""
         return {"values": (self.dtype, dim)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns (T, D) vectors in the codec's precision."""
+        """Converts vectors to the precision of the codec."""
         return {"values": vectors_TD.to(self.dtype)}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Returns the (T, D) vectors in float32."""
+        """Converts values to float32."""
         return parts["values"].float()
 
-    def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the (T, D) values as stored, and None for scales of 1."""
+    def factors(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the stored values without conversion."""
         return parts["values"], None
 
     def column_type(self, dim: int) -> pa.DataType:
-        """Returns the Arrow type of a column of lists of `dim` floats."""
+        """Returns the Arrow type of a column of multi-vectors."""
         return vectors_type(dim, self.arrow)
 
     def encode(self, batch: TokenBatch) -> pa.Array:
-        """Returns the rows under the mask as a column of `column_type`."""
+        """Converts the tokens under the mask to a column."""
         return ragged_to_arrow(batch.vectors, batch.mask, self.arrow)
 
     def unpack(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns the (T, D) `values` of a column and the (B,) number of vectors per row."""
+        """Returns the values (T, D) and the number of tokens per item (B,)."""
         values, lengths = flat_from_arrow(column)
         return {"values": values.reshape(-1, dim)}, lengths
 
     def decode(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the (T, D) vectors of a column and the (B,) number of vectors per row."""
+        """Returns the vectors (T, D) and the number of tokens per item (B,)."""
         return flat_from_arrow(column)
 
 
 class Float16(Floats):
-    """Half precision: no loss that a benchmark shows."""
+    """Half precision, without measurable loss of retrieval quality in the benchmarks."""
 
     class Spec(config.ComponentSpec):
-        """Settings of the codec."""
+        """Spec of `Float16`, which has no options."""
 
         name: Literal["float16"] = "float16"
 
@@ -73,10 +74,10 @@ class Float16(Floats):
 
 
 class Float32(Floats):
-    """Single precision: the vectors as they were computed."""
+    """Single precision, which stores the vectors of the encoder unchanged."""
 
     class Spec(config.ComponentSpec):
-        """Settings of the codec."""
+        """Spec of `Float32`, which has no options."""
 
         name: Literal["float32"] = "float32"
 

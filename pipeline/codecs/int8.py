@@ -1,4 +1,4 @@
-"""Bytes with a scale for each token: a quarter of float32, and the product of integers."""
+"""8-bit integer codec with one scale per token: about 1/4 of the size of float32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 from pipeline import config
 from pipeline.codecs import Codec, Parts
 
-#: Integers lie in [-LARGEST, LARGEST]: symmetric, so that a vector and its negative round alike.
-LARGEST = 127
+#: Values are in [-MAX_VALUE, MAX_VALUE]; the symmetric range makes quantisation an odd function.
+MAX_VALUE = 127
 
 
 class Int8(Codec["Int8.Spec"]):
-    """Parts `values` (T, D) int8 and `scales` (T, 1) float32, the product of which is the vector.
+    """Stores the parts `values` (T, D) int8 and `scales` (T, 1) float32; vectors are their product.
 
-    The scale is that with which the largest number becomes 127, and numbers are rounded to the
-    nearest integer, halves to the even one: none is off by more than half a scale. A zero vector
-    stays zero.
+    The scale maps the element of largest magnitude to 127. Elements are rounded to the nearest
+    integer, halves to even, so that the error is at most half the scale. Zero vectors stay zero.
 
-    Query tokens are rounded onto the same grid, each on a scale of its own, so that a similarity is
-    a product of integers and two scales.
+    Query tokens are quantised in the same way, each with a separate scale, so that similarities can
+    be computed by integer dot products.
 
     >>> codec = Int8(Int8.Spec())
     >>> parts = codec.quantise(torch.tensor([[0.5, -1.0, 0.25]]))
@@ -30,30 +29,30 @@ class Int8(Codec["Int8.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
-        """Settings of the codec."""
+        """Spec of `Int8`, which has no options."""
 
         name: Literal["int8"] = "int8"
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Returns the dtypes and widths of `values` and `scales`."""
+        """Returns the parts `values` and `scales`."""
         return {"values": (torch.int8, dim), "scales": (torch.float32, 1)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rounds (T, D) vectors to integers on a scale per vector."""
-        # The smallest normal number as the scale of a zero vector: nothing is divided by zero.
-        scales_T1 = (vectors_TD.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_min(
+        """Quantises vectors with one scale per token."""
+        # Zero vectors get the smallest normal number as scale, which avoids division by zero.
+        scales_T1 = (vectors_TD.abs().amax(dim=1, keepdim=True) / MAX_VALUE).clamp_min(
             torch.finfo(torch.float32).tiny
         )
         return {"values": (vectors_TD / scales_T1).round().to(torch.int8), "scales": scales_T1}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Returns the (T, D) products of values and scales in float32."""
+        """Multiplies values by scales."""
         return parts["values"].float() * parts["scales"]
 
-    def numbers(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the (T, D) int8 values and their (T, 1) scales."""
+    def factors(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the values and scales."""
         return parts["values"], parts["scales"]
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Query tokens rounded onto the grid; what lies on it already stays there."""
+        """Rounds query tokens to the quantisation grid; the operation is idempotent."""
         return self.dequantise(self.quantise(tokens_QD.float()), tokens_QD.shape[1])

@@ -296,7 +296,7 @@ def _similarities(
         lengths_b = lengths_B[first:last]
         docs_nD = buffer_nD[:block_tokens]
         parts = _rows(segment, starts_B[first:last], lengths_b, block_tokens)
-        numbers_nD, scales_n1 = segment.codec.numbers(parts, dim)
+        numbers_nD, scales_n1 = segment.codec.factors(parts, dim)
         docs_nD.copy_(numbers_nD)
         sim_nM = docs_nD @ query_MD.T
         if scales_n1 is not None:

@@ -1,4 +1,4 @@
-"""Signs as bits, against numpy's packing and Hamming distances counted one by one."""
+"""Comparison of the binary codec with NumPy and with explicit Hamming distances."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ def build(**settings):
 
 
 def random(num_tokens: int, dim: int, seed: int) -> torch.Tensor:
-    given = torch.randn(num_tokens, dim, generator=torch.Generator().manual_seed(seed))
-    given[:, ::5] = 0.0  # not greater than 0: a bit of 0
-    return given
+    vectors = torch.randn(num_tokens, dim, generator=torch.Generator().manual_seed(seed))
+    vectors[:, ::5] = 0.0  # zeros are stored as bit 0
+    return vectors
 
 
 @pytest.mark.parametrize("dim", [1, 8, 13, 48, 2048])
-def test_bits_are_those_of_numpy(dim):
+def test_bits_equal_numpy(dim):
     given = random(30, dim, seed=dim)
     parts = build().quantise(given)
     expected = np.packbits(given.numpy() > 0, axis=1, bitorder="little")
@@ -47,7 +47,7 @@ def test_binary_queries_score_by_hamming_distance(dim):
         assert score == pytest.approx(total, abs=1e-5)
 
 
-def test_float_queries_stay_as_they_are():
+def test_float_queries_are_unchanged():
     query = random(5, 13, seed=1)
     assert build().transform_queries(query) is query
     doc = torch.tensor([[3.0, -1.0, 0.0, 2.0]])
@@ -57,13 +57,13 @@ def test_float_queries_stay_as_they_are():
     assert scores.tolist() == [[(1.0 - 2.0 - 4.0 + 8.0) / 2]]
 
 
-def test_bits_that_fill_up_the_last_byte_mean_nothing():
+def test_ignores_padding_bits():
     codec, given = build(), random(4, 13, seed=3)
     parts = codec.quantise(given)
-    spoilt = {"bits": parts["bits"] | torch.tensor([0, 0b1110_0000], dtype=torch.uint8)}
-    assert torch.equal(codec.dequantise(spoilt, 13), codec.dequantise(parts, 13))
+    modified = {"bits": parts["bits"] | torch.tensor([0, 0b1110_0000], dtype=torch.uint8)}
+    assert torch.equal(codec.dequantise(modified, 13), codec.dequantise(parts, 13))
 
 
-def test_other_queries_are_refused():
+def test_rejects_invalid_query():
     with pytest.raises(SpecError, match=r"query must be one of float, binary, got 'hamming'"):
         build(query="hamming")

@@ -1,4 +1,4 @@
-"""What every registered codec keeps, whoever wrote it: the registry says which there are."""
+"""Contract of all registered codecs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeline.search.maxsim import best_tokens, maxsim, maxsim_oracle
 from pipeline.search.packed import PackedVectors, Segment, packed_of
 from pipeline.tokens import TokenBatch, pad
 
-#: Every codec as it is by default, and other settings of ours.
+#: All codecs with their defaults, and further settings.
 SPECS = [
     *({"name": name} for name in CODECS.names()),
     {"name": "binary", "query": "binary"},
     {"name": "residual", "bits": 2, "num_centroids": 5},
 ]
-DIM = 13  # not divisible by 8, nor by 4
+DIM = 13  # not divisible by 4
 LENGTHS = [9, 1, 0, 23, 4]
 
 
@@ -43,7 +43,7 @@ def built(text: str, dim: int) -> Codec:
 
 @pytest.fixture(params=SPECS, ids=lambda spec: "_".join(map(str, spec.values())))
 def build(request):
-    """A function that gives the codec, fitted where it must be, for vectors of a dimension."""
+    """Factory of the codec for vectors of a given dimension, fitted if necessary."""
     return functools.partial(built, json.dumps(request.param))
 
 
@@ -64,29 +64,29 @@ def test_shapes_types_and_bytes(build, dim):
     found = codec.dequantise(parts, dim)
     assert found.shape == tokens.shape and found.dtype == torch.float32
     assert found.isfinite().all()
-    numbers, scales = codec.numbers(parts, dim)
+    numbers, scales = codec.factors(parts, dim)
     assert torch.equal(numbers.float() * (1 if scales is None else scales), found)
-    # What is stored resembles what was given more than anything else does.
+    # Each stored vector is most similar to its original.
     assert ((found @ tokens.T).argmax(dim=1) == torch.arange(6)).all() or dim < 48
 
 
-def test_two_runs_are_equal_bit_for_bit(build):
+def test_runs_are_bit_identical(build):
     tokens = vectors(50, DIM)
     assert_equal(build(DIM).quantise(tokens), build(DIM).quantise(tokens))
 
 
-def test_a_vector_does_not_depend_on_the_others(build):
+def test_vectors_are_independent(build):
     codec, tokens = build(DIM), vectors(50, DIM)
     together = codec.quantise(tokens)
-    for some in (slice(0, 1), slice(7, 20), slice(49, 50)):
-        chosen = {name: part[some] for name, part in together.items()}
-        assert_equal(codec.quantise(tokens[some]), chosen)
-        dequantised = codec.dequantise(together, DIM)[some]
-        torch.testing.assert_close(codec.dequantise(chosen, DIM), dequantised)
+    for rows in (slice(0, 1), slice(7, 20), slice(49, 50)):
+        expected = {name: part[rows] for name, part in together.items()}
+        assert_equal(codec.quantise(tokens[rows]), expected)
+        dequantised = codec.dequantise(together, DIM)[rows]
+        torch.testing.assert_close(codec.dequantise(expected, DIM), dequantised)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_no_token_and_a_single_one(build, num_tokens):
+def test_zero_and_one_token(build, num_tokens):
     parts = build(DIM).quantise(vectors(num_tokens, DIM))
     assert all(len(part) == num_tokens for part in parts.values())
     assert build(DIM).dequantise(parts, DIM).shape == (num_tokens, DIM)
@@ -94,14 +94,14 @@ def test_no_token_and_a_single_one(build, num_tokens):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-20, 1.0, 6e4])
-def test_vectors_of_any_length(build, scale):
+def test_vectors_of_any_norm(build, scale):
     codec, tokens = build(DIM), vectors(3, DIM) * scale
     for given in (codec.quantise(tokens), codec.quantise(codec.transform_queries(tokens))):
         assert codec.dequantise(given, DIM).isfinite().all()
 
 
-def batch_of(lengths: list[int], dim: int) -> TokenBatch:
-    """Real tokens anywhere in a row, NaN under the mask."""
+def make_batch(lengths: list[int], dim: int) -> TokenBatch:
+    """Returns a batch with real tokens anywhere in a row and NaN at padding."""
     generator = torch.Generator().manual_seed(3)
     mask = torch.zeros(len(lengths), max(lengths, default=0) + 2, dtype=torch.bool)
     for row, length in enumerate(lengths):
@@ -113,37 +113,39 @@ def batch_of(lengths: list[int], dim: int) -> TokenBatch:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [1], [0], [], [0, 1, 0]], ids=str)
 @pytest.mark.parametrize("dim", [3, DIM, 64])
-def test_a_column_holds_the_parts(build, lengths, dim):
-    codec, batch = build(dim), batch_of(lengths, dim)
+def test_column_holds_parts(build, lengths, dim):
+    codec, batch = build(dim), make_batch(lengths, dim)
     expected = codec.quantise(batch.vectors[batch.mask])
     column = codec.encode(batch)
     assert column.cast(codec.column_type(dim)).type == codec.column_type(dim)
     assert column.value_lengths().to_pylist() == lengths
-    # As the index gives it back: with rows that have no such vectors, in several chunks, cut.
+    # Columns read from an index may have nulls, several chunks and offsets.
     nulls = pa.nulls(1, column.type)
     stored = pa.chunked_array([nulls, column, nulls, column.slice(len(column))])
-    there = [0, *lengths, 0]
+    stored_lengths = [0, *lengths, 0]
     parts, found = codec.unpack(stored, dim)
-    assert found.tolist() == there
+    assert found.tolist() == stored_lengths
     assert_equal({name: torch.from_numpy(part) for name, part in parts.items()}, expected)
     decoded, found = codec.decode(stored, dim)
-    assert found.tolist() == there and decoded.shape == (sum(lengths), dim)
+    assert found.tolist() == stored_lengths and decoded.shape == (sum(lengths), dim)
     torch.testing.assert_close(
         torch.from_numpy(decoded).float(), codec.dequantise(expected, dim), rtol=0, atol=0
     )
     if len(lengths) > 1:
-        cut, found = codec.decode(stored.slice(2), dim)
-        assert found.tolist() == there[2:] and np.array_equal(cut, decoded[lengths[0] :])
+        sliced, found = codec.decode(stored.slice(2), dim)
+        assert found.tolist() == stored_lengths[2:] and np.array_equal(
+            sliced, decoded[lengths[0] :]
+        )
 
 
-def test_bytes_of_a_column_are_those_of_its_tokens(build):
-    values = build(DIM).encode(batch_of(LENGTHS, DIM)).values.flatten()
+def test_column_bytes(build):
+    values = build(DIM).encode(make_batch(LENGTHS, DIM)).values.flatten()
     assert values.nbytes == sum(LENGTHS) * build(DIM).token_bytes(DIM)
 
 
 @pytest.mark.parametrize("dim", [DIM, 48, 384])
 @pytest.mark.parametrize("block_bytes", [1, 8 << 20])
-def test_maxsim_is_that_of_the_dequantised_vectors(build, dim, block_bytes):
+def test_maxsim_equals_maxsim_of_dequantised_vectors(build, dim, block_bytes):
     codec, lengths = build(dim), torch.tensor(LENGTHS)
     parts = codec.quantise(vectors(sum(LENGTHS), dim))
     packed = PackedVectors([Segment(codec, dim, parts, lengths)])
@@ -151,15 +153,15 @@ def test_maxsim_is_that_of_the_dequantised_vectors(build, dim, block_bytes):
     padded, mask = pad(codec.dequantise(parts, dim), lengths.numpy(), fill=99.0)
     oracle = torch.stack([maxsim_oracle(query, padded, mask)[0] for query in queries])
     torch.testing.assert_close(maxsim(queries, packed, block_bytes=block_bytes), oracle)
-    some = torch.tensor([0, 2, 3])
-    torch.testing.assert_close(maxsim(queries, packed, rows=some), oracle[:, some])
+    rows = torch.tensor([0, 2, 3])
+    torch.testing.assert_close(maxsim(queries, packed, rows=rows), oracle[:, rows])
     best = torch.cat([block for _, block, _ in best_tokens(queries[0], packed)])
     torch.testing.assert_close(best.sum(dim=1), oracle[0])
     torch.testing.assert_close(packed.item(3), padded[3][mask[3]])
 
 
-def test_blocks_of_columns_are_packed_as_one(build):
-    codec, batch = build(DIM), batch_of(LENGTHS, DIM)
+def test_packs_blocks_of_column(build):
+    codec, batch = build(DIM), make_batch(LENGTHS, DIM)
     column = codec.encode(batch)
     packed = packed_of(codec, DIM, [codec.unpack(column.slice(i, 2), DIM) for i in (0, 2, 4)])
     assert packed.lengths.tolist() == LENGTHS
@@ -167,8 +169,7 @@ def test_blocks_of_columns_are_packed_as_one(build):
     assert_equal(packed.segments[0].parts, expected)
 
 
-def test_queries_are_transformed_once(build):
-    """What is on the grid stays there: a query may pass the transformation again."""
+def test_transform_queries_is_idempotent(build):
     codec, tokens = build(DIM), vectors(9, DIM)
     once = codec.transform_queries(tokens)
     assert once.dtype == torch.float32
@@ -176,7 +177,7 @@ def test_queries_are_transformed_once(build):
 
 
 @pytest.mark.parametrize("name", CODECS.names())
-def test_specs_say_what_is_wrong(name):
+def test_rejects_unknown_field(name):
     cls = CODECS.load(name)
     with pytest.raises(SpecError) as error:
         parse(cls.Spec, {"name": name, "bit": 3})
@@ -184,7 +185,7 @@ def test_specs_say_what_is_wrong(name):
     assert str(error.value).endswith(f" valid fields: {', '.join(cls.Spec.model_fields)}")
 
 
-def test_a_codec_that_is_not_fitted_describes_itself():
+def test_unfitted_codec_has_sizes_and_types():
     for name in CODECS.names():
         codec = CODECS.build(CODECS.resolve(name))
         assert codec.token_bytes(128) > 0 and codec.column_type(128)

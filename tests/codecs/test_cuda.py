@@ -1,4 +1,4 @@
-"""Every codec on a GPU beside the CPU."""
+"""Comparison of all codecs on GPU and CPU."""
 
 import pytest
 import torch
@@ -10,15 +10,15 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", CODECS.names())
-def test_a_gpu_gives_what_the_cpu_gives(name):
+def test_gpu_equals_cpu(name):
     codec = built(f'{{"name": "{name}"}}', 48)
     tokens = vectors(500, 48)
-    here, there = codec.quantise(tokens), codec.quantise(tokens.cuda())
+    expected, found = codec.quantise(tokens), codec.quantise(tokens.cuda())
     for part, (dtype, _) in codec.parts(48).items():
-        assert there[part].is_cuda and there[part].dtype == dtype
-        # A number at a rounding boundary may fall on its other side.
-        assert (here[part] == there[part].cpu()).double().mean() > 0.99
-    same = {part: values.cuda() for part, values in here.items()}
-    torch.testing.assert_close(codec.dequantise(same, 48).cpu(), codec.dequantise(here, 48))
+        assert found[part].is_cuda and found[part].dtype == dtype
+        # Values at a rounding boundary may be rounded differently.
+        assert (expected[part] == found[part].cpu()).double().mean() > 0.99
+    on_gpu = {part: values.cuda() for part, values in expected.items()}
+    torch.testing.assert_close(codec.dequantise(on_gpu, 48).cpu(), codec.dequantise(expected, 48))
     query = codec.transform_queries(tokens.cuda())
     torch.testing.assert_close(query.cpu(), codec.transform_queries(tokens), atol=1e-2, rtol=0)

@@ -1,4 +1,4 @@
-"""Floats as they are stored, readable by others."""
+"""Floating-point codecs, whose columns other programs can read."""
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,7 @@ from pipeline.tokens import TokenBatch
 
 
 @pytest.mark.parametrize("name", ["float16", "float32"])
-def test_columns_hold_numbers(name):
+def test_columns_hold_floats(name):
     codec = CODECS.build(CODECS.resolve(name))
     given = torch.tensor([[[1.0, 0.1], [3.0, 1e-5]]])
     column = codec.encode(TokenBatch(given, torch.ones(1, 2, dtype=torch.bool), False))
@@ -23,8 +23,8 @@ def test_columns_hold_numbers(name):
     assert codec.token_bytes(384) == 384 * np.dtype(name).itemsize
 
 
-def test_float_parts_may_be_of_any_float_type():
+def test_parts_may_have_any_float_dtype():
     given = torch.rand(3, 4, dtype=torch.float64)
     assert FLOATS.dequantise({"values": given}, 4).dtype == torch.float32
-    numbers, scales = FLOATS.numbers({"values": given}, 4)
-    assert numbers is given and scales is None
+    values, scales = FLOATS.factors({"values": given}, 4)
+    assert values is given and scales is None

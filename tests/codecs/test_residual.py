@@ -1,4 +1,4 @@
-"""Centroids and residuals, against loops in float64; what `fit` learns, and what it refuses."""
+"""Comparison of the residual codec with loops in float64, and tests of `fit`."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from pipeline.registry import CODECS
 
 
 def sample(num_tokens: int, dim: int, seed: int = 0, *, unit: bool = True) -> np.ndarray:
-    """Vectors around a few directions."""
+    """Returns vectors around a few directions."""
     centres = np.random.default_rng(99).normal(size=(8, dim))
     rng = np.random.default_rng(seed)
     tokens = centres[rng.integers(8, size=num_tokens)] + 0.5 * rng.normal(size=(num_tokens, dim))
@@ -29,8 +29,8 @@ def build(tokens: np.ndarray, **settings) -> Residual:
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dim", [13, 48])
 @pytest.mark.parametrize("unit", [True, False])
-def test_equals_the_loops(bits, dim, unit, monkeypatch):
-    monkeypatch.setattr(residual, "BLOCK_NUMBERS", 100)  # many blocks, the last one smaller
+def test_equals_reference(bits, dim, unit, monkeypatch):
+    monkeypatch.setattr(residual, "MAX_BLOCK_ELEMENTS", 100)  # many blocks, the last one smaller
     codec = build(sample(200, dim, unit=unit), bits=bits)
     centroids, cutoffs, weights = (
         codec.artefact[name].astype(np.float64) for name in ("centroids", "cutoffs", "weights")
@@ -54,17 +54,17 @@ def test_equals_the_loops(bits, dim, unit, monkeypatch):
         np.testing.assert_allclose(found[t], expected, atol=1e-6)
 
 
-def test_buckets_are_quantiles_of_the_residuals():
+def test_buckets_are_quantiles_of_residuals():
     tokens = sample(500, 24)
-    learned = Residual.fit(spec(bits=2), tokens)
-    distances = ((tokens[:, None] - learned["centroids"][None]) ** 2).sum(axis=2)
-    residuals = tokens - learned["centroids"][distances.argmin(axis=1)]
+    artefact = Residual.fit(spec(bits=2), tokens)
+    distances = ((tokens[:, None] - artefact["centroids"][None]) ** 2).sum(axis=2)
+    residuals = tokens - artefact["centroids"][distances.argmin(axis=1)]
     expected = np.quantile(residuals, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8])
-    np.testing.assert_allclose(learned["weights"], expected[::2], atol=1e-6)
-    np.testing.assert_allclose(learned["cutoffs"], expected[1::2], atol=1e-6)
+    np.testing.assert_allclose(artefact["weights"], expected[::2], atol=1e-6)
+    np.testing.assert_allclose(artefact["cutoffs"], expected[1::2], atol=1e-6)
 
 
-def test_more_bits_and_more_centroids_are_nearer():
+def test_more_bits_and_centroids_reduce_error():
     tokens, given = sample(2000, 64), torch.from_numpy(sample(300, 64, seed=1))
 
     def error(**settings) -> float:
@@ -77,7 +77,7 @@ def test_more_bits_and_more_centroids_are_nearer():
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.995, 1.5])
-def test_unit_length_is_that_of_the_sample(scale):
+def test_normalises_if_sample_is_normalised(scale):
     codec = build(sample(200, 24) * np.float32(scale))
     given = torch.from_numpy(sample(20, 24, seed=1)) * scale
     lengths = codec.dequantise(codec.quantise(given), 24).norm(dim=1)
@@ -86,24 +86,24 @@ def test_unit_length_is_that_of_the_sample(scale):
     assert torch.allclose(lengths, torch.ones(20)) == is_unit
 
 
-def test_a_zero_vector_in_the_sample_says_nothing_of_the_length():
+def test_zero_vectors_do_not_affect_normalisation():
     tokens = np.concatenate([sample(200, 24), np.zeros((1, 24), np.float32)])
     assert bool(Residual.fit(spec(), tokens)["normalised"])
     assert not bool(Residual.fit(spec(num_centroids=1), tokens[-1:])["normalised"])
 
 
-def test_fits_alike_every_time_and_by_its_seed():
+def test_fit_is_deterministic_given_seed():
     tokens = sample(400, 24)
     first, again, other = (Residual.fit(spec(), tokens, seed) for seed in (3, 3, 2**32 - 1))
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not np.array_equal(first["centroids"], other["centroids"])
 
 
-def test_a_sample_may_be_as_small_as_the_codebook():
+def test_sample_as_small_as_codebook():
     tokens = sample(16, 24)
     codec = build(tokens)
     found = codec.dequantise(codec.quantise(torch.from_numpy(tokens)), 24)
-    np.testing.assert_allclose(found.numpy(), tokens, atol=1e-6)  # each is a centroid
+    np.testing.assert_allclose(found.numpy(), tokens, atol=1e-6)  # each token is a centroid
     with pytest.raises(SpecError) as error:
         Residual.fit(spec(), tokens[:15])
     assert str(error.value) == (
@@ -120,7 +120,7 @@ def test_a_sample_may_be_as_small_as_the_codebook():
         ({"num_centroids": 65537}, "num_centroids must be less than or equal to 65536, got 65537"),
     ],
 )
-def test_other_settings_are_refused(settings, message):
+def test_rejects_invalid_settings(settings, message):
     with pytest.raises(SpecError) as error:
         spec(**settings)
     assert str(error.value).startswith(message)

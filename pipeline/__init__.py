@@ -8,7 +8,7 @@ __all__ = ["Composed", "__version__", "open_index"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `import pipeline` needs neither Ray nor Lance (the core runs without them).
+    # Imported lazily, because the core runs without Ray and Lance.
     if name == "open_index":
         from pipeline.search.searcher import open_index
 

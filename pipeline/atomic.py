@@ -1,4 +1,4 @@
-"""Result files that are there whole or not at all."""
+"""Atomic writes of result files, locally or in object storage."""
 
 from __future__ import annotations
 
@@ -18,77 +18,78 @@ from pipeline.extras import require_storage
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
-    """Checks that a path can be written, before any work is done for it.
+    """Checks that a local path is writable, before any work is done. Remote URIs are not checked.
 
     Args:
-        uri: Local path or URI; only local paths are checked.
-        field: Field of the spec that names the path, for the error message.
-        as_file: True for a file, False for a folder.
+        uri: Path or URI of the output.
+        field: Name of the field or option, for the error message.
+        as_file: Whether the output is a file rather than a folder.
 
     Raises:
-        SpecError: For `field`: the path cannot be written.
+        MissingExtra: The URI needs a storage package that is not installed.
+        SpecError: The path is not writable.
     """
     require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if "file" not in filesystem.protocol:
         return
-    there = Path(path)
-    if as_file and there.is_dir():
+    target = Path(path)
+    if as_file and target.is_dir():
         raise SpecError(field, uri, "the path of a file", "is a folder")
-    if not as_file and there.is_file():
+    if not as_file and target.is_file():
         raise SpecError(field, uri, "the path of a folder", "is a file")
-    # Renaming would put a file in the place of /dev/null, or of /dev/stdout, a link to /proc.
-    is_stream = there.is_symlink() and os.readlink(there).startswith("/proc/")
-    if as_file and (is_stream or (there.exists() and not there.is_file())):
+    # Renaming would replace devices such as /dev/null and links to /proc such as /dev/stdout.
+    is_stream = target.is_symlink() and os.readlink(target).startswith("/proc/")
+    if as_file and (is_stream or (target.exists() and not target.is_file())):
         raise SpecError(field, uri, "the path of a file", "is a device or a pipe")
-    there = there.parent if as_file else there
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise SpecError(field, uri, "a path below a folder", f"is below the file {there}")
-    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
+    parent = target.parent if as_file else target
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise SpecError(field, uri, "a path below a folder", f"is below the file {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
         raise SpecError(
-            field, uri, "a writable path", f"cannot be written ({there} is not writable)"
+            field, uri, "a writable path", f"cannot be written ({parent} is not writable)"
         )
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:
-    """Writes a file under another name and renames it; makes the folders above it.
+    """Writes a file to a temporary path and renames it; creates missing parent folders.
 
     Raises:
-        OSError: it cannot be written there, or is a folder.
+        OSError: The file cannot be written, or the path is a folder.
     """
-    with _renamed(uri) as (filesystem, unfinished):
-        filesystem.pipe_file(unfinished, data.encode() if isinstance(data, str) else data)
+    with _temporary_path(uri) as (filesystem, temporary):
+        filesystem.pipe_file(temporary, data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
-def writing_atomic(uri: str) -> Iterator[TextIO]:
-    """A text file to be written bit by bit, which is there when the block ends without an error.
+def open_atomic(uri: str) -> Iterator[TextIO]:
+    """Opens a text file for writing, which appears at `uri` when the block ends without an error.
 
     Raises:
-        OSError: as `write_atomic`.
+        OSError: The file cannot be written, or the path is a folder.
     """
     with (
-        _renamed(uri) as (filesystem, unfinished),
-        filesystem.open(unfinished, "w", encoding="utf-8", newline="\n") as file,
+        _temporary_path(uri) as (filesystem, temporary),
+        filesystem.open(temporary, "w", encoding="utf-8", newline="\n") as file,
     ):
         yield file
 
 
 @contextlib.contextmanager
-def _renamed(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-    """Where to write a file that gets its name at the end, and goes if there is an error."""
+def _temporary_path(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
+    """Yields a path that is renamed to `uri` on success and removed on error."""
     require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if filesystem.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", uri)
     folder, name = posixpath.split(path)
     filesystem.makedirs(folder, exist_ok=True)
-    unfinished = posixpath.join(folder, f".{name}.{os.getpid()}.tmp")
+    temporary = posixpath.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
-        yield filesystem, unfinished
-        filesystem.mv(unfinished, path)
+        yield filesystem, temporary
+        filesystem.mv(temporary, path)
     finally:
-        if filesystem.exists(unfinished):
-            filesystem.rm(unfinished)
+        if filesystem.exists(temporary):
+            filesystem.rm(temporary)

@@ -1,4 +1,4 @@
-"""Where a model's checkpoint lies: a local folder, or one that the hub gives."""
+"""Resolution of model checkpoints to local folders."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipeline.config import SpecError
 
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule: str) -> Path:
-    """Returns the folder of a checkpoint; missing files are downloaded from the model hub.
+    """Returns the folder of a checkpoint, downloading it from the Hugging Face Hub if necessary.
 
     Args:
         model: Local folder, or name of a model on the hub.
-        revision: Branch, tag or commit on the hub; None for the default branch.
-        files: Patterns of the names of the files to download.
+        revision: Revision on the hub; defaults to the main branch.
+        files: Patterns of the files to download.
         rule: What `model` must be, for the error message.
 
     Raises:
-        SpecError: For `model`: it is neither a folder nor a model on the hub.
+        SpecError: `model` is not a folder and cannot be loaded from the hub.
     """
-    if model and Path(model).is_dir():  # an empty path is the working directory's
+    if model and Path(model).is_dir():  # Path("") is the working directory
         return Path(model)
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
         raise SpecError("model", model, rule, "is not a folder or hub name")

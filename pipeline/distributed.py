@@ -1,4 +1,4 @@
-"""Collectives of training workers; without a process group they act as for one worker."""
+"""Collectives of training workers, which are no-ops without a process group."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def largest(number: int, device: torch.device) -> int:
 
 
 def gathered(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """Returns the rows of all workers, in rank order, differentiable for this worker's rows.
+    """Returns the rows of all workers in rank order, differentiable in the rows of this worker.
 
-    Workers must have the same number of rows. Other axes are padded to the longest. The gradient
-    of a loss on the result is that of the *sum* of the workers' losses with respect to this
-    worker's rows, so that averaging gradients over workers yields that of the mean loss.
+    All workers must have the same number of rows. Other axes are padded to the longest worker. The
+    gradient is that of the *sum* of the losses of all workers, so that averaging gradients over
+    workers yields the gradient of the mean loss.
 
     Args:
         tensor: Rows of this worker.
-        fill: Value of the padding.
+        fill: Padding value.
     """
     if num_workers() == 1:
         return tensor

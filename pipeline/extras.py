@@ -1,4 +1,4 @@
-"""Optional dependencies: the packages of each extra, and the error that asks for a missing one."""
+"""Optional dependencies: the packages of each extra, and the error for missing packages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A package that only some users need.
+    """An optional dependency.
 
     Attributes:
-        name: Name under which it is installed.
-        extra: Extra of this project that installs it.
-        purpose: What needs it, as the subject of a sentence.
+        name: Distribution name.
+        extra: Extra of this project that installs the package.
+        purpose: Feature that needs the package, a gerund phrase.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Package(NamedTuple):
     purpose: str
 
 
-#: Packages of extras, by the name under which they are imported.
+#: Packages of extras by import name.
 PACKAGES = {
     "accelerate": Package("accelerate", "gpu", "spreading a model over GPUs"),
     "bm25s": Package("bm25s", "report", "comparing with BM25"),
@@ -42,7 +42,7 @@ PACKAGES = {
 
 
 class MissingExtra(ImportError):
-    """A package of an extra is not installed. Jobs print it as one sentence and exit with code 2.
+    """Error for a package of an extra that is not installed. Jobs print it and exit with code 2.
 
     >>> str(MissingExtra("pypdfium2"))
     'reading PDF files needs pypdfium2; install it with: pip install "maxray[pdf]"'
@@ -54,24 +54,27 @@ class MissingExtra(ImportError):
         sentence = f"{package.purpose} needs {package.name}; install it with: {command}"
         super().__init__(sentence, name=module)
 
-    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str]]:  # crosses processes in Ray
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str]]:  # pickled by Ray
         return MissingExtra, (self.name or "",)
 
 
 def require(*modules: str) -> None:
-    """Raises `MissingExtra` if one of the modules cannot be found; imports none of them."""
+    """Raises `MissingExtra` if one of the modules is not installed, without importing them."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(module)
 
 
 def require_storage(uri: str) -> None:
-    """Raises `MissingExtra` if the URI is in a storage whose package is not installed."""
+    """Raises `MissingExtra` if the storage of a URI needs a package that is not installed."""
     if uri.startswith("s3://"):
         require("s3fs")
 
 
 def explained(error: ModuleNotFoundError) -> ImportError:
-    """Returns `MissingExtra` for a failed import of an extra's module, and `error` for others."""
+    """Converts a failed import to `MissingExtra` if the module belongs to an extra.
+
+    Other errors are returned unchanged.
+    """
     module = (error.name or "").partition(".")[0]
     return MissingExtra(module) if module in PACKAGES else error

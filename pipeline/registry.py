@@ -1,7 +1,7 @@
-"""What can be named in a spec: `name -> module:Class`, imported only when it is used.
+"""Registries of the components that specs select by name, which are imported on first use.
 
-Adding a component is one file and one line here; third parties add theirs without touching this
-file, through an entry point in the group `maxray.<kind>` (for example `maxray.compressors`).
+To add a component, add a module and an entry in this file. Other packages register components by
+entry points in the group `maxray.<kind>`, for example `maxray.compressors`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 from pipeline.config import MissingField, Spec, SpecError, parse
 from pipeline.extras import explained
 
-if TYPE_CHECKING:  # only the types: the registry imports no component before it is used
+if TYPE_CHECKING:  # components are imported on first use
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -28,32 +28,37 @@ if TYPE_CHECKING:  # only the types: the registry imports no component before it
     from pipeline.training_data.base import TrainingData
     from pipeline.transcribe import Recogniser
 else:
-    ComponentSpec = Spec  # components of other packages may derive their specs from it alone
+    ComponentSpec = Spec  # specs of components from other packages may derive from Spec directly
 
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named components of one kind. Every component class has a nested `Spec`."""
+    """Components of one kind by name. All component classes have a nested `Spec`.
+
+    Args:
+        kind: Kind of the components, the suffix of the entry point group.
+        entries: Location of each component as `module:Class`.
+    """
 
     def __init__(self, kind: str, entries: dict[str, str]):
         self.kind, self._entries = kind, entries
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
-        added = {e.name: e.value for e in entry_points(group=f"maxray.{self.kind}")}
-        return {**added, **self._entries}
+        plugins = {e.name: e.value for e in entry_points(group=f"maxray.{self.kind}")}
+        return {**plugins, **self._entries}
 
     def names(self) -> list[str]:
-        """Returns the names of the components, sorted."""
+        """Returns the names of all components in alphabetical order."""
         return sorted(self._all)
 
     def load(self, name: str) -> type[T]:
         """Imports and returns the component class called `name`.
 
         Raises:
-            MissingExtra: A package that the component needs is an extra that is not installed.
-            SpecError: No component has the name, or its package is not installed.
+            MissingExtra: The component needs an extra that is not installed.
+            SpecError: The name is unknown, or a package of the component is not installed.
         """
         if name not in self._all:
             raise SpecError.unknown_name("name", name, self.names())
@@ -67,12 +72,16 @@ class Registry(Generic[T]):
             raise SpecError("name", name, "an installed component", problem) from error
 
     def spec_class(self, name: str) -> type[ComponentSpec]:
-        """Returns the class of the component's specs."""
+        """Returns the spec class of a component."""
         component: Any = self.load(name)
         return component.Spec
 
     def resolve(self, value: Any) -> ComponentSpec:
-        """Returns the spec of a component, from its name, a mapping with a `name`, or a spec."""
+        """Returns the spec of a component.
+
+        Args:
+            value: Name of a component, mapping with a `name`, or spec.
+        """
         if isinstance(value, ComponentSpec):
             return value
         value = {"name": value} if isinstance(value, str) else value
@@ -83,7 +92,7 @@ class Registry(Generic[T]):
         return parse(self.spec_class(value["name"]), value)
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
-        """Constructs the component that `spec.name` names."""
+        """Constructs the component called `spec.name`."""
         component: Any = self.load(spec.name)
         return component(spec, *args, **kwargs)
 
@@ -184,7 +193,7 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
 
 
 def _resolve_source(value: Any) -> ComponentSpec:
-    """A source, or a list of sources that are read as one."""
+    """Returns the spec of a source; a list of sources becomes the source `several`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
     return SOURCES.resolve(
@@ -199,7 +208,7 @@ def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
 EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.resolve)]
 CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.resolve)]
 SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_resolve_source)]
-#: None: text to be seen, or speech, is not recognised.
+#: None disables the recognition of text in images, or of speech.
 OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.resolve)]

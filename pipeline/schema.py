@@ -1,9 +1,9 @@
-"""The Arrow schema of every hop and the id rules: the contract between the parts.
+"""Arrow schemas and result types shared by sources, encoders, the index and search.
 
     source --ITEM--> encoder --TokenBatch--> compressors --representation columns--> index row
 
-An *item* is what a search can return (a passage, a page, a video window); its `parent_id` names the
-document it is part of. What cannot become an item's row becomes a row of `REJECT`.
+An *item* is a unit of retrieval, such as a passage, a page or a video window. Its `parent_id` names
+the document that contains it. Items that cannot be indexed are recorded as rows of `REJECT`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-#: Of what is written; older versions are read. 2: extents as `index.positions.STORED_EXTENTS`.
+#: Version of the index format that is written; older versions can be read. Version 2 stores extents
+#: as `index.positions.STORED_EXTENTS`.
 FORMAT_VERSION = 2
 METADATA_KEY = b"maxray"
 
-#: Where in its parent an item lies: unit "page", "seconds", "characters" or "" (the whole).
+#: Location of an item in its parent. The unit is "page", "seconds", "characters" or "" (the whole).
 SPAN = pa.struct(
     [
         pa.field("unit", pa.string()),
@@ -29,7 +30,7 @@ SPAN = pa.struct(
     ]
 )
 
-#: One item, as a source lists it. Sources add payload columns behind these, see `PAYLOAD`.
+#: Items listed by a source. Sources append payload columns, see `PAYLOAD`.
 ITEM = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
@@ -39,19 +40,19 @@ ITEM = pa.schema(
         pa.field("span", SPAN),
         pa.field("title", pa.string()),
         pa.field("text", pa.string()),
-        pa.field("caption", pa.string()),  # what somebody said of it, apart from what is in it
+        pa.field("caption", pa.string()),  # text about the item that is not part of its content
         pa.field("revision", pa.string(), nullable=False),
         pa.field("metadata", pa.string()),  # a JSON object
     ]
 )
 
-WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # characters in the text, ascending
+WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # character offsets in the text, ascending
 WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
 WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
-WORD_CONFIDENCES = pa.list_(pa.float32())  # probability that a recognised word is right, or NaN
-WORD_KINDS = pa.list_(pa.int8())  # codes of `tokens.KINDS`: to be seen, or to be heard
+WORD_CONFIDENCES = pa.list_(pa.float32())  # probability of correct recognition, or NaN
+WORD_KINDS = pa.list_(pa.int8())  # indices into `tokens.KINDS`: visual or audio
 
-#: A frame of a video: its number and its time in the file, and upright RGB pixels, row by row.
+#: Video frame: index and timestamp in the file, and upright RGB pixels in row-major order.
 FRAME = pa.struct(
     [
         pa.field("index", pa.int32()),
@@ -61,7 +62,7 @@ FRAME = pa.struct(
         pa.field("pixels", pa.binary()),
     ]
 )
-#: Sound: one channel of little-endian float32 samples, from `start` seconds of the file on.
+#: Mono audio: little-endian float32 samples that begin at `start` seconds of the file.
 AUDIO = pa.struct(
     [
         pa.field("start", pa.float64()),
@@ -70,44 +71,45 @@ AUDIO = pa.struct(
     ]
 )
 
-#: What an encoder can want of a source, and the columns that bring it. A source fills those of the
-#: wanted ones that it has.
+#: Columns of each kind of payload that an encoder can request from a source. A source fills the
+#: requested columns that it supports.
 PAYLOAD = {
     "item_id": [],
     "text": [pa.field("word_spans", WORD_SPANS), pa.field("word_boxes", WORD_BOXES)],
     "caption": [],
-    "image": [pa.field("image", pa.binary())],  # an upright RGB picture, as JPEG, PNG or WebP
-    "scan": [pa.field("scan", pa.binary())],  # the same where its text is not known otherwise
+    "image": [pa.field("image", pa.binary())],  # upright RGB image as JPEG, PNG or WebP
+    "scan": [pa.field("scan", pa.binary())],  # image of an item whose text must be recognised
     "frames": [pa.field("frames", pa.list_(FRAME))],
     "audio": [pa.field("audio", AUDIO)],
 }
 
 
-def payload_of(gives: Iterable[str], wants: Container[str]) -> pa.Schema:
-    """The columns that bring what a source gives and an encoder wants."""
-    return pa.schema([column for kind in gives if kind in wants for column in PAYLOAD[kind]])
+def payload_schema(provided: Iterable[str], requested: Container[str]) -> pa.Schema:
+    """Returns the payload columns that a source provides and an encoder requests."""
+    kinds = [kind for kind in provided if kind in requested]
+    return pa.schema([column for kind in kinds for column in PAYLOAD[kind]])
 
 
-#: One thing that did not become a row. `retryable`: the next run tries it again by itself.
+#: Inputs that were not indexed. The next run retries those with `retryable`.
 REJECT = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         pa.field("stage", pa.string(), nullable=False),  # list, decode, encode, compress
-        pa.field("reason", pa.string(), nullable=False),  # a short class, good for grouping
+        pa.field("reason", pa.string(), nullable=False),  # short category
         pa.field("detail", pa.string()),
         pa.field("revision", pa.string()),
-        pa.field("spec", pa.string()),  # digest of the resolved spec that rejected it
+        pa.field("spec", pa.string()),  # digest of the resolved spec
         pa.field("retryable", pa.bool_(), nullable=False),
     ]
 )
 
 MAX_ID_LENGTH = 512
-_ILLEGAL_IN_IDS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow cannot store surrogates
+_INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rejects surrogates
 
 
 def item_id_problem(item_id: Any) -> str | None:
-    """What is wrong with an item id, or None.
+    """Returns the rule that an item id violates, or None if it is valid.
 
     >>> item_id_problem("docs/a.txt")
     >>> item_id_problem("")
@@ -115,14 +117,14 @@ def item_id_problem(item_id: Any) -> str | None:
     """
     if not isinstance(item_id, str) or not 0 < len(item_id) <= MAX_ID_LENGTH:
         return f"an id is a string of 1 to {MAX_ID_LENGTH} characters"
-    if _ILLEGAL_IN_IDS.search(item_id):
-        return "an id holds no control characters and no halves of surrogate pairs"
+    if _INVALID_ID_CHARACTERS.search(item_id):
+        return "an id must not contain control characters or unpaired surrogates"
     return None
 
 
 @dataclass(frozen=True)
 class Item:
-    """One row of `ITEM`, for sources that build items one by one; payload columns in `payload`."""
+    """Row of `ITEM`, for sources that build items individually; `payload` has payload columns."""
 
     item_id: str
     parent_id: str
@@ -135,39 +137,41 @@ class Item:
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
     caption: str | None = None
-    handle: Any = None  # where the source found it, a JSON value; not stored
+    handle: Any = None  # location in the source, a JSON value; not stored
 
     def row(self) -> dict[str, Any]:
-        """The item as a row for `pa.Table.from_pylist`."""
+        """Returns the item as a row for `pa.Table.from_pylist`."""
         span = self.span and dict(zip(("unit", "start", "end"), self.span, strict=True))
         metadata = json.dumps(self.metadata, ensure_ascii=False) if self.metadata else None
         row = {name: getattr(self, name) for name in ITEM.names if name not in ("span", "metadata")}
         return {**row, "span": span, "metadata": metadata, **self.payload}
 
 
-#: Modalities whose metadata names the item's file as `file` where the id does not.
+#: Modalities whose metadata has a field `file` if the file of an item differs from its id.
 MEDIA = ("image", "video", "audio")
 
 
-def detail_in(detail: str, file: str | None) -> str:
-    """Returns the detail of a reject with the name of the item's file, where it has one to add.
+def detail_with_file(detail: str, file: str | None) -> str:
+    """Appends the file of an item to the detail of a reject, unless it is None.
 
-    >>> detail_in("cut short", "1.tar"), detail_in("", "1.tar"), detail_in("cut short", None)
-    ('cut short (file 1.tar)', 'file 1.tar', 'cut short')
+    >>> detail_with_file("truncated", "1.tar"), detail_with_file("", "1.tar")
+    ('truncated (file 1.tar)', 'file 1.tar')
+    >>> detail_with_file("truncated", None)
+    'truncated'
     """
     if not file:
         return detail
     return f"{detail[:400]} (file {file})" if detail else f"file {file}"
 
 
-def file_in(modality: str, metadata: str | None) -> str | None:
-    """Returns the file of a stored item, such as its archive; None where the id names the file."""
+def metadata_file(modality: str, metadata: str | None) -> str | None:
+    """Returns the file of a stored item, such as its archive, or None if the id names the file."""
     return json.loads(metadata).get("file") if metadata and modality in MEDIA else None
 
 
 @dataclass(frozen=True)
 class Reject:
-    """One row of `REJECT`; the index job fills in `spec`."""
+    """Row of `REJECT`; the index job sets the column `spec`."""
 
     item_id: str
     source: str
@@ -178,35 +182,35 @@ class Reject:
     retryable: bool = False
 
     def row(self) -> dict[str, Any]:
-        """The reject as a row for `pa.Table.from_pylist`."""
+        """Returns the reject as a row for `pa.Table.from_pylist`."""
         return {name: getattr(self, name, None) for name in REJECT.names}
 
 
 def vectors_type(dim: int, value_type: pa.DataType | None = None) -> pa.ListType:
-    """The column type of a multi-vector representation: `list<fixed_size_list<float16>[dim]>`."""
+    """Returns the type of a multi-vector column, `list<fixed_size_list<value_type>[dim]>`."""
     return pa.list_(pa.list_(value_type or pa.float16(), dim))
 
 
 def with_metadata(column: pa.Field, metadata: dict[str, Any]) -> pa.Field:
-    """`column` carrying `metadata` as JSON under the key `maxray`."""
+    """Returns `column` with `metadata` as JSON under the key `maxray`."""
     return column.with_metadata({METADATA_KEY: json.dumps(metadata, ensure_ascii=False).encode()})
 
 
-def metadata_of(column: pa.Field) -> dict[str, Any]:
-    """The metadata that `with_metadata` put on a column; empty for other columns."""
+def column_metadata(column: pa.Field) -> dict[str, Any]:
+    """Returns the metadata set by `with_metadata`; empty for other columns."""
     return json.loads((column.metadata or {}).get(METADATA_KEY, b"{}"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something of an item is: in a picture, at a time, or both (a frame).
+    """Location of words or of a region in an image, an audio interval or a video frame.
 
     Attributes:
-        span: its characters in the item's text.
-        box: x0 y0 x1 y1 in [0, 1] of the page, picture or frame; None: it is heard, not seen.
-        times: t0 t1 in seconds of the parent; None: it has no time.
-        confidence: The recogniser's probability that the words are right, their mean; None if they
-            were not recognised or the index does not hold it.
+        span: Character range in the text of the item.
+        box: Bounding box x0, y0, x1, y1 in [0, 1] of the page, image or frame; None for audio.
+        times: Interval t0, t1 in seconds of the parent; None for pages and images.
+        confidence: Mean probability that the words were recognised correctly; None if they were not
+            recognised by OCR or ASR, or if the index does not store it.
     """
 
     span: tuple[int, int]
@@ -217,15 +221,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Match:
-    """The vector of a hit that a query token matched best, and the words it stands for.
+    """Best-matching vector of a hit for a query token, and the words that the vector represents.
 
     Attributes:
-        similarity: Best similarity of the query token with a vector of the hit: its term of MaxSim.
-        document_token: Index among the vectors of the item in the searched representation.
+        query_token: Text of the query token.
+        similarity: Maximum similarity of the query token over the vectors of the hit, its term of
+            the MaxSim score.
+        document_token: Index of the vector in the searched representation of the item.
         spans: Character ranges in the item's text; may be empty.
-        places: Locations of the words that have one, in the order of the text.
+        places: Locations of the words, where known, in the order of the text.
         contribution: `similarity` minus the mean similarity of the query token with all vectors of
-            the hit. It is small for a token that is about as similar to everything, a stop word.
+            the hit. It is small for tokens that are similar to all vectors, such as stop words.
     """
 
     query_token: str
@@ -238,11 +244,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Mark:
-    """The word of a passage that a query token matches best.
+    """Word of a passage that matches a query token best.
 
     Attributes:
-        span: Characters of the encoder's token in the item's text.
-        contribution: As in `Match`, with the best similarity inside the passage.
+        query_token: Text of the query token.
+        span: Character range of the encoder's token in the item's text.
+        contribution: As in `Match`, with the maximum similarity within the passage.
     """
 
     query_token: str
@@ -255,9 +262,9 @@ class Passage(Place):
     """Contiguous part of a hit that matches the query: consecutive words, or an image region.
 
     Attributes:
-        contribution: Sum of the contributions of the query tokens inside the passage, as far as
-            they exceed those inside the passages before it.
-        marks: At most one per query token, in the order of the query; empty for an image region.
+        contribution: Sum over query tokens of the increase in contribution over the preceding
+            passages.
+        marks: At most one mark per query token, in query order; empty for an image region.
     """
 
     contribution: float
@@ -266,12 +273,12 @@ class Passage(Place):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the score of a hit is made of; None where that was not asked for.
+    """Components of the score of a hit; None for components that were not requested.
 
     Attributes:
-        late: MaxSim: the sum over the query tokens.
-        late_mean: the same divided by the number of query tokens, as the hybrid score has it.
-        single: the similarity of the pooled vectors.
+        late: MaxSim score, the sum over query tokens.
+        late_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
+        single: Single-vector score, the similarity of the pooled vectors.
     """
 
     late: float | None = None
@@ -279,7 +286,7 @@ class Parts:
     single: float | None = None
 
 
-#: What EDJE's joint encoder may compute in; int8 on a CPU alone.
+#: Precision of EDJE's joint encoder; int8 only on CPUs.
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 #: Default number of items that EDJE reranks (the paper's k).
 DEFAULT_RERANK_DEPTH = 10
@@ -287,14 +294,15 @@ DEFAULT_RERANK_DEPTH = 10
 
 @dataclass(frozen=True)
 class Reranked:
-    """What reranking did with a hit.
+    """Reranking result of a hit.
 
     Attributes:
-        first_rank, first_score: those of the first stage.
-        joint: the joint encoder's logit that query and hit match; None: it did not read the hit.
+        first_rank: Rank in the first stage.
+        first_score: Score in the first stage.
+        joint: Logit of the joint encoder; None if the hit was not reranked.
         num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
             if the query is an image.
-        problem: why a hit within the rerank depth was not read; such a hit keeps its first rank.
+        problem: Reason why a hit within the rerank depth was not reranked; it keeps its first rank.
     """
 
     first_rank: int
@@ -306,10 +314,11 @@ class Reranked:
 
 @dataclass(frozen=True)
 class Composed:
-    """A query of a text and a picture together, such as a photo and "but in red".
+    """Composed query of a text and an image, such as an image of a shoe and "but in red".
 
     Attributes:
-        picture: a file of PNG, JPEG or WebP.
+        text: Text of the query.
+        picture: Image file in PNG, JPEG or WebP format.
     """
 
     text: str
@@ -318,7 +327,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Hit:
-    """One search result; `pipeline.search.score` defines its score."""
+    """Search result. The score is defined in `pipeline.search.score`."""
 
     rank: int
     score: float

@@ -1,8 +1,8 @@
-"""What a stage of the index job is, and how stages become Ray Data operators.
+"""Stages of the index job and their execution as Ray Data operators.
 
-A row of the Ray Data pipeline is a `Unit`: a fixed group of items that is encoded together, written
-together and committed together or not at all. Batches are formed inside a unit only, so a resumed
-job forms the very batches of an unbroken one, and its vectors are equal bit for bit.
+A row of the Ray Data pipeline is a `Unit`, a fixed group of items that is encoded, written and
+committed atomically. Batches never span units, so a resumed job forms the same batches as an
+uninterrupted one and produces bit-identical vectors.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
-from pipeline.schema import REJECT, Reject, detail_in, file_in
+from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 
 if TYPE_CHECKING:
     import ray.data
 
-#: Errors of the machine rather than of the item: the next run tries such items again.
+#: Errors caused by the machine rather than the item; the next run retries such items.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
 
 
 class Resources(Spec):
-    """What one actor of a stage takes, and how many actors there may be."""
+    """Resources of the actor pool of a stage."""
 
     num_cpus: NonNegativeFloat = 1.0
+    """Number of CPUs per actor."""
     num_gpus: NonNegativeFloat = 0.0
+    """Number of GPUs per actor; a fraction shares one GPU."""
     min_actors: PositiveInt = 1
+    """Minimum number of actors."""
     max_actors: PositiveInt = 1
-    num_threads: PositiveInt = 1  # of torch and BLAS in each actor
+    """Maximum number of actors."""
+    num_threads: PositiveInt = 1
+    """Number of torch and BLAS threads per actor."""
 
     @model_validator(mode="after")
-    def _pool(self) -> Resources:
+    def _check_resources(self) -> Resources:
         if self.min_actors > self.max_actors:
             rule = f"at least min_actors={self.min_actors}"
             raise SpecError("max_actors", self.max_actors, rule)
@@ -50,21 +55,21 @@ class Resources(Spec):
         return self
 
     @property
-    def of_a_task(self) -> dict[str, float]:
-        """As options of a Ray task that does the work of one actor."""
+    def task_options(self) -> dict[str, float]:
+        """Options of a Ray task with the resources of one actor."""
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A fixed group of items on its way through the stages.
+    """Fixed group of items that passes through the stages.
 
     Attributes:
-        name: shard and position in it, for example "00003-0001": equal in every run.
-        items: the items still good, one row each; stages add columns.
-        rejects: (REJECT) what this unit's items lost on the way.
-        seconds: time spent on this unit by stage name.
-        extra: small JSON values for the driver (for example the rows that are replaced).
+        name: Shard and position within it, for example "00003-0001"; identical in all runs.
+        items: Items that were not rejected, one per row; stages add columns.
+        rejects: Rejected items, with schema `REJECT`.
+        seconds: Processing time by stage name.
+        extra: Small JSON values for the driver, such as the rows to replace.
     """
 
     name: str
@@ -74,27 +79,27 @@ class Unit:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def reject(self, rejects: Sequence[Reject]) -> Unit:
-        """The unit with `rejects` added to its list (the caller has dropped the rows)."""
-        added = pa.Table.from_pylist([r.row() for r in rejects], schema=REJECT)
-        return replace(self, rejects=pa.concat_tables([self.rejects, added]))
+        """Returns the unit with additional rejects; the caller removes them from `items`."""
+        table = pa.Table.from_pylist([r.row() for r in rejects], schema=REJECT)
+        return replace(self, rejects=pa.concat_tables([self.rejects, table]))
 
     def pack(self) -> pa.Table:
-        """The unit as one row of a Ray Data block: Ray never splits a row."""
-        about = {"seconds": self.seconds, "extra": self.extra}
+        """Serialises the unit to one row of a Ray Data block, because Ray never splits rows."""
+        info = {"seconds": self.seconds, "extra": self.extra}
         columns = [
             pa.array([self.name]),
-            _one_binary(to_ipc(self.items)),
-            _one_binary(to_ipc(self.rejects)),
-            pa.array([json.dumps(about)]),
+            _binary_array(to_ipc(self.items)),
+            _binary_array(to_ipc(self.rejects)),
+            pa.array([json.dumps(info)]),
         ]
         return pa.Table.from_arrays(columns, schema=PACKED)
 
     @classmethod
     def unpack(cls, row: pa.Table, i: int) -> Unit:
-        """Row `i` of a block of packed units."""
-        about = json.loads(row["about"][i].as_py())
-        items, rejects = (from_ipc(_binary_of(row[name], i)) for name in ("items", "rejects"))
-        return cls(row["unit"][i].as_py(), items, rejects, about["seconds"], about["extra"])
+        """Deserialises row `i` of a block of packed units."""
+        info = json.loads(row["info"][i].as_py())
+        items, rejects = (from_ipc(_binary_value(row[name], i)) for name in ("items", "rejects"))
+        return cls(row["unit"][i].as_py(), items, rejects, info["seconds"], info["extra"])
 
 
 PACKED = pa.schema(
@@ -102,13 +107,13 @@ PACKED = pa.schema(
         pa.field("unit", pa.string()),
         pa.field("items", pa.large_binary()),
         pa.field("rejects", pa.large_binary()),
-        pa.field("about", pa.string()),
+        pa.field("info", pa.string()),
     ]
 )
 
 
 def packed_table(units: Sequence[Unit]) -> pa.Table:
-    """A block of packed units."""
+    """Serialises units to a Ray Data block."""
     return pa.concat_tables([unit.pack() for unit in units])
 
 
@@ -116,9 +121,9 @@ class Processed(NamedTuple):
     """Result of a stage for the items of a unit.
 
     Attributes:
-        items: The items that remain, with the stage's columns.
-        rejects: One entry for each item that was left out.
-        seconds: Time by step, for stages of several steps; None: all of it is the stage's.
+        items: Remaining items with the columns of the stage.
+        rejects: One entry per rejected item.
+        seconds: Time by step for stages with several steps; None for other stages.
     """
 
     items: pa.Table
@@ -127,16 +132,16 @@ class Processed(NamedTuple):
 
 
 class LoadedStage(ABC):
-    """A stage inside its actor, with whatever is slow to load.
+    """Stage within an actor, with its models loaded.
 
-    It must be retry-safe: processing a unit twice gives the same columns and has no other effect.
+    Processing must be idempotent and free of side effects, because units may be retried.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def process(self, items: pa.Table) -> Processed:
-        """Adds this stage's columns and leaves out the rows it rejects.
+        """Adds the columns of the stage and removes rejected rows.
 
         Args:
             items: At least one row, with the columns in the stage's `needs`.
@@ -144,31 +149,30 @@ class LoadedStage(ABC):
 
 
 class Stage(ABC):
-    """Description of one step of the pipeline: small, picklable and immutable."""
+    """Immutable, picklable description of a step of the pipeline."""
 
     name: ClassVar[str]
 
     @property
     @abstractmethod
     def needs(self) -> tuple[str, ...]:
-        """Columns that the items must have."""
+        """Columns that the stage reads."""
 
     @property
     @abstractmethod
     def adds(self) -> tuple[str, ...]:
-        """Columns that the items have afterwards."""
+        """Columns that the stage adds."""
 
     @abstractmethod
     def load(self) -> LoadedStage:
-        """Loads the stage, once in each actor."""
+        """Loads the stage; called once per actor."""
 
 
 def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
-    """Runs a stage on a unit; an exception costs the items that cause it, not the job.
+    """Runs a stage on a unit and rejects the items that raise exceptions.
 
-    After an exception the items are tried one by one. If every one of several items fails then, the
-    stage is at fault rather than an item, unless it reports them as unreadable: the exception is
-    raised.
+    After an exception, the items are processed individually. If all of several items fail with an
+    error other than `Unreadable`, the stage is considered faulty and the first exception is raised.
     """
     if unit.items.num_rows == 0:
         return unit
@@ -178,7 +182,7 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     except Exception as error:
         seconds = None
         if unit.items.num_rows > 1:
-            items, rejects = _one_by_one(stage, unit.items, error)
+            items, rejects = _process_individually(stage, unit.items, error)
         else:
             items, rejects = unit.items.slice(0, 0), [_failure(stage, unit.items, error)]
     seconds = seconds or {stage.name: time.perf_counter() - start}
@@ -186,7 +190,7 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     return unit.reject(rejects) if rejects else unit
 
 
-def _one_by_one(
+def _process_individually(
     stage: LoadedStage, items: pa.Table, first_error: Exception
 ) -> tuple[pa.Table, list[Reject]]:
     done, rejects, num_failed = [], [], 0
@@ -211,20 +215,25 @@ def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:
         reason = type(error).__name__
         detail = f"{error} ({os.path.basename(last.filename)}:{last.lineno})"
     detail = " ".join(detail.split())[:500]
-    holder = file_in(item["modality"][0].as_py(), item["metadata"][0].as_py())
+    file = metadata_file(item["modality"][0].as_py(), item["metadata"][0].as_py())
     return Reject(
         item_id=item["item_id"][0].as_py(),
         source=item["source"][0].as_py(),
         stage=stage.name,
         reason=reason,
-        detail=detail_in(detail, holder),
+        detail=detail_with_file(detail, file),
         revision=item["revision"][0].as_py(),
         retryable=isinstance(error, RETRYABLE) or "out of memory" in str(error).lower(),
     )
 
 
 class StageActor:
-    """Runs one or more stages in one Ray Data actor: between them nothing is copied."""
+    """Ray Data actor that runs one or more stages without serialisation between them.
+
+    Args:
+        stages: Stages to run in order.
+        num_threads: Number of torch threads.
+    """
 
     def __init__(self, stages: Sequence[Stage], num_threads: int):
         import torch
@@ -233,7 +242,7 @@ class StageActor:
         self.stages = [stage.load() for stage in stages]
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Runs the stages on packed units."""
+        """Runs the stages on a block of packed units."""
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         for stage in self.stages:
             units = [run_stage(stage, unit) for unit in units]
@@ -245,27 +254,28 @@ def chain(
     groups: Sequence[tuple[Sequence[Stage], Resources]],
     columns: Sequence[str],
 ) -> ray.data.Dataset:
-    """Maps groups of stages over a dataset of packed units, a pool of actors for each group.
+    """Maps groups of stages over a dataset of packed units, with one actor pool per group.
 
     Args:
-        dataset: rows as `Unit.pack` makes them.
-        groups: the stages that share an actor, and what such an actor takes.
-        columns: the item columns that are there at the start.
+        dataset: Packed units, see `Unit.pack`.
+        groups: Stages that share an actor, and the resources of the actor pool.
+        columns: Columns of the items in the dataset.
 
     Raises:
-        ValueError: a stage needs a column that no earlier one adds; said before any work begins.
+        ValueError: A stage needs a column that neither the dataset nor an earlier stage provides.
     """
     from ray.data import ActorPoolStrategy
 
-    there = set(columns)
+    available = set(columns)
     for stages, resources in groups:
         for stage in stages:
-            missing = sorted(set(stage.needs) - there)
+            missing = sorted(set(stage.needs) - available)
             if missing:
                 raise ValueError(
-                    f"stage {stage.name!r} needs columns {missing}; there: {sorted(there)}"
+                    f"stage {stage.name!r} needs the columns {missing}, "
+                    f"but only {sorted(available)} are available"
                 )
-            there |= set(stage.adds)
+            available |= set(stage.adds)
         dataset = dataset.map_batches(
             StageActor,
             fn_constructor_kwargs={"stages": list(stages), "num_threads": resources.num_threads},
@@ -280,10 +290,10 @@ def chain(
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:
-    """A table as an Arrow stream, copied once: frames of a video are many bytes."""
-    measure = pa.MockOutputStream()
-    _write_stream(measure, table)
-    buffer = pa.allocate_buffer(measure.size())
+    """Serialises a table as an Arrow stream with a single copy, because video frames are large."""
+    counter = pa.MockOutputStream()
+    _write_stream(counter, table)
+    buffer = pa.allocate_buffer(counter.size())
     _write_stream(pa.FixedSizeBufferWriter(buffer), table)
     return buffer
 
@@ -293,20 +303,20 @@ def _write_stream(sink: pa.NativeFile, table: pa.Table) -> None:
         writer.write_table(table)
 
 
-def _one_binary(buffer: pa.Buffer) -> pa.Array:
-    """A column of one value, which is not copied."""
-    ends = pa.py_buffer(np.array([0, buffer.size], np.int64))
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, buffer])
+def _binary_array(buffer: pa.Buffer) -> pa.Array:
+    """Returns an array with the buffer as its only value, without a copy."""
+    offsets = pa.py_buffer(np.array([0, buffer.size], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
 
 
-def _binary_of(column: pa.ChunkedArray, i: int) -> pa.Buffer:
-    """A value of a binary column where it lies; taking it as a scalar would copy it."""
+def _binary_value(column: pa.ChunkedArray, i: int) -> pa.Buffer:
+    """Returns a view of a value in a binary column; a scalar would copy it."""
     array = column.slice(i, 1).chunk(0)
     start, end = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + 2]
     return array.buffers()[2].slice(start, end - start)
 
 
 def from_ipc(buffer: pa.Buffer | bytes) -> pa.Table:
-    """The table that `to_ipc` wrote."""
+    """Deserialises a table written by `to_ipc`."""
     with pa.ipc.open_stream(buffer) as reader:
         return reader.read_all()

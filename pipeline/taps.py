@@ -1,11 +1,12 @@
-"""Taps: attention statistics that an encoder can give beside its vectors, one number a token.
+"""Attention statistics ("taps"), which encoders can return in addition to token vectors.
 
-A tap is named `statistic/heads/layers`, in specs and as a key of `TokenBatch.taps`. Statistics:
+A statistic has one value per token. It is named `statistic/heads/layers` in specs and as a key of
+`TokenBatch.taps`. The statistics are:
 
-    column_sums   what a token receives from all content tokens (SAP, equation 2)
-    eos_row       what the last token, the end of the sequence, gives to it (SAP, equation 11)
-    pooled_row    what the model's pooled vector gives to it: the row of the token that is pooled,
-                  or for mean pooling the mean of all rows
+- `column_sums`: Attention that a token receives from all content tokens (SAP, eq. 2).
+- `eos_row`: Attention from the last token of the sequence (SAP, eq. 11). - `pooled_row`: Attention
+from the pooled vector of the model, that is the attention row of the pooled
+  token, or the mean of all rows for mean pooling.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
 
 STATISTICS = ("column_sums", "eos_row", "pooled_row")
 HEADS = ("mean", "max")
-#: SAP's window of the middle layers, as shares of the depth (its equation 9).
+#: Window of the middle layers in SAP, relative to the depth of the model (eq. 9).
 MIDDLE = "0.4-0.6"
 
 
 class Tap(NamedTuple):
-    """One statistic, aggregated over the heads of each layer, then averaged over layers.
+    """Attention statistic, aggregated over the heads of each layer and averaged over layers.
 
     Attributes:
-        statistic: one of `STATISTICS`.
-        heads: "mean" or "max" over the heads.
-        layers: "last"; "all"; numbers from 0, such as "2,3", negative ones from the end; or a
-            window such as "0.4-0.6": layers floor(0.4 L) to floor(0.6 L), both included, of L.
+        statistic: One of `STATISTICS`.
+        heads: Aggregation over heads, "mean" or "max".
+        layers: "last", "all", comma-separated layer indices such as "2,3" (negative indices count
+            from the end), or a window such as "0.4-0.6" for layers floor(0.4 L) to floor(0.6 L),
+            inclusive, of L layers.
     """
 
     statistic: str
@@ -44,10 +46,10 @@ class Tap(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Tap:
-        """The tap of that name; heads and layers may be left out.
+        """Parses the name of a statistic; heads and layers are optional.
 
         Raises:
-            SpecError: no tap is called so.
+            SpecError: The name is invalid.
 
         >>> Tap.parse("eos_row")
         Tap(statistic='eos_row', heads='mean', layers='last')
@@ -64,29 +66,31 @@ class Tap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in full.
+        """Complete name.
 
         >>> Tap("column_sums", "max", "2,3").name
         'column_sums/max/2,3'
         """
         return "/".join(self)
 
-    def numbers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers in a model of that depth, ascending.
+    def layer_indices(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layer indices for a model with `num_layers` layers, in ascending order.
 
         Raises:
-            SpecError: the model has no such layer.
+            SpecError: The model has fewer layers.
 
-        >>> Tap("column_sums", layers="0.4-0.6").numbers(18), Tap("eos_row").numbers(6)
-        ((7, 8, 9, 10), (5,))
+        >>> Tap("column_sums", layers="0.4-0.6").layer_indices(18)
+        (7, 8, 9, 10)
+        >>> Tap("eos_row").layer_indices(6)
+        (5,)
         """
         if self.layers == "last":
             return (num_layers - 1,)
         if self.layers == "all":
             return tuple(range(num_layers))
         if window := re.fullmatch(r"(\d[.\d]*)-(\d[.\d]*)", self.layers):
-            # A hair more, so that 0.3 of 10 layers is 3 and not 2.
-            low, high = (math.floor(float(share) * num_layers + 1e-9) for share in window.groups())
+            # The tolerance corrects rounding errors: 0.3 of 10 layers is 3.
+            low, high = (math.floor(float(bound) * num_layers + 1e-9) for bound in window.groups())
             return tuple(range(low, min(high, num_layers - 1) + 1))
         numbers = [int(number) for number in self.layers.split(",")]
         for number in numbers:
@@ -95,34 +99,40 @@ class Tap(NamedTuple):
                 raise SpecError("layers", number, rule)
         return tuple(sorted({number % num_layers for number in numbers}))
 
-    def single(self, num_layers: int) -> tuple[Tap, ...]:
-        """The taps of one layer each of which this one is the mean.
+    def split_layers(self, num_layers: int) -> tuple[Tap, ...]:
+        """Returns the single-layer statistics whose mean is this statistic.
 
-        >>> [tap.name for tap in Tap("column_sums", layers="-2,-1").single(6)]
+        >>> [tap.name for tap in Tap("column_sums", layers="-2,-1").split_layers(6)]
         ['column_sums/mean/4', 'column_sums/mean/5']
         """
-        return tuple(self._replace(layers=str(number)) for number in self.numbers(num_layers))
+        indices = self.layer_indices(num_layers)
+        return tuple(self._replace(layers=str(index)) for index in indices)
 
 
-#: A field of a spec that names a tap; written in full.
+#: Type of spec fields that name an attention statistic; converted to the complete name.
 TapName = Annotated[str, AfterValidator(lambda name: Tap.parse(name).name)]
 
 
-def single_taps(taps: Iterable[Tap], num_layers: int) -> tuple[Tap, ...]:
-    """The taps of one layer that all these taps are made of, each once, in a fixed order."""
-    return tuple(sorted({one for tap in taps for one in tap.single(num_layers)}))
+def single_layer_taps(taps: Iterable[Tap], num_layers: int) -> tuple[Tap, ...]:
+    """Returns the distinct single-layer statistics from which `taps` are computed, sorted."""
+    return tuple(sorted({part for tap in taps for part in tap.split_layers(num_layers)}))
 
 
-def average(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
-    """A tap over some layers from those of one layer each (SAP, equation 6).
+def average_layers(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
+    """Computes a statistic from its single-layer statistics (SAP, eq. 6).
+
+    Args:
+        tap: Statistic to compute.
+        taps: Single-layer statistics by name.
+        num_layers: Number of layers of the model.
 
     >>> import torch
     >>> taps = {"eos_row/mean/0": torch.tensor([[1.0]]), "eos_row/mean/1": torch.tensor([[3.0]])}
-    >>> average(Tap("eos_row", layers="all"), taps, 2).tolist()
+    >>> average_layers(Tap("eos_row", layers="all"), taps, 2).tolist()
     [[2.0]]
     """
-    ones = tap.single(num_layers)
-    total = taps[ones[0].name]
-    for one in ones[1:]:
-        total = total + taps[one.name]
-    return total / len(ones)
+    parts = tap.split_layers(num_layers)
+    total = taps[parts[0].name]
+    for part in parts[1:]:
+        total = total + taps[part.name]
+    return total / len(parts)

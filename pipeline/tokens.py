@@ -1,4 +1,4 @@
-"""TokenBatch: the padded token vectors of one batch, to and from Arrow without Python loops."""
+"""Padded batches of token vectors, and their vectorised conversion to and from Arrow."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-#: Codes of `TokenBatch.kind`.
+#: Names of the token kinds; `TokenBatch.kind` holds indices into them.
 KINDS = ("visual", "audio", "text", "prompt", "special")
 VISUAL, AUDIO, TEXT, PROMPT, SPECIAL = range(len(KINDS))
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The token vectors of B items, padded to N tokens of D numbers.
+    """Token vectors of B items, padded to N tokens of dimension D.
 
     Attributes:
-        vectors: (B, N, D) float. Rows under `mask == False` hold no meaning and may hold anything.
-        mask: (B, N) bool, True where a token is real. Real tokens need not be contiguous.
-        extents: (B, N, 6) float32 x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN = none. Or None.
-        spans: (B, N, 2) int32 character offsets into the item's text; -1 = none. Or None.
-        kind: (B, N) int8, an index into `KINDS`. Or None.
-        confidence: (B, N) float32, the probability that the token's word was recognised right; NaN
-            of words that were not recognised. Or None.
-        pooled: (B, P) float: the model's own single vector, unit length. Or None.
-        normalised: whether the vectors under the mask have unit length.
-        support: (B, M) int64, only on a compressor's output: for each of the M *input* positions
-            the output position that stands for it (for soft assignments: most), or -1. Or None.
-        grid: per-item token grid (B, 3) int32 as (t, y, x) where tokens form one. Or None.
-        objects: (B, N) int64, in training only: the annotated object that each token lies in, from
-            1; 0 is background. Or None.
-        taps: attention statistics (B, N) by the name of their `Tap`, those that were asked for.
+        vectors: Vectors, (B, N, D) float. Values at padding are undefined.
+        mask: True at real tokens, (B, N) bool. Real tokens need not be contiguous.
+        normalised: Whether the vectors of real tokens have unit length.
+        extents: Bounding box x0, y0, x1, y1 in [0, 1] and time interval t0, t1 in seconds of each
+            token, (B, N, 6) float32; NaN if undefined.
+        spans: Character offsets into the text of the item, (B, N, 2) int32; -1 if undefined.
+        kind: Kind of each token as an index into `KINDS`, (B, N) int8.
+        confidence: Probability that the word of a token was recognised correctly, (B, N) float32;
+            NaN if the word was not recognised by OCR or ASR.
+        pooled: Single vector of each item, as computed by the model, (B, P) float of unit length.
+        support: Assignment of input tokens, (B, M) int64; only set by compressors. For each of the
+            M input positions, the output position with the largest weight, or -1 for none.
+        grid: Shape (t, y, x) of the token grid of each item, (B, 3) int32.
+        objects: Annotated object that contains each token, from 1, or 0 for background, (B, N)
+            int64; only set in training.
+        taps: Attention statistics (B, N) by the name of their `Tap`, as requested from the encoder.
     """
 
     vectors: torch.Tensor
@@ -59,11 +60,11 @@ class TokenBatch:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) int64: the number of real tokens of each item."""
+        """Number of real tokens per item, (B,) int64."""
         return self.mask.sum(dim=1)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The batch with every tensor on `device`."""
+        """Moves all tensors to `device`."""
         moved: dict[str, Any] = {
             f.name: value.to(device)
             for f in dataclasses.fields(self)
@@ -73,36 +74,40 @@ class TokenBatch:
         return dataclasses.replace(self, **moved, taps=taps)
 
     def take(self, rows: torch.Tensor | slice) -> TokenBatch:
-        """The batch of the items at `rows` (int64; of a slice views), padding as it was."""
+        """Returns the items at `rows` with unchanged padding; a slice yields views.
+
+        Args:
+            rows: Indices (int64) or a slice.
+        """
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
 
-        taken: dict[str, Any] = {
+        selected: dict[str, Any] = {
             f.name: take(value)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
         taps = {name: take(tap) for name, tap in self.taps.items()}
-        return dataclasses.replace(self, **taken, taps=taps)
+        return dataclasses.replace(self, **selected, taps=taps)
 
 
 def normalise(vectors: torch.Tensor) -> torch.Tensor:
-    """Unit length along the last axis; a zero vector stays zero."""
+    """Normalises vectors to unit length along the last axis; zero vectors stay zero."""
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 
 
 def unit_vectors(batch: TokenBatch) -> torch.Tensor:
-    """(B, N, D) float32 vectors of unit length under the mask and zero elsewhere."""
+    """Returns unit vectors (B, N, D) float32, zero at padding."""
     vectors = batch.vectors.float()
     vectors = vectors if batch.normalised else normalise(vectors)
-    if bool(batch.mask.all()):  # without padding, a copy less
+    if bool(batch.mask.all()):  # saves a copy
         return vectors
     return vectors.masked_fill(~batch.mask.unsqueeze(-1), 0.0)
 
 
 def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType) -> pa.ListArray:
-    """A padded tensor (B, N) or (B, N, D) -> a list array of the rows under `mask`.
+    """Converts the rows under `mask` of a tensor (B, N) or (B, N, D) to a list array.
 
     >>> values = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -114,14 +119,19 @@ def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType)
 
 
 def flat_rows(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """A padded tensor (B, N, ...) -> the rows under `mask` (T, ...), lengths (B,) int64."""
+    """Returns the rows (T, ...) under `mask` of a tensor (B, N, ...), and lengths (B,) int64."""
     return padded[mask], mask.sum(dim=1).cpu().numpy()
 
 
 def lists_of(
     flat: np.ndarray, lengths: np.ndarray, type: pa.DataType | None = None
 ) -> pa.ListArray:
-    """Flat rows (T,) or (T, D) and lengths (B,) -> a list array, of fixed-size lists if (T, D).
+    """Builds a list array from flat rows and the length of each list.
+
+    Args:
+        flat: Values (T,), or rows (T, D), which become fixed-size lists.
+        lengths: Number of rows per list, (B,), with sum T.
+        type: Arrow type of the values; inferred by default.
 
     >>> lists_of(np.array([[1, 2], [3, 4], [5, 6]]), np.array([2, 0, 1])).to_pylist()
     [[[1, 2], [3, 4]], [], [[5, 6]]]
@@ -145,7 +155,7 @@ _TORCH_TYPES = {
 
 
 def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """A list column -> (flat values (T,) or (T, D), lengths (B,)); null lists have length 0.
+    """Flattens a list column to values (T,) or (T, D) and lengths (B,) int64; nulls have length 0.
 
     >>> flat, lengths = flat_from_arrow(pa.array([[1, 2], None, [3]], pa.list_(pa.int32())))
     >>> flat.tolist(), lengths.tolist()
@@ -153,10 +163,10 @@ def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray,
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # no chunk at all
+        if isinstance(column, pa.ChunkedArray):  # without chunks
             column = pa.array([], column.type)
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = column.flatten()  # leaves out what lies under null lists and outside a slice
+    values = column.flatten()  # excludes values of null lists and outside the slice
     if pa.types.is_fixed_size_list(values.type):
         dim = values.type.list_size
         return values.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim), lengths
@@ -166,9 +176,12 @@ def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray,
 def pad(
     flat: np.ndarray | torch.Tensor, lengths: np.ndarray, fill: float = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat rows (T, ...) and lengths (B,) -> padded (B, max length, ...) and its mask.
+    """Pads flat rows to a tensor (B, max length, ...) and returns it with its mask.
 
-    Both are on the device of `flat`.
+    Args:
+        flat: Rows (T, ...); determines the device of the result.
+        lengths: Number of rows per item, (B,), with sum T.
+        fill: Padding value.
 
     >>> padded, mask = pad(np.array([1, 2, 3]), np.array([1, 2]))
     >>> padded.tolist(), mask.tolist()

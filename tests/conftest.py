@@ -23,7 +23,7 @@ from pipeline.index.positions import as_stored
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
-from pipeline.schema import ITEM, Item, metadata_of, with_metadata
+from pipeline.schema import ITEM, Item, column_metadata, with_metadata
 from pipeline.serve.settings import FRONT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a hub
@@ -200,7 +200,7 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     for representation in parsed:
         columns += representation_fields(representation, encoder_info, None)
     for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))
-    columns.append(with_metadata(for_rerank, {**metadata_of(for_rerank), "role": "rerank"}))
+    columns.append(with_metadata(for_rerank, {**column_metadata(for_rerank), "role": "rerank"}))
     table = table.append_column("rerank_tokens", pa.nulls(len(table), for_rerank.type))
     if "hpool_2" in table.column_names:
         position = table.schema.get_field_index("hpool_2")

@@ -40,7 +40,7 @@ from pipeline.encoders.colpali import ColPali
 from pipeline.encoders.colqwen2 import ColQwen2
 from pipeline.encoders.minilm import MiniLM
 from pipeline.encoders.retrieval import Retrieval
-from pipeline.taps import MIDDLE, Tap, single_taps
+from pipeline.taps import MIDDLE, Tap, single_layer_taps
 
 PAGE = (1240, 1754)  # A4 at 150 dpi
 ABSTRACTS = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
@@ -243,7 +243,7 @@ def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: A
     encoder = _built(given)
     items = _read(encoder, _pages(folder).slice(0, args.batch))
     num_layers = encoder.attention(encoder.spec).num_layers
-    wanted = single_taps([Tap("column_sums", layers=MIDDLE)], num_layers)
+    wanted = single_layer_taps([Tap("column_sums", layers=MIDDLE)], num_layers)
     eager = _built({**given, "attention": "eager"})
 
     forward = functools.partial(eager.model.forward, output_attentions=True)

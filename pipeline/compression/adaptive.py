@@ -1,4 +1,4 @@
-"""Adaptive budgets: the same number of vectors, more of them to items that hold more."""
+"""Adaptive budgets: more vectors for items with more information, at the same total."""
 
 from __future__ import annotations
 
@@ -18,49 +18,48 @@ from pipeline.registry import COMPRESSORS, CompressorSpec
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, unit_vectors
 
-#: Halvings of the range of theta: what is left of it is rounding.
-HALVINGS = 60
+#: Number of bisection steps for theta, enough to reach float64 precision.
+NUM_BISECTIONS = 60
 
 
 class Adaptive(Compressor["Adaptive.Spec"]):
-    """A method with a budget for each item, `num_vectors` in the mean over a sample of the corpus.
+    """Runs a compressor with a budget per item that averages `num_vectors` over the corpus.
 
-    The papers leave this open: SAP enforces "a uniform token budget across all documents" (sec. 7),
-    AGC's future work is a budget "in proportion to a document's inherent information". How much an
-    item holds is, by criterion:
+    The SAP paper enforces "a uniform token budget across all documents" (section 7); the AGC paper
+    suggests a budget "in proportion to a document's inherent information" as future work.
 
-        gain      what further vectors gain: it gets `1 + #{Ward merges that add more than theta to
-                  the squared error}`. With one theta for all items a vector more would save as much
-                  anywhere: this is Ward's clustering of the corpus within items.
-        entropy   how far its attention is spread: `theta exp(H)`, H the entropy of a saliency over
-                  its tokens, so exp(H) counts those that matter.
-        length    its number of tokens: `theta N`, what a ratio gives. The control.
-
-    `fit` finds the theta at which the sample takes as many vectors as with the uniform budget (of
-    which items with fewer tokens take less), never more. Budgets stay within `lowest` and `highest`
-    times `num_vectors`.
+    `fit` determines the largest total budget of the sample that does not exceed the total of a
+    uniform budget, in which items with fewer tokens use only as many vectors as they have tokens.
     """
 
     class Spec(config.ComponentSpec):
-        """Which method, and how its budget is spread.
-
-        Attributes:
-            num_vectors: what an item has in the mean.
-            method: a compressor with a budget, which it gets from here.
-            saliency: for the criterion entropy, an attention statistic, see `pipeline.taps`.
-        """
+        """Options of `Adaptive`."""
 
         name: Literal["adaptive"] = "adaptive"
         num_vectors: NumVectors
+        """Mean number of vectors per item."""
         method: CompressorSpec = Field(default="hpool", validate_default=True)
+        """Compressor that is run with the budgets; its own budget must be omitted."""
         criterion: Literal["gain", "entropy", "length"] = "gain"
+        """Definition of the budget of an item, where theta is a constant for the corpus.
+
+        - "gain": `1 + #{Ward merges that increase the squared error by more than theta}`. The next
+          vector of any item then reduces the error by about the same amount, which equals Ward
+          clustering of the corpus with merges restricted to the same item.
+        - "entropy": `theta exp(H)`, where H is the entropy of the saliency over the tokens; exp(H)
+          is the effective number of salient tokens.
+        - "length": `theta N` for N tokens, a baseline that equals a constant ratio.
+        """
         lowest: float = Field(0.25, ge=0, le=1)
+        """Minimum budget relative to `num_vectors`."""
         highest: float = Field(4.0, ge=1, allow_inf_nan=False)
+        """Maximum budget relative to `num_vectors`."""
         saliency: TapName = "pooled_row/mean/last"
+        """Attention statistic for the criterion "entropy", see `pipeline.taps`."""
 
         @model_validator(mode="before")
         @classmethod
-        def _hand_down_the_budget(cls, data: Any) -> Any:
+        def _pass_budget(cls, data: Any) -> Any:
             if not isinstance(data, Mapping) or "num_vectors" not in data:
                 return data
             method = data.get("method", "hpool")
@@ -75,7 +74,7 @@ class Adaptive(Compressor["Adaptive.Spec"]):
             return {**data, "method": method}
 
         @model_validator(mode="after")
-        def _has_a_budget_to_spread(self) -> Self:
+        def _check_method(self) -> Self:
             method = COMPRESSORS.build(self.method)
             if not isinstance(method, Budgeted) or method.needs_fit:
                 rule = "a method with a vector budget that needs no fitting, such as hpool"
@@ -87,51 +86,54 @@ class Adaptive(Compressor["Adaptive.Spec"]):
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
         method = COMPRESSORS.build(spec.method)
-        assert isinstance(method, Budgeted)  # by the spec
+        assert isinstance(method, Budgeted)  # checked by the spec
         self._method = method
         self.support_form = self._method.support_form
         self.normalised = self._method.normalised
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Those of the method, and the saliency if its entropy counts."""
-        own = (Tap.parse(self.spec.saliency),) if self.spec.criterion == "entropy" else ()
-        return tuple(dict.fromkeys((*self._method.needs_taps, *own)))
+        """Attention statistics of the method and, for the criterion "entropy", the saliency."""
+        taps = (Tap.parse(self.spec.saliency),) if self.spec.criterion == "entropy" else ()
+        return tuple(dict.fromkeys((*self._method.needs_taps, *taps)))
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """The theta at which the sample takes the vectors of the uniform budget, or just fewer."""
+        """Returns theta as `{"theta": (1,) float64}`.
+
+        The total budget of the sample does not exceed that of the uniform budget.
+        """
         measured: list[tuple[torch.Tensor, torch.Tensor]] = []
         for batch in sample:
             packed, _ = pack_left(batch)
             measured.append((information(packed, spec), packed.lengths))
-        wanted = sum(int(n.clamp(max=spec.num_vectors).sum()) for _, n in measured)
+        max_total = sum(int(n.clamp(max=spec.num_vectors).sum()) for _, n in measured)
 
         def total(theta: float) -> int:
             return sum(int(budgets(spec, *item, theta).sum()) for item in measured)
 
-        # More vectors as theta falls, for gain, or rises: in logarithms, from none to all.
+        # Geometric bisection. For "gain", smaller values of theta yield more vectors.
         few, many = (1e3, 1e-12) if spec.criterion == "gain" else (1e-6, 1e6)
-        for _ in range(HALVINGS):
+        for _ in range(NUM_BISECTIONS):
             middle = (few * many) ** 0.5
-            few, many = (middle, many) if total(middle) <= wanted else (few, middle)
+            few, many = (middle, many) if total(middle) <= max_total else (few, middle)
         return {"theta": np.array([few])}
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         theta = float(self.fitted["theta"][0])
-        held = information(batch, self.spec)
-        return self._method.reduce(batch, budgets(self.spec, held, batch.lengths, theta))
+        budgets_B = budgets(self.spec, information(batch, self.spec), batch.lengths, theta)
+        return self._method.reduce(batch, budgets_B)
 
 
 def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
-    """Measures the information in items by the spec's criterion.
+    """Measures the information of each item by the criterion of the spec.
 
     Args:
-        batch: The items, real tokens first in each row.
-        spec: Settings of the compressor.
+        batch: Items whose real tokens come first in each row.
+        spec: Options of the compressor.
 
     Returns:
-        (B, N) costs of merges for the criterion `gain`, otherwise (B, 1) values.
+        Costs of Ward merges (B, N) for "gain"; else the effective number of tokens (B, 1).
     """
     lengths_B1 = batch.lengths.double().unsqueeze(1)
     if spec.criterion == "length":
@@ -144,19 +146,25 @@ def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
 
 
 def budgets(
-    spec: Adaptive.Spec, held: torch.Tensor, lengths_B: torch.Tensor, theta: float
+    spec: Adaptive.Spec, measure: torch.Tensor, lengths_B: torch.Tensor, theta: float
 ) -> torch.Tensor:
-    """(B,) int64: the vectors of each item, at most its length, by what `information` gives.
+    """Returns the number of vectors (B,) int64 of each item, at most its number of tokens.
+
+    Args:
+        spec: Options of the compressor.
+        measure: Result of `information`.
+        lengths_B: Number of tokens per item.
+        theta: Constant determined by `Adaptive.fit`.
 
     >>> spec = Adaptive.Spec(num_vectors=4, criterion="length")
-    >>> held, lengths = torch.tensor([[2.0], [40.0], [90.0]]), torch.tensor([2, 40, 90])
-    >>> budgets(spec, held, lengths, theta=0.1).tolist()
+    >>> measure, lengths = torch.tensor([[2.0], [40.0], [90.0]]), torch.tensor([2, 40, 90])
+    >>> budgets(spec, measure, lengths, theta=0.1).tolist()
     [1, 4, 9]
     """
     if spec.criterion == "gain":
-        wanted_B = 1 + (held > theta).sum(dim=1)
+        budgets_B = 1 + (measure > theta).sum(dim=1)
     else:
-        wanted_B = (held.squeeze(1) * theta).round().clamp(max=2.0**31).long()
+        budgets_B = (measure.squeeze(1) * theta).round().clamp(max=2.0**31).long()
     lowest = max(1, round(spec.lowest * spec.num_vectors))
     highest = round(spec.highest * spec.num_vectors)
-    return torch.minimum(wanted_B.clamp(lowest, highest), lengths_B)
+    return torch.minimum(budgets_B.clamp(lowest, highest), lengths_B)

@@ -1,4 +1,4 @@
-"""Adaptive EOS attention: a threshold of each item's own scores (SAP appendix C, eq. 13-14)."""
+"""Pruning by EOS attention with a threshold per item (SAP, appendix C, eq. 13-14)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ TAP = Tap("eos_row")
 
 
 class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
-    """Keeps the tokens whose EOS attention exceeds `mu + k sigma` of their own item (eq. 13).
+    """Keeps the tokens whose EOS attention exceeds `mu + k sigma` of their item (eq. 13).
 
-    k is the `1 - ratio` quantile of the z scores of a sample's tokens (eq. 14), so that over the
-    corpus this share is kept, of one item more and of another less. An item of which no token
-    exceeds the threshold keeps its best one.
+    k is the `1 - ratio` quantile of the z-scores of the tokens in a sample (eq. 14), so that the
+    fraction `ratio` of all tokens of the corpus is kept, with different fractions for different
+    items. If no token of an item exceeds the threshold, the token with the highest score is kept.
 
-    The paper does not say which standard deviation; that of its code divides by N - 1 and adds
-    1e-8. It calibrates on 128 separate documents; here the sample is that of the job's `fit`.
+    The paper does not specify the standard deviation. As in the reference implementation, it
+    divides by N - 1, and 1e-8 is added. The paper calibrates on 128 separate documents; here, the
+    sample is the one configured for fitting in the index job.
     """
 
     class Spec(config.ComponentSpec):
-        """Settings of the compressor."""
+        """Options of `AdaptiveEos`."""
 
         name: Literal["adaptive_eos"] = "adaptive_eos"
         ratio: float = Field(gt=0, lt=1)
-        """Fraction of tokens to keep over the whole corpus."""
+        """Fraction of the tokens of the corpus to keep."""
 
     needs_fit = True
     needs_taps = (TAP,)
@@ -41,7 +42,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """The quantile k of eq. 14, interpolated linearly."""
+        """Returns the quantile k of eq. 14, linearly interpolated, as `{"k": (1,) float64}`."""
         scores = []
         for batch in sample:
             packed, _ = pack_left(batch)
@@ -53,17 +54,17 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
         if not z_BN.numel():
             return select(batch, batch.mask.long(), batch.mask)
         is_best_BN = z_BN == z_BN.amax(dim=1, keepdim=True)
-        is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # the first of equal ones
+        is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # first of tied scores
         keep_BN = ((z_BN > float(self.fitted["k"][0])) | is_best_BN) & batch.mask
         lengths = keep_BN.sum(dim=1)
-        # Kept positions to the front, in order.
+        # Move selected positions to the front, in order.
         index_BN = (~keep_BN).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
         slots = torch.arange(index_BN.shape[1], device=index_BN.device)
         return select(batch, index_BN, slots < lengths.unsqueeze(1))
 
 
 def z_scores(batch: TokenBatch) -> torch.Tensor:
-    """(B, N) float32 `(s - mu) / sigma` of the EOS attention within each item; -inf at padding."""
+    """Returns the z-scores (B, N) float32 of the EOS attention per item; -inf at padding."""
     scores_BN = batch.taps[TAP.name].float().masked_fill(~batch.mask, 0.0)
     lengths_B1 = batch.lengths.unsqueeze(1)
     mean_B1 = scores_BN.sum(dim=1, keepdim=True) / lengths_B1.clamp_min(1)

@@ -1,4 +1,4 @@
-"""Semantic clustering (SAP paper, appendix C.3, eq. 12): k-means of the projected tokens."""
+"""Semantic clustering, k-means of the projected tokens (SAP paper, appendix C.3, eq. 12)."""
 
 from __future__ import annotations
 
@@ -9,98 +9,107 @@ import torch
 from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, blocks, first_minimum, group_sizes, group_sums
-from pipeline.compression.hpool import cosine_distances, linked
+from pipeline.compression.hpool import cosine_distances, hierarchical_groups
 from pipeline.compression.random import mix, random_draws
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Squared distances up to this are 0: `first_minimum` cannot tell the two apart.
-EQUAL = 1e-5
+#: Squared distances up to this value are set to 0, consistent with the tolerance of
+#: `first_minimum`.
+ZERO_TOLERANCE = 1e-5
 
 
 class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
-    """Partitions the tokens into K clusters and keeps the centroid of each.
+    """Partitions the tokens of an item into K clusters and stores the centroid of each cluster.
 
-    Tokens are brought to unit length first. `algorithm: kmeans`, the default, is the paper's: it
-    minimises `sum_k sum_{v in C_k} |v - mu_k|^2` (eq. 12) by Lloyd's iterations. The paper's public
-    code runs an agglomerative clustering with average linkage on `1 - cos` instead, cut at K
-    clusters: "average".
+    Tokens are normalised to unit length before clustering. Clusters are ordered by their first
+    token. Items with fewer than K distinct tokens have fewer clusters.
 
-    The centroids are the means themselves, as in the paper and its code, and shorter than 1:
-    a maximum over them favours tight clusters. `normalise` gives them unit length. Clusters are
-    ordered by their first token; there are fewer than K where an item has fewer distinct tokens.
-
-    The paper names neither seeds nor iterations. Seeds are those of k-means++, with draws that are
-    a hash of the item and of nothing else, so that no result depends on a generator's state. On
-    token vectors of all-MiniLM-L6-v2 (30 Cranfield abstracts of about 480 tokens, K = 64) they
-    end in a sum of squares 5 % below that of seeds uniform in the token order, and never in a
-    larger one on pages made of clusters. 10 iterations are the default: 90 more lower the sum by
-    less than 0.5 %. It stops earlier where nothing changes any more.
+    The paper specifies neither the initialisation nor the number of iterations. Centroids are
+    initialised by k-means++ with random numbers that are a hash of the item, so that results do not
+    depend on the state of a generator. On token vectors of all-MiniLM-L6-v2 (30 Cranfield abstracts
+    with about 480 tokens each, K = 64), the resulting sum of squares is 5 % lower than with seeds
+    uniform in token order; on pages of synthetic clusters, it is never larger.
     """
 
     class Spec(Budget):
-        """Settings of the compressor."""
+        """Options of `SemanticCluster`."""
 
         name: Literal["cluster"] = "cluster"
         algorithm: Literal["kmeans", "average"] = "kmeans"
-        """Clustering algorithm: k-means, or average linkage."""
+        """Clustering algorithm.
+
+        - "kmeans": Minimises `sum_k sum_{v in C_k} |v - mu_k|^2` (eq. 12) by Lloyd's algorithm, as
+          in the paper.
+        - "average": Agglomerative clustering with average linkage on `1 - cos`, cut at K clusters,
+          as in the reference implementation.
+        """
         num_iterations: int = Field(10, ge=1)
-        """Maximum number of iterations of k-means."""
+        """Maximum number of k-means iterations; iteration stops earlier at convergence. 90 more
+        iterations than the default reduce the sum of squares by less than 0.5 %."""
         normalise: bool = False
-        """Scales the means to unit length."""
+        """Whether to normalise the centroids to unit length. Without it, centroids are means of
+        unit vectors, as in the paper, and MaxSim favours tight clusters, whose means are longer."""
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
         self.normalised = spec.normalise
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         tokens_BND = unit_vectors(batch)
         num_outputs = int(budgets_B.max()) if len(batch) else 0
-        own_BN = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
+        identity_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+        identity_BN = identity_N.expand_as(batch.mask)
         if torch.equal(budgets_B, batch.lengths):
-            support_BN = own_BN
+            assignment_BN = identity_BN
         elif self.spec.algorithm == "average":
-            support_BN = linked(tokens_BND, batch.lengths, budgets_B, cosine_distances, "average")
+            assignment_BN = hierarchical_groups(
+                tokens_BND, batch.lengths, budgets_B, cosine_distances, "average"
+            )
         else:
-            seeds_BK, slot_mask_BK = plus_plus(tokens_BND, random_draws(batch, 0), batch, budgets_B)
-            support_BN = lloyd(
+            seeds_BK, slot_mask_BK = kmeans_plus_plus(
+                tokens_BND, random_draws(batch, 0), batch, budgets_B
+            )
+            assignment_BN = lloyd(
                 tokens_BND, batch.mask, seeds_BK, slot_mask_BK, self.spec.num_iterations
             )
             is_long = (batch.lengths > budgets_B).unsqueeze(1)
-            support_BN = by_first(torch.where(is_long, support_BN, own_BN), batch.mask, num_outputs)
-        support_BN = support_BN.masked_fill(~batch.mask, -1)
-        sizes_BK = group_sizes(support_BN, num_outputs)
-        sums_BKD = group_sums(tokens_BND, support_BN, num_outputs)
+            assignment_BN = torch.where(is_long, assignment_BN, identity_BN)
+            assignment_BN = order_by_first(assignment_BN, batch.mask, num_outputs)
+        assignment_BN = assignment_BN.masked_fill(~batch.mask, -1)
+        sizes_BK = group_sizes(assignment_BN, num_outputs)
+        sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
         means_BKD = sums_BKD / sizes_BK.clamp_min(1).unsqueeze(2)
         return TokenBatch(
             vectors=normalise(means_BKD) if self.spec.normalise else means_BKD,
             mask=sizes_BK > 0,
             normalised=self.spec.normalise,
             pooled=batch.pooled,
-            support=support_BN,
+            support=assignment_BN,
         )
 
 
 @torch.no_grad()
-def plus_plus(
+def kmeans_plus_plus(
     tokens_BND: torch.Tensor, draws_BN: torch.Tensor, batch: TokenBatch, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples the seeds of k-means++, with probabilities proportional to squared distances.
+    """Selects seeds by k-means++.
 
-    The first seed is uniform; for the others the distance is that to the nearest seed so far. A
-    draw is a race: the token with the least `-log(u_n) / w_n` wins, `u_n` uniform and fresh for
-    each seed, which happens with probability `w_n / sum w`. Unlike a search in running sums it does
-    not turn on the last digits of the weights, hence not on the shape of the batch.
+    The first seed is drawn uniformly, each further seed with probability proportional to the
+    squared distance from the nearest previous seed. Seeds are drawn by exponential races: the token
+    with the smallest `-log(u_n) / w_n` is selected, with new uniform numbers `u_n` for each seed,
+    which has probability `w_n / sum w`. Unlike inverse transform sampling, this is insensitive to
+    rounding errors of the weights and thus independent of the shape of the batch.
 
     Args:
-        tokens_BND: Token vectors of unit length.
-        draws_BN: Random draws of `random_draws`.
-        batch: The items, real tokens first in each row.
-        budgets_B: Maximum number of seeds per item.
+        tokens_BND: Unit vectors, zero at padding.
+        draws_BN: Random numbers, from `random_draws`.
+        batch: Items of the tokens.
+        budgets_B: Number of seeds per item.
 
     Returns:
-        (B, K) int64 positions and their mask, which ends where the budget or the distinct tokens
-        of an item do.
+        Positions (B, K) int64 and their mask, which is False beyond the budget or the number of
+        distinct tokens of an item.
     """
     num_seeds = int(budgets_B.max())
     rows = torch.arange(len(batch), device=draws_BN.device)
@@ -113,14 +122,14 @@ def plus_plus(
         seed_B = (-uniform_BN.log() / weight_BN).argmin(dim=1)
         seeds.append(seed_B)
         masks.append((weight_BN > 0).any(dim=1) & (number < budgets_B))
-        chosen_BD1 = tokens_BND[rows, seed_B].unsqueeze(2)
-        apart_BN = (
+        seed_BD1 = tokens_BND[rows, seed_B].unsqueeze(2)
+        squared_BN = (
             squares_BN
             + squares_BN[rows, seed_B].unsqueeze(1)
-            - 2 * (tokens_BND @ chosen_BD1).squeeze(2)
+            - 2 * (tokens_BND @ seed_BD1).squeeze(2)
         )
-        apart_BN = apart_BN.masked_fill(apart_BN <= EQUAL, 0.0).double()
-        weight_BN = apart_BN * batch.mask if number == 0 else torch.minimum(weight_BN, apart_BN)
+        squared_BN = squared_BN.masked_fill(squared_BN <= ZERO_TOLERANCE, 0.0).double()
+        weight_BN = squared_BN * batch.mask if number == 0 else torch.minimum(weight_BN, squared_BN)
     return torch.stack(seeds, dim=1), torch.stack(masks, dim=1)
 
 
@@ -132,44 +141,51 @@ def lloyd(
     slot_mask_BK: torch.Tensor,
     num_iterations: int,
 ) -> torch.Tensor:
-    """(B, N) int64: the cluster of each token by Lloyd's iterations.
+    """Assigns tokens to clusters by Lloyd's algorithm.
 
-    Each moves the centroids to the means of their tokens and assigns every token to the nearest
-    centroid, but for the first, in which the seeds are the centroids. One without tokens stays
-    where it is. The centroids of eq. 12 are the means of what comes out.
+    The first iteration assigns every token to the nearest seed. Each further iteration moves the
+    centroids to the means of their tokens before assigning the tokens. Centroids without tokens are
+    not moved. The centroids of eq. 12 are the means of the returned clusters.
+
+    Args:
+        tokens_BND: Unit vectors, zero at padding.
+        mask_BN: True at real tokens.
+        seeds_BK: Positions of the tokens that are the initial centroids.
+        slot_mask_BK: True at the centroids of an item, False at padding.
+        num_iterations: Maximum number of iterations, at least 1.
 
     Returns:
-        Cluster numbers; at padding they have no meaning.
+        Cluster indices (B, N) int64; undefined at padding.
     """
     num_outputs, dim = seeds_BK.shape[1], tokens_BND.shape[2]
     assigned = []
     for rows in blocks(tokens_BND, tokens_BND.shape[1] * max(num_outputs, dim)):
         tokens, mask = tokens_BND[rows], mask_BN[rows]
         centres_BKD = tokens.gather(1, seeds_BK[rows].unsqueeze(2).expand(-1, -1, dim))
-        closed_B1K = ~slot_mask_BK[rows].unsqueeze(1)
+        is_padding_B1K = ~slot_mask_BK[rows].unsqueeze(1)
         nearest_BN: torch.Tensor | None = None
         for _ in range(num_iterations):
             if nearest_BN is not None:
                 sums_BKD = group_sums(tokens, nearest_BN, num_outputs)
                 sizes_BK1 = group_sizes(nearest_BN, num_outputs).unsqueeze(2)
                 centres_BKD = torch.where(sizes_BK1 > 0, sums_BKD / sizes_BK1, centres_BKD)
-            # Less |x|^2, which is the same for every centroid.
-            lengths_B1K = centres_BKD.square().sum(dim=2).unsqueeze(1)
-            distance_BNK = torch.baddbmm(lengths_B1K, tokens, centres_BKD.mT, alpha=-2)
-            before = nearest_BN
-            nearest_BN = first_minimum(distance_BNK.masked_fill(closed_B1K, torch.inf), dim=2)
+            # |x|^2 is omitted, because it is the same for all centroids.
+            squares_B1K = centres_BKD.square().sum(dim=2).unsqueeze(1)
+            distance_BNK = torch.baddbmm(squares_B1K, tokens, centres_BKD.mT, alpha=-2)
+            previous_BN = nearest_BN
+            nearest_BN = first_minimum(distance_BNK.masked_fill(is_padding_B1K, torch.inf), dim=2)
             nearest_BN = nearest_BN.masked_fill(~mask, -1)
-            if before is not None and torch.equal(before, nearest_BN):
+            if previous_BN is not None and torch.equal(previous_BN, nearest_BN):
                 break
         assert nearest_BN is not None  # num_iterations >= 1
         assigned.append(nearest_BN)
     return torch.cat(assigned)
 
 
-def by_first(groups_BN: torch.Tensor, mask_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Numbers the groups of each item anew, in the order of their first tokens.
+def order_by_first(groups_BN: torch.Tensor, mask_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Renumbers the groups of each item in the order of their first tokens.
 
-    >>> by_first(torch.tensor([[4, 1, 4, 0]]), torch.ones(1, 4, dtype=torch.bool), 5).tolist()
+    >>> order_by_first(torch.tensor([[4, 1, 4, 0]]), torch.ones(1, 4, dtype=torch.bool), 5).tolist()
     [[0, 1, 0, 2]]
     """
     num_tokens = mask_BN.shape[1]

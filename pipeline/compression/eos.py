@@ -1,4 +1,4 @@
-"""EOS attention: what the end of the sequence attends to (SAP appendix C, eq. 11)."""
+"""Pruning by the attention of the end-of-sequence token (SAP, appendix C, eq. 11)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from pipeline.tokens import TokenBatch
 
 
 class Eos(Budgeted["Eos.Spec"]):
-    """Keeps the K tokens to which the last token of the sequence gives most attention.
+    """Keeps the K tokens with the highest attention from the last token of the sequence.
 
-    The score of token j is `1/H sum_h A_eos,j` in the last layer (eq. 11); `layers` takes others,
-    for scans over the depth, and their mean.
+    The score of token j is `1/H sum_h A_eos,j` in the last layer (eq. 11).
     """
 
     class Spec(Budget):
-        """Settings of the compressor."""
+        """Options of `Eos`."""
 
         name: Literal["eos"] = "eos"
         layers: list[int] = Field([-1], min_length=1)
-        """Layers whose attention is averaged; negative numbers count from the last."""
+        """Layers over which the scores are averaged; negative indices count from the end."""
 
     support_form = "indices"
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """The row of the last token in the spec's layers."""
+        """Attention row of the last token in the layers of the spec."""
         return (Tap("eos_row", layers=",".join(map(str, self.spec.layers))),)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         (tap,) = self.needs_taps
         return select(batch, *largest(batch.taps[tap.name], batch.mask, budgets_B))

@@ -1,4 +1,4 @@
-"""HPC-ColPali: a codebook of token vectors, pruning by attention, and codes as bits."""
+"""HPC-ColPali: codebook quantisation, attention-guided pruning and binary codes."""
 
 from __future__ import annotations
 
@@ -10,51 +10,52 @@ import torch
 from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest
-from pipeline.compression.cluster import by_first
-from pipeline.compression.random import drawn
+from pipeline.compression.cluster import order_by_first
+from pipeline.compression.random import sample_tokens
 from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Tokens that a codebook is learned from, for each of its centroids.
+#: Maximum number of tokens per centroid on which the codebook is fitted.
 TOKENS_PER_CENTROID = 256
 
 
 class HPC(Budgeted["HPC.Spec"]):
-    """Keeps the most salient tokens and puts the nearest of C centroids in place of each.
+    """Keeps the most salient tokens of an item and replaces each by the nearest of C centroids.
 
-    The three steps of HPC-ColPali (Bach 2025): k-means over the tokens of the corpus, of which
-    `fit` takes a sample; attention-guided pruning, which keeps the top p of an item's tokens by
-    `saliency`, a tap's name: `ratio` is that p, `num_vectors` a fixed number instead; and the
-    number of the nearest centroid in place of each kept token. Equal codes of an item are one
-    vector. An item within its budget keeps all tokens and is quantised all the same.
+    The method has three steps (HPC-ColPali, Bach 2025):
 
-    k-means is spherical: centroids have unit length and the nearest is that of the largest cosine,
-    so that a stored vector's score is a cosine like any other's. It is seeded, runs
-    `num_iterations` rounds, and sees at most 256 tokens a centroid, drawn uniformly by a hash of
-    their item. Where the sample has fewer than `num_centroids` tokens, each of them is a centroid.
+    1. `fit` runs k-means on the tokens of a sample of the corpus.
+    2. Attention-guided pruning keeps the fraction p of an item's tokens with the highest saliency
+       (`ratio`), or a fixed number (`num_vectors`).
+    3. Each remaining token is replaced by its nearest centroid. Tokens of an item with equal codes
+       share one vector.
 
-    `binary` stores the number of the centroid as b = ceil(log2 num_centroids) bits, for a score of
-    Hamming distances. A bit is 1 / sqrt(b) or -1 / sqrt(b), so vectors have unit length and the dot
-    product of two is `1 - 2 Hamming / b`; each query token becomes the bits of its own nearest
-    centroid. Only distance 0 says for certain that two tokens are alike: the numbers of centroids
-    have no order, in this form of the method too.
+    Items within their budget are not pruned, but quantised as well.
+
+    K-means is spherical: centroids have unit length, and tokens are assigned by cosine similarity,
+    so that similarities of quantised vectors are cosines, too. It is fitted on at most 256 tokens
+    per centroid, drawn uniformly. If the sample has fewer than `num_centroids` tokens, each of them
+    is a centroid.
     """
 
     class Spec(Budget):
-        """Settings of the compressor."""
+        """Options of `HPC`."""
 
         name: Literal["hpc"] = "hpc"
         saliency: TapName = "eos_row/mean/last"
-        """Attention statistic that ranks the tokens."""
+        """Attention statistic used as saliency, see `pipeline.taps`."""
         num_centroids: int = Field(256, ge=1, le=65536)
-        """Number of centroids of the codebook."""
+        """Number of centroids C."""
         seed: int = Field(0, ge=0, lt=2**31)
-        """Seed of the clustering."""
+        """Random seed of the sample of tokens and of k-means."""
         num_iterations: int = Field(20, ge=1)
-        """Number of iterations of k-means."""
+        """Number of k-means iterations."""
         binary: bool = False
-        """Stores the bits of the centroid's number instead of the centroid."""
+        """Whether to store centroid indices as b = ceil(log2 C) bits, to be scored by Hamming
+        distance. Bits are stored as 1 / sqrt(b) and -1 / sqrt(b), so that the dot product of two
+        vectors is `1 - 2 Hamming / b`. Query tokens are replaced by the bits of their nearest
+        centroids. As centroid indices have no order, only distance 0 implies similar tokens."""
 
     needs_fit = True
     keeps_tokens = False
@@ -65,21 +66,21 @@ class HPC(Budgeted["HPC.Spec"]):
 
     @property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """The saliency of the spec."""
+        """Attention statistic used as saliency."""
         return (Tap.parse(self.spec.saliency),)
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """The codebook: `{"codebook": (C, D) float32}` of unit length.
+        """Returns the codebook as `{"codebook": (C, D) float32}`, with centroids of unit length.
 
-        The same tokens make the same codebook, however they are batched.
+        The codebook does not depend on the batching of the sample.
 
         Raises:
-            SpecError: the sample holds no token.
+            SpecError: The sample has no tokens.
         """
-        import faiss  # of no use to what only compresses or searches
+        import faiss  # not needed for compression and search
 
-        tokens = drawn(sample, spec.seed, TOKENS_PER_CENTROID * spec.num_centroids)
+        tokens = sample_tokens(sample, spec.seed, TOKENS_PER_CENTROID * spec.num_centroids)
         if not len(tokens):
             raise SpecError("sample", "0 tokens", "at least one token")
         kmeans = faiss.Kmeans(
@@ -96,64 +97,73 @@ class HPC(Budgeted["HPC.Spec"]):
         return {"codebook": kmeans.centroids.reshape(-1, tokens.shape[1])}
 
     def output_dim(self, dim: int) -> int:
-        """The width of the vectors it makes of vectors of width `dim`."""
+        """Returns the number of bits with `binary`, else `dim`."""
         return self.num_bits if self.spec.binary else dim
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Query tokens as they are; with `binary` the bits of the centroids nearest to them."""
+        """Replaces query tokens by the bits of their nearest centroids if `binary` is set."""
         if not self.spec.binary:
             return tokens_QD
         codebook_CD = self._codebook(tokens_QD.device)
-        codes_1Q = codes(normalise(tokens_QD.float()).unsqueeze(0), codebook_CD)
-        return bits(codes_1Q.squeeze(0), self.num_bits)
+        codes_1Q = nearest_codes(normalise(tokens_QD.float()).unsqueeze(0), codebook_CD)
+        return code_signs(codes_1Q.squeeze(0), self.num_bits)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         saliency_BN = batch.taps[self.needs_taps[0].name].float()
         index_BK, slot_mask_BK = largest(saliency_BN, batch.mask, budgets_B)
         tokens_BND = unit_vectors(batch)
-        kept_BKD = tokens_BND.gather(1, index_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2]))
+        selected_BKD = tokens_BND.gather(
+            1, index_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+        )
         codebook_CD = self._codebook(batch.vectors.device)
-        codes_BK = codes(kept_BKD, codebook_CD)
+        codes_BK = nearest_codes(selected_BKD, codebook_CD)
 
-        # Equal codes are one output; what is not kept goes to a spare column that is cut off.
+        # Tokens with equal codes share one output. Masked slots write to an additional column,
+        # which is dropped.
         num_tokens, num_slots = batch.mask.shape[1], index_BK.shape[1]
-        outputs_BK = by_first(codes_BK, slot_mask_BK, len(codebook_CD))
+        outputs_BK = order_by_first(codes_BK, slot_mask_BK, len(codebook_CD))
         slots_BK = outputs_BK.masked_fill(~slot_mask_BK, num_slots)
         code_BK = codes_BK.new_full((len(batch), num_slots + 1), -1).scatter(1, slots_BK, codes_BK)
         code_BK = code_BK[:, :num_slots]
-        support_BN = codes_BK.new_full((len(batch), num_tokens + 1), -1)
-        support_BN.scatter_(1, index_BK.masked_fill(~slot_mask_BK, num_tokens), outputs_BK)
-        found_BK = code_BK.clamp_min(0)
+        assignment_BN = codes_BK.new_full((len(batch), num_tokens + 1), -1)
+        assignment_BN.scatter_(1, index_BK.masked_fill(~slot_mask_BK, num_tokens), outputs_BK)
+        index_BK = code_BK.clamp_min(0)
+        vectors_BKD = (
+            code_signs(index_BK, self.num_bits) if self.spec.binary else codebook_CD[index_BK]
+        )
         return TokenBatch(
-            vectors=bits(found_BK, self.num_bits) if self.spec.binary else codebook_CD[found_BK],
+            vectors=vectors_BKD,
             mask=code_BK >= 0,
             normalised=True,
             pooled=batch.pooled,
-            support=support_BN[:, :num_tokens],
+            support=assignment_BN[:, :num_tokens],
         )
 
     def _codebook(self, device: torch.device) -> torch.Tensor:
         return torch.tensor(self.fitted["codebook"], device=device)
 
 
-def codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:
-    """(B, K) int64: the centroid of the largest cosine, the first among equals.
+def nearest_codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:
+    """Returns the centroid (B, K) int64 with the highest cosine similarity, or the first of ties.
 
-    >>> codes(torch.tensor([[[0.8, 0.6], [0.0, -1.0]]]), torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+    >>> tokens = torch.tensor([[[0.8, 0.6], [0.0, -1.0]]])
+    >>> nearest_codes(tokens, torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     tensor([[1, 0]])
     """
-    found = [torch.zeros(0, tokens_BKD.shape[1], dtype=torch.int64, device=tokens_BKD.device)]
+    parts = [torch.zeros(0, tokens_BKD.shape[1], dtype=torch.int64, device=tokens_BKD.device)]
     for rows in blocks(tokens_BKD, tokens_BKD.shape[1] * len(codebook_CD)):
-        found.append(first_minimum(-(tokens_BKD[rows] @ codebook_CD.T), dim=2))
-    return torch.cat(found)
+        parts.append(first_minimum(-(tokens_BKD[rows] @ codebook_CD.T), dim=2))
+    return torch.cat(parts)
 
 
-def bits(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """(..., b) float32 of unit length: the bits of each code, lowest first, as plus and minus.
+def code_signs(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Converts codes to unit vectors (..., b) float32 of their bits, least significant bit first.
 
-    >>> bits(torch.tensor([1, 2]), 4).tolist()
+    Bits 1 and 0 become 1 / sqrt(b) and -1 / sqrt(b).
+
+    >>> code_signs(torch.tensor([1, 2]), 4).tolist()
     [[0.5, -0.5, -0.5, -0.5], [-0.5, 0.5, -0.5, -0.5]]
     """
-    places = torch.arange(num_bits, device=codes.device)
-    return ((codes.unsqueeze(-1) >> places & 1).float() * 2 - 1) / num_bits**0.5
+    shifts = torch.arange(num_bits, device=codes.device)
+    return ((codes.unsqueeze(-1) >> shifts & 1).float() * 2 - 1) / num_bits**0.5

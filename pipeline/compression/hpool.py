@@ -1,4 +1,4 @@
-"""H-Pool: hierarchical pooling with Ward linkage (AGC paper, section 4.3)."""
+"""H-Pool, hierarchical pooling with Ward linkage (AGC paper, section 4.3)."""
 
 from __future__ import annotations
 
@@ -18,65 +18,69 @@ from threadpoolctl import threadpool_limits
 from pipeline.compression import Budget, Budgeted, group_sizes, group_sums
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Of a squared distance, relative to the squared lengths: what is less is subtracted once more.
-LOST = 1e-10
+#: Squared distances below this fraction of the squared norms are recomputed by subtraction.
+CANCELLATION_LIMIT = 1e-10
 
-#: (n, D) float64 tokens of unit length -> their distances in scipy's condensed form (n (n - 1) / 2)
+#: Maps unit vectors (n, D) float64 to distances in the condensed form of SciPy, (n (n - 1) / 2,).
 Distances = Callable[[np.ndarray], np.ndarray]
 
 
 class HPool(Budgeted["HPool.Spec"]):
-    """Groups similar tokens by agglomerative clustering and keeps each group's mean.
+    """Groups similar tokens by agglomerative clustering and stores the mean of each group.
 
-    Tokens are brought to unit length first, means after. Linkage runs on the CPU in float64, as
-    many items at a time as torch has threads; it gives up to K groups, fewer where merges tie at
-    the cut (for example when an item has fewer than K distinct tokens). Groups are ordered by their
-    first token.
-
-    `linkage` is what Ward sees. The paper writes the increase in squared error of the token
-    vectors: "vectors", the default. Its public code, like colpali-engine, takes the rows of the
-    cosine distance matrix for observations: "rows". A third reading takes the cosine distances
-    for Ward's distances: "condensed".
-
-    `num_protected` is the paper's m': the first m' tokens stay alone. It names no value; 1 is that
-    of its code. A budget of K protects at most K - 1 tokens, so that the others have a group.
+    Tokens are normalised to unit length before clustering, and means after it. The linkage is
+    computed on the CPU in float64, for as many items in parallel as torch has threads. It yields up
+    to K groups, or fewer if merges are tied at the cut, for example for items with fewer than K
+    distinct tokens. Groups are ordered by their first token.
     """
 
     class Spec(Budget):
-        """Settings of the compressor."""
+        """Options of `HPool`."""
 
         name: Literal["hpool"] = "hpool"
         linkage: Literal["vectors", "rows", "condensed"] = "vectors"
-        """Observations or distances of the Ward linkage, see `HPool`."""
+        """Input of the Ward linkage.
+
+        - "vectors": Token vectors, so that merges minimise the increase in squared error, as in the
+          paper.
+        - "rows": Rows of the cosine distance matrix, as in the reference implementation and in
+          colpali-engine.
+        - "condensed": Cosine distances in place of the Euclidean distances of the observations.
+        """
         num_protected: int = Field(1, ge=0)
-        """Number of leading tokens that are never merged, the paper's m'."""
+        """Number m' of initial tokens that are not merged. The paper specifies no value; the
+        default is the one of the reference implementation. At most K - 1 tokens are protected, so
+        that at least one group remains for the other tokens."""
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         distances = DISTANCES[self.spec.linkage]
         tokens_BND = unit_vectors(batch)
-        support_BN = linked(
+        assignment_BN = hierarchical_groups(
             tokens_BND, batch.lengths, budgets_B, distances, "ward", self.spec.num_protected
         )
-        return group_means(batch, tokens_BND, support_BN, budgets_B)
+        return group_means(batch, tokens_BND, assignment_BN, budgets_B)
 
 
 def group_means(
-    batch: TokenBatch, tokens_BND: torch.Tensor, support_BN: torch.Tensor, budgets_B: torch.Tensor
+    batch: TokenBatch,
+    tokens_BND: torch.Tensor,
+    assignment_BN: torch.Tensor,
+    budgets_B: torch.Tensor,
 ) -> TokenBatch:
-    """The mean of each group of an item's unit vectors, at unit length."""
+    """Returns a batch with the normalised mean of the unit vectors of each group."""
     num_outputs = int(budgets_B.max()) if len(batch) else 0
-    sums_BKD = group_sums(tokens_BND, support_BN, num_outputs)
+    sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
     return TokenBatch(
-        vectors=normalise(sums_BKD),  # dividing by the counts would change no direction
-        mask=group_sizes(support_BN, num_outputs) > 0,
+        vectors=normalise(sums_BKD),  # dividing by the counts does not change the direction
+        mask=group_sizes(assignment_BN, num_outputs) > 0,
         normalised=True,
         pooled=batch.pooled,
-        support=support_BN,
+        support=assignment_BN,
     )
 
 
-def linked(
+def hierarchical_groups(
     tokens_BND: torch.Tensor,
     lengths_B: torch.Tensor,
     budgets_B: torch.Tensor,
@@ -84,120 +88,135 @@ def linked(
     method: Literal["ward", "average"],
     num_protected: int = 0,
 ) -> torch.Tensor:
-    """Groups tokens by agglomerative clustering.
+    """Groups the tokens of each item by agglomerative clustering.
 
     Args:
-        tokens_BND: Token vectors, real tokens first in each row.
+        tokens_BND: Unit vectors; real tokens come first in each row.
         lengths_B: Number of tokens per item.
-        budgets_B: Maximum number of groups per item, including the protected tokens.
-        distances: Computes the distances of the linkage.
+        budgets_B: Maximum number of groups per item, including protected tokens.
+        distances: Distances on which the linkage operates.
         method: Linkage method.
-        num_protected: Number of leading tokens that are groups of their own, at most the budget
-            less 1.
+        num_protected: Number of initial tokens that form groups of size 1, at most the budget
+            minus 1.
 
     Returns:
-        (B, N) int64 group of each token, -1 at padding.
+        Group indices (B, N) int64; -1 at padding.
     """
 
-    def groups_of(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
+    def group_item(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
         groups = np.arange(length)
         if length > budget:
-            alone = min(num_protected, budget - 1)
-            tokens = vectors[alone:length].astype(np.float64)
+            first = min(num_protected, budget - 1)
+            tokens = vectors[first:length].astype(np.float64)
             tokens /= np.linalg.norm(tokens, axis=1, keepdims=True).clip(min=1e-12)
-            groups[alone:] = alone + cut(distances(tokens), budget - alone, method)
+            groups[first:] = first + cut_linkage(distances(tokens), budget - first, method)
         return groups
 
-    support = np.full(tokens_BND.shape[:2], -1, dtype=np.int64)
-    found = of_each(groups_of, tokens_BND, lengths_B.tolist(), budgets_B.tolist())
-    for row, groups in zip(support, found, strict=True):
+    assignment = np.full(tokens_BND.shape[:2], -1, dtype=np.int64)
+    results = map_items(group_item, tokens_BND, lengths_B.tolist(), budgets_B.tolist())
+    for row, groups in zip(assignment, results, strict=True):
         row[: len(groups)] = groups
-    return torch.from_numpy(support).to(tokens_BND.device)
+    return torch.from_numpy(assignment).to(tokens_BND.device)
 
 
 def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """(B, N) float64: what each of Ward's merges adds to the squared error, largest first.
+    """Computes the increase in squared error caused by each merge of the Ward linkage.
 
-    An item of n tokens has n - 1 merges; -1 behind them. Cutting after the first k - 1 of them
-    leaves k groups, whose squared error is the sum of the others.
+    An item of n tokens has n - 1 merges. The squared error of k groups is the sum of all costs
+    except the k - 1 largest.
+
+    Args:
+        tokens_BND: Vectors; real tokens come first in each row.
+        lengths_B: Number of tokens per item.
+
+    Returns:
+        Costs (B, N) float64 in descending order; -1 at padding.
     """
 
-    def costs_of(vectors: np.ndarray, length: int) -> np.ndarray:
+    def item_costs(vectors: np.ndarray, length: int) -> np.ndarray:
         if length < 2:
             return np.empty(0)
-        apart = vector_distances(vectors[:length].astype(np.float64))
-        heights = fastcluster.linkage(apart, "ward", preserve_input=False)[:, 2]
+        distances = vector_distances(vectors[:length].astype(np.float64))
+        heights = fastcluster.linkage(distances, "ward", preserve_input=False)[:, 2]
         return np.sort(heights**2 / 2)[::-1]
 
-    costs = np.full(tokens_BND.shape[:2], -1.0)
-    for row, found in zip(costs, of_each(costs_of, tokens_BND, lengths_B.tolist()), strict=True):
-        row[: len(found)] = found
-    return torch.from_numpy(costs).to(tokens_BND.device)
+    costs_BN = np.full(tokens_BND.shape[:2], -1.0)
+    results = map_items(item_costs, tokens_BND, lengths_B.tolist())
+    for row, costs in zip(costs_BN, results, strict=True):
+        row[: len(costs)] = costs
+    return torch.from_numpy(costs_BN).to(tokens_BND.device)
 
 
-def of_each(
-    compute: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
+def map_items(
+    function: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
 ) -> list[np.ndarray]:
-    """What `compute` gives for each item, as many items at a time as torch has threads."""
+    """Applies a function to each item, for as many items in parallel as torch has threads.
+
+    Args:
+        function: Called with the vectors (N, D) of an item and its element of each of `arguments`.
+        tokens_BND: Vectors of the items.
+        *arguments: Sequences with one element per item.
+    """
     vectors = tokens_BND.detach().cpu().numpy()
-    # An item a thread, as products and linkages leave the interpreter free. Products that are
-    # spread over threads besides would wait for each other, many times longer than they take.
+    # Matrix products and linkages release the GIL, so one thread per item scales. BLAS is limited
+    # to one thread, because nested threads would compete for the cores and be many times slower.
     with (
-        _ALONE,
+        _BLAS_LOCK,
         threadpool_limits(1, "blas"),
         ThreadPoolExecutor(torch.get_num_threads()) as pool,
     ):
-        return list(pool.map(compute, vectors, *arguments))
+        return list(pool.map(function, vectors, *arguments))
 
 
-#: The limit on BLAS threads is the process's: two callers would restore each other's.
-_ALONE = threading.Lock()
+#: The limit on BLAS threads is global to the process, so concurrent callers must not change it.
+_BLAS_LOCK = threading.Lock()
 
 
-def cut(apart: np.ndarray, num_groups: int, method: Literal["ward", "average"]) -> np.ndarray:
-    """Cuts a linkage tree into groups.
+def cut_linkage(
+    distances: np.ndarray, num_groups: int, method: Literal["ward", "average"]
+) -> np.ndarray:
+    """Returns the group of each token for at most `num_groups` groups, ordered by first member.
 
     Args:
-        apart: Distances of n tokens in scipy's condensed form; overwritten.
+        distances: Distances in the condensed form of SciPy; overwritten.
         num_groups: Maximum number of groups.
         method: Linkage method.
 
-    Returns:
-        (n,) group of each token, numbered by first member.
-
-    >>> cut(np.array([2.0, 0.0, 2.0, 2.0, 1.0, 2.0]), 2, "average").tolist()  # 01 02 03 12 13 23
+    >>> distances = np.array([2.0, 0.0, 2.0, 2.0, 1.0, 2.0])  # 01 02 03 12 13 23
+    >>> cut_linkage(distances, 2, "average").tolist()
     [0, 1, 0, 1]
     """
-    tree = fastcluster.linkage(apart, method, preserve_input=False)
+    tree = fastcluster.linkage(distances, method, preserve_input=False)
     labels = hierarchy.fcluster(tree, num_groups, criterion="maxclust")
     _, first, labels = np.unique(labels, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[labels]
 
 
 def vector_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """`|x_i - x_j|`, condensed."""
-    return euclidean(tokens_ND, tokens_ND)
+    """Computes `|x_i - x_j|` in condensed form."""
+    return euclidean_distances(tokens_ND, tokens_ND)
 
 
 def row_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """`|R_i - R_j|` of the rows of the cosine distances `R = 1 - X X^T`, condensed.
+    """Computes `|R_i - R_j|` for the rows of `R = 1 - X X^T` in condensed form.
 
-    `R_i - R_j = -X (x_i - x_j)`, so its length is that of `S^(1/2) (x_i - x_j)` with `S = X^T X`:
-    the distance of D numbers, not of N.
+    Because `R_i - R_j = -X (x_i - x_j)`, the distance equals `|S^(1/2) (x_i - x_j)|` with
+    `S = X^T X`, which reduces the dimension from N to D.
     """
     num_tokens, dim = tokens_ND.shape
     if dim >= num_tokens:
-        return euclidean(tokens_ND @ tokens_ND.T, tokens_ND)
+        return euclidean_distances(tokens_ND @ tokens_ND.T, tokens_ND)
     values_D, axes_DD = np.linalg.eigh(tokens_ND.T @ tokens_ND)
-    return euclidean(tokens_ND @ (axes_DD * np.sqrt(values_D.clip(min=0.0))), tokens_ND)
+    points_ND = tokens_ND @ (axes_DD * np.sqrt(values_D.clip(min=0.0)))
+    return euclidean_distances(points_ND, tokens_ND)
 
 
 def cosine_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """`1 - x_i . x_j = |x_i - x_j|^2 / 2`, condensed."""
-    apart = vector_distances(tokens_ND)
-    apart *= apart
-    apart /= 2
-    return apart
+    """Computes `1 - x_i . x_j = |x_i - x_j|^2 / 2` in condensed form."""
+    distances = vector_distances(tokens_ND)
+    distances *= distances
+    distances /= 2
+    return distances
 
 
 DISTANCES: dict[str, Distances] = {
@@ -207,28 +226,29 @@ DISTANCES: dict[str, Distances] = {
 }
 
 
-def euclidean(points_NP: np.ndarray, tokens_ND: np.ndarray) -> np.ndarray:
-    """The distances of points, condensed, by `|a - b|^2 = |a|^2 + |b|^2 - 2 a.b`.
+def euclidean_distances(points_NP: np.ndarray, tokens_ND: np.ndarray) -> np.ndarray:
+    """Computes Euclidean distances in condensed form by `|a - b|^2 = |a|^2 + |b|^2 - 2 a.b`.
 
-    That loses digits where a and b are close. Equal tokens above all must be exactly 0 apart, or
-    their merges no longer tie. So where any two points of an item are that close, all of its
-    points are subtracted one from the other, which takes several times as long.
+    The formula loses precision for nearby points. In particular, the distance between equal tokens
+    must be exactly 0, or else their merges are not tied. If any two points of an item are too
+    close, all distances are computed by subtraction, which is several times slower.
 
     Args:
-        points_NP: float64, one for each token, the same for equal tokens but for rounding.
-        tokens_ND: the tokens.
+        points_NP: One float64 point per token; points of equal tokens differ at most by rounding
+            errors.
+        tokens_ND: Tokens of the points, used to identify equal points.
 
     >>> points = np.array([[0.0, 3.0], [4.0, 0.0], [0.0, 3.0]])
-    >>> euclidean(points, points)
+    >>> euclidean_distances(points, points)
     array([5., 0., 5.])
     """
-    apart_NN = points_NP @ points_NP.T
-    squares_N = apart_NN.diagonal().copy()
-    apart_NN *= -2
-    apart_NN += squares_N
-    apart_NN += squares_N[:, np.newaxis]
-    apart = squareform(apart_NN, checks=False)
-    if apart.min() > LOST * squares_N.max():
-        return np.sqrt(apart, out=apart)
+    squared_NN = points_NP @ points_NP.T
+    squares_N = squared_NN.diagonal().copy()
+    squared_NN *= -2
+    squared_NN += squares_N
+    squared_NN += squares_N[:, np.newaxis]
+    distances = squareform(squared_NN, checks=False)
+    if distances.min() > CANCELLATION_LIMIT * squares_N.max():
+        return np.sqrt(distances, out=distances)
     _, first, inverse = np.unique(tokens_ND, axis=0, return_index=True, return_inverse=True)
     return pdist(points_NP[first[inverse]])

@@ -1,4 +1,4 @@
-"""No compression: the full tokens, the reference that every budget is compared with."""
+"""Identity compressor, the reference for all budgets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Uncompressed(Compressor["Uncompressed.Spec"]):
-    """Keeps every token, at unit length, with its positions.
+    """Keeps all tokens, normalised to unit length.
 
-    There is no `support`: the output holds the item's tokens in order, so it would only count up.
+    The output has no `support`, because the assignment is the identity.
     """
 
     class Spec(config.ComponentSpec):
-        """Settings of the compressor."""
+        """Spec of `Uncompressed`, which has no options."""
 
         name: Literal["none"] = "none"
 

@@ -1,4 +1,4 @@
-"""Random pruning (SAP appendix, eq. 10): uniform without replacement, repeatable to the bit."""
+"""Random pruning, uniform without replacement and bit-reproducible (SAP, appendix C, eq. 10)."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Random(Budgeted["Random.Spec"]):
-    """Keeps the K tokens with the smallest random draws, in their original order.
+    """Keeps K tokens drawn at random, in their original order.
 
-    The draws come from a hash and not from a generator: they depend on the seed and on the item
-    alone, so resuming, batching otherwise or moving to another device changes nothing.
+    Random numbers are computed by hashing the seed and the item instead of by a generator, so
+    results do not depend on resuming, batching or the device.
     """
 
     class Spec(Budget):
-        """Settings of the compressor."""
+        """Options of `Random`."""
 
         name: Literal["random"] = "random"
         seed: int = Field(0, ge=0, lt=2**32)
-        """Seed of the draws."""
+        """Random seed."""
 
     support_form = "indices"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
-        # The smallest draws win, as whole numbers: float64 holds them exactly.
+        """Compresses each item to its budget."""
+        # float64 represents the draws exactly.
         draws_BN = -random_draws(batch, self.spec.seed).double()
         return select(batch, *largest(draws_BN, batch.mask, budgets_B))
 
 
 def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
-    """(B, N) int64 draws from [0, 2^32), one a token: a hash of seed, item and position.
+    """Returns a pseudo-random integer in [0, 2^32) per token, (B, N) int64.
 
-    What is hashed of the item is its length and the sign bits of its vectors. Signs need no
-    arithmetic, hence no rounding: they are the same on every device, before and after scaling to
-    unit length, and before and after storing as float16. Vectors without a negative number share
-    the draws of their length.
+    The numbers are a hash of the seed, the item and the token position. Items are hashed by their
+    length and the signs of their vectors. Signs are free of rounding errors: they are identical on
+    all devices, before and after normalisation, and before and after conversion to float16. Items
+    of equal length whose vectors have no negative elements have equal numbers.
 
     Args:
-        batch: real tokens first in each row; draws at padding have no meaning.
-        seed: from [0, 2^32).
+        batch: Items whose real tokens come first in each row; numbers at padding are undefined.
+        seed: Random seed in [0, 2^32).
     """
     _, num_tokens, dim = batch.vectors.shape
     device = batch.vectors.device
     position_N = mix(torch.arange(1, num_tokens + 1, device=device))
-    coordinate_D = mix(torch.arange(1, dim + 1, device=device))
-    token_BN = torch.where(torch.signbit(batch.vectors), coordinate_D, 0).sum(dim=2)
+    dimension_D = mix(torch.arange(1, dim + 1, device=device))
+    token_BN = torch.where(torch.signbit(batch.vectors), dimension_D, 0).sum(dim=2)
     token_BN = mix(mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
-    seed_ = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # 0 would mix to 0
-    item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ seed_
+    mixed_seed = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # mix maps 0 to 0
+    item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ mixed_seed
     return mix(mix(item_B1) ^ position_N)
 
 
-def drawn(
-    sample: Iterable[TokenBatch], seed: int, num_tokens: int, *, scaled: bool = True
+def sample_tokens(
+    sample: Iterable[TokenBatch], seed: int, num_tokens: int, *, normalised: bool = True
 ) -> np.ndarray:
-    """Samples tokens: those with the smallest random draws.
+    """Draws tokens uniformly at random from a sample.
 
-    Draws are a hash of item and position, so that at most `num_tokens` tokens are in memory, and
-    neither their choice nor their order depends on how items are batched.
+    The selection and its order depend on neither the order nor the batching of the items. At most
+    `num_tokens` tokens and one batch are in memory at a time.
 
     Args:
         sample: Batches of items.
-        seed: Seed of the draws.
-        num_tokens: Maximum number of tokens.
-        scaled: Scales the tokens to unit length.
+        seed: Random seed in [0, 2^32).
+        num_tokens: Maximum number of tokens to draw.
+        normalised: Whether to normalise the tokens to unit length.
 
     Returns:
-        (n, D) float32 token vectors.
+        Tokens (<= num_tokens, D) float32.
     """
     tokens, draws = np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
     for batch in sample:
@@ -82,11 +82,11 @@ def drawn(
         mask = packed.mask.cpu()
         if not mask.any():
             continue
-        vectors = unit_vectors(packed) if scaled else packed.vectors.float()
-        more = vectors.cpu()[mask].numpy()
-        tokens = np.concatenate([tokens, more]) if len(tokens) else more
+        vectors = unit_vectors(packed) if normalised else packed.vectors.float()
+        new_tokens = vectors.cpu()[mask].numpy()
+        tokens = np.concatenate([tokens, new_tokens]) if len(tokens) else new_tokens
         draws = np.concatenate([draws, random_draws(packed, seed).cpu()[mask].numpy()])
-        order = np.lexsort((tokens[:, 0], draws))[:num_tokens]  # some draws may be equal
+        order = np.lexsort((tokens[:, 0], draws))[:num_tokens]  # draws may be tied
         tokens, draws = tokens[order], draws[order]
     return tokens
 
@@ -95,7 +95,10 @@ _MAX = 2**32 - 1
 
 
 def mix(bits: torch.Tensor) -> torch.Tensor:
-    """Scrambles 32-bit numbers held in int64, one to one; the products stay below 2^59."""
+    """Applies a bijective mixing function to 32-bit integers stored as int64.
+
+    Intermediate products stay below 2^59.
+    """
     for _ in range(2):
         bits = (bits ^ (bits >> 16)) * 0x45D9F3B & _MAX
     return bits ^ (bits >> 16)

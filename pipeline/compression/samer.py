@@ -1,4 +1,4 @@
-"""SaMer: feature-spatial soft merging, with an object-aware prior (SaMer paper, section 4)."""
+"""SaMer, feature-spatial soft merging with an object-aware prior (SaMer paper, section 4)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 
 from pipeline.compression import (
     blocks,
-    close_ranks,
     first_minimum,
     group_sums,
     memberships,
+    pack_outputs,
 )
 from pipeline.compression.seeds import (
     Placement,
-    Seeded,
+    SeededBudget,
     SeededCompressor,
     farthest_positions,
     lattice_positions,
@@ -28,68 +28,71 @@ from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 Axis = Literal["x", "y", "t"]
 
-#: The distance of a representative that an item's budget does not reach.
-FAR = 1e20
-#: Of eq. 5. The paper names no value; that of its public code.
+#: Distance of representatives beyond the budget of an item.
+MASKED_DISTANCE = 1e20
+#: Epsilon of eq. 5. The paper specifies no value; this is the one of the reference implementation.
 EPSILON = 1e-6
 
 
 class SaMer(SeededCompressor):
     """Merges the tokens into K centroids by soft assignment over features and positions.
 
-    K seeds, by default uniform in the token order, become centroids by `num_iterations` rounds of
-    hard k-means under the distance of eq. 2; then eq. 3 gives each representative as a softly
-    weighted mean. The paper names no values for the options; the defaults are those of its
-    public code.
+    K seeds are refined to centroids by `num_iterations` iterations of hard k-means under the
+    distance of eq. 2. Each representative is then a softly weighted mean of tokens (eq. 3). The
+    paper does not specify the hyperparameters; the defaults are those of the reference
+    implementation. For items without boxes, only the feature term remains, which is soft spherical
+    k-means.
 
-    Gradients flow through the tokens and the soft weights, not through seeds, k-means and hard
+    Gradients flow through the tokens and the soft weights, but not through seeds, k-means and hard
     assignments.
     """
 
-    class Spec(Seeded):
-        """Options of SaMer.
+    class Spec(SeededBudget):
+        """Options of `SaMer`.
 
-        Attributes:
-            seeds: see `Seeded`. "farthest" samples by the distance of eq. 2, thus by features and
-                by the positions on `axes`, in space-time if `t` is among them.
-            gamma: the weight of the spatial term of eq. 2.
-            tau_s: the temperature of the soft assignment.
-            num_iterations: rounds of k-means.
-            axes: which coordinates make up the position of a token, the centre of its box and of
-                its time; where one is NaN it is left out for this token. Of the paper's unit
-                square and its code, which repeats the square for each frame, x and y is the
-                default. Without boxes only the feature term remains: soft spherical k-means, with
-                the token order in the seeds alone.
-            seconds_per_unit: how many seconds of `t` weigh as much as the width of the picture;
-                None: as many as the item lasts, from its first t0 to its last t1.
-            centroid: what stands for a group (appendix A). "soft" is eq. 3, or eq. 6. The others
-                take the tokens whose nearest centroid it is, and give nothing where there are none:
-                "mean" their mean as it is, hence the only one that is *not* of unit length;
-                "normalised" the same at unit length; "medoid" that token of them which is nearest
-                to the centroid by eq. 2; "object_weighted" the mean in which tokens of objects
-                (`TokenBatch.objects`) count `object_weight` times, at unit length: "normalised"
-                for a batch without objects.
-            object_weight: see there; the paper names no value.
-            object_prior: adds the penalty of eq. 5 to the distance (eq. 6) for batches that bring
-                `objects`. That is in training only, so for others it makes no difference.
-            penalty_assignment: the hard assignment c_i of eq. 5. "final" takes it by the distance
-                that eq. 6 uses, as the paper says; "previous" is the one from before the last
-                update of the centroids (the same if there was none), as its public code does.
+        With `seeds: farthest`, seeds are sampled by the distance of eq. 2, which includes features
+        and the positions on `axes`.
         """
 
         name: Literal["samer"] = "samer"
         gamma: float = Field(0.1, ge=0, allow_inf_nan=False)
+        """Weight of the spatial term in eq. 2."""
         tau_s: float = Field(0.07, gt=0, allow_inf_nan=False)
+        """Temperature of the soft assignment."""
         num_iterations: int = Field(3, ge=0)
+        """Number of k-means iterations."""
         axes: tuple[Axis, ...] = ("x", "y")
+        """Coordinates in the spatial term: the centre of a token's box (x, y) and time interval
+        (t). Undefined coordinates of a token are ignored. The default matches the paper; the
+        reference implementation treats each frame of a video as the same unit square."""
         seconds_per_unit: float | None = Field(None, gt=0, allow_inf_nan=False)
+        """Number of seconds on axis t that correspond to the width of the image. Defaults to the
+        duration of the item, from its first t0 to its last t1."""
         centroid: Literal["soft", "mean", "normalised", "medoid", "object_weighted"] = "soft"
+        """Representative of a group (appendix A).
+
+        "soft" is the soft mean of eq. 3 (or eq. 6). The other values use the tokens whose nearest
+        centroid is the given one; centroids without tokens yield no vector.
+
+        - "mean": Mean of the tokens. Only this variant has vectors that are not of unit length.
+        - "normalised": Mean of the tokens, normalised to unit length.
+        - "medoid": Token nearest to the centroid by eq. 2.
+        - "object_weighted": Like "normalised", but tokens inside annotated objects have weight
+          `object_weight`.
+        """
         object_weight: float = Field(2.0, ge=1, allow_inf_nan=False)
+        """Weight of tokens inside objects with `centroid: object_weighted`. The paper specifies no
+        value."""
         object_prior: bool = False
+        """Whether to add the penalty of eq. 5 to the distance (eq. 6). Only affects batches with
+        annotated objects, which occur in training."""
         penalty_assignment: Literal["final", "previous"] = "final"
+        """Hard assignment c_i in eq. 5. "final" uses the distance of eq. 6, as in the paper;
+        "previous" is the assignment before the last update of the centroids, as in the reference
+        implementation."""
 
         @model_validator(mode="after")
-        def _fits_together(self) -> Self:
+        def _check_combination(self) -> Self:
             if len(set(self.axes)) < len(self.axes):
                 raise SpecError("axes", list(self.axes), "a list of different axes")
             if self.seconds_per_unit is not None and "t" not in self.axes:
@@ -104,34 +107,34 @@ class SaMer(SeededCompressor):
         self.normalised = spec.centroid != "mean"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         num_tokens = batch.mask.shape[1]
         if torch.equal(budgets_B, batch.lengths):
-            own_BN = torch.arange(num_tokens, device=batch.mask.device).expand_as(batch.mask)
+            identity_BN = torch.arange(num_tokens, device=batch.mask.device).expand_as(batch.mask)
             tokens_BND = unit_vectors(batch)
             return TokenBatch(
-                tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, support=own_BN
+                tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, support=identity_BN
             )
         num_outputs = int(budgets_B.max())
         largest_tensor = num_tokens * max(num_outputs, batch.vectors.shape[2])
         parts = []
         for block in blocks(batch.mask, largest_tensor):
             parts.append(self._reduce_block(batch.take(block), budgets_B[block], num_outputs))
-        vectors_BKD, mask_BK, support_BN = (torch.cat(p) for p in zip(*parts, strict=True))
+        vectors_BKD, mask_BK, assignment_BN = (torch.cat(p) for p in zip(*parts, strict=True))
         return TokenBatch(
-            vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, support=support_BN
+            vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, support=assignment_BN
         )
 
     def _reduce_block(
         self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The vectors (B, K, D), mask (B, K) and support (B, N) of a few items."""
+        """Returns the vectors (B, K, D), mask (B, K) and assignment (B, N) of a block of items."""
         spec = self.spec
         tokens_BND = unit_vectors(batch)
         slots_K = torch.arange(num_outputs, device=budgets_B.device)
         slot_mask_BK = slots_K < budgets_B.unsqueeze(1)
-        places_BNA = places(batch, spec.axes, spec.seconds_per_unit)
-        geometry = Geometry(places_BNA, batch.mask, spec.gamma)
+        coords_BNA = token_coordinates(batch, spec.axes, spec.seconds_per_unit)
+        geometry = Geometry(coords_BNA, batch.mask, spec.gamma)
         seeds_BK = seed_positions(spec.seeds, tokens_BND, batch, budgets_B, geometry)
         features_BKD, sites_BKA, previous_BN = cluster(
             tokens_BND, seeds_BK, slot_mask_BK, geometry, spec.num_iterations
@@ -149,17 +152,16 @@ class SaMer(SeededCompressor):
                 tokens_BND, batch, nearest_BN, distance_BKN.detach()
             )
 
-        # Items within their budget went through the arithmetic and get their own tokens back.
+        # Items within their budget keep their tokens.
         is_long_B1 = (batch.lengths > budgets_B).unsqueeze(1)
-        own_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
-        own_BKD = tokens_BND[:, :num_outputs]
-        vectors_BKD = torch.where(is_long_B1.unsqueeze(2), merged_BKD, own_BKD)
+        identity_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+        vectors_BKD = torch.where(is_long_B1.unsqueeze(2), merged_BKD, tokens_BND[:, :num_outputs])
         mask_BK = torch.where(is_long_B1, has_tokens_BK, slot_mask_BK)
-        support_BN = torch.where(is_long_B1, nearest_BN, own_N)
+        assignment_BN = torch.where(is_long_B1, nearest_BN, identity_N)
         if spec.centroid == "soft":
-            return vectors_BKD, mask_BK, support_BN
-        # Positions at padding count up beyond the outputs; they have no meaning.
-        return close_ranks(vectors_BKD, mask_BK, support_BN.clamp_max(num_outputs - 1))
+            return vectors_BKD, mask_BK, assignment_BN
+        # At padding, the identity exceeds the number of outputs.
+        return pack_outputs(vectors_BKD, mask_BK, assignment_BN.clamp_max(num_outputs - 1))
 
     def _hard_centroids(
         self,
@@ -168,7 +170,7 @@ class SaMer(SeededCompressor):
         nearest_BN: torch.Tensor,
         distance_BKN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The representatives (B, K, D) of appendix A's other variants, and which have tokens."""
+        """Returns the hard representatives (B, K, D) of appendix A and their mask (B, K)."""
         kind, num_outputs = self.spec.centroid, distance_BKN.shape[1]
         weights_BN = batch.mask.float()
         has_tokens_BK = group_sums(weights_BN.unsqueeze(2), nearest_BN, num_outputs)[..., 0] > 0
@@ -185,26 +187,26 @@ class SaMer(SeededCompressor):
         if kind == "mean":
             sizes_BK1 = group_sums(weights_BN.unsqueeze(2), nearest_BN, num_outputs)
             return sums_BKD / sizes_BK1.clamp_min(1), has_tokens_BK
-        return normalise(sums_BKD), has_tokens_BK  # of weighted sums: the weights' sum cancels
+        return normalise(sums_BKD), has_tokens_BK  # the sum of the weights cancels
 
 
 class Geometry:
-    """Positions p_i of the tokens of a block, and the distance of eq. 2 that they give.
+    """Token positions p_i of a block of items and the distance of eq. 2.
 
     Args:
-        places_BNA: (B, N, A), NaN where a token has no such coordinate; A may be 0.
-        mask_BN: which tokens are real.
-        gamma: the weight of the spatial term.
+        coords_BNA: Coordinates of the tokens on A >= 0 axes, NaN if undefined.
+        mask_BN: True at real tokens.
+        gamma: Weight of the spatial term.
     """
 
-    def __init__(self, places_BNA: torch.Tensor, mask_BN: torch.Tensor, gamma: float):
-        self.places_BNA, self.gamma = places_BNA, gamma
-        is_known_BNA = ~places_BNA.isnan() & mask_BN.unsqueeze(2)
-        known_BNA, filled_BNA = is_known_BNA.float(), places_BNA.masked_fill(~is_known_BNA, 0.0)
+    def __init__(self, coords_BNA: torch.Tensor, mask_BN: torch.Tensor, gamma: float):
+        self.coords_BNA, self.gamma = coords_BNA, gamma
+        is_known_BNA = ~coords_BNA.isnan() & mask_BN.unsqueeze(2)
+        known_BNA, filled_BNA = is_known_BNA.float(), coords_BNA.masked_fill(~is_known_BNA, 0.0)
         self._counted = torch.cat([mask_BN.unsqueeze(2).float(), known_BNA, filled_BNA], dim=2)
         squares_BNA = filled_BNA.square()
         self._moments = torch.cat([squares_BNA, filled_BNA, known_BNA], dim=2)
-        # Else the digits that cancel in p^2 - 2ps + s^2 would be missed (times in small units).
+        # For large coordinates (times in small units), p^2 - 2ps + s^2 loses too many digits.
         self._is_small = bool((gamma * squares_BNA <= 1).all())
 
     def distance(
@@ -214,11 +216,20 @@ class Geometry:
         sites_BKA: torch.Tensor,
         slot_mask_BK: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, K, N): `-v_i . mu_k + gamma * |p_i - s_k|^2`, NaN axes left out.
+        """Computes `-v_i . mu_k + gamma * |p_i - s_k|^2` without undefined axes.
 
-        That is eq. 2 without its 1, which changes no minimum and no softmax, and would cost a pass
-        over all distances. `FAR` where there is no slot. Laid out with the tokens last: reductions
-        over k then run over whole vectors of tokens at once.
+        The constant 1 of eq. 2 is omitted, because it affects neither minimum nor softmax and would
+        cost a pass over all distances.
+
+        Args:
+            tokens_BND: Features v_i of the tokens.
+            features_BKD: Features mu_k of the centroids.
+            sites_BKA: Positions s_k of the centroids, NaN if undefined.
+            slot_mask_BK: True at the centroids of an item, False at padding.
+
+        Returns:
+            Distances (B, K, N), `MASKED_DISTANCE` at padded centroids. With tokens as the last
+            dimension, reductions over k are vectorised over tokens.
         """
         result_BKN = features_BKD.neg() @ tokens_BND.mT
         if self._is_small:
@@ -226,56 +237,66 @@ class Geometry:
             moments = torch.cat([is_known_BKA, -2 * filled_BKA, filled_BKA.square()], dim=2)
             result_BKN.baddbmm_(self.gamma * moments, self._moments.mT)
         else:
-            for place_BN, site_BK in zip(
-                self.places_BNA.unbind(2), sites_BKA.unbind(2), strict=True
+            for coord_BN, site_BK in zip(
+                self.coords_BNA.unbind(2), sites_BKA.unbind(2), strict=True
             ):
-                apart_BKN = (place_BN.unsqueeze(1) - site_BK.unsqueeze(2)).nan_to_num(nan=0.0)
-                result_BKN.addcmul_(apart_BKN, apart_BKN, value=self.gamma)
+                offset_BKN = (coord_BN.unsqueeze(1) - site_BK.unsqueeze(2)).nan_to_num(nan=0.0)
+                result_BKN.addcmul_(offset_BKN, offset_BKN, value=self.gamma)
         if not bool(slot_mask_BK.all()):
-            result_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), FAR)
+            result_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), MASKED_DISTANCE)
         return result_BKN
 
     def sites(
         self, nearest_BN: torch.Tensor, num_outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens each group has, (B, K, 1), and their mean position, (B, K, A).
+        """Returns the size (B, K, 1) and mean position (B, K, A) of each group.
 
-        NaN on axes that no member has.
+        Positions are NaN on axes that are undefined for all tokens of the group.
         """
-        num_axes = self.places_BNA.shape[2]
+        num_axes = self.coords_BNA.shape[2]
         sums = group_sums(self._counted, nearest_BN, num_outputs)
         sizes_BK1, num_placed_BKA, sums_BKA = sums.split([1, num_axes, num_axes], dim=2)
         return sizes_BK1, sums_BKA / num_placed_BKA  # 0 / 0 is NaN
 
-    def apart(self, tokens_BND: torch.Tensor) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        """A function of the distances (B, N) from tokens, as `farthest_positions` takes it.
+    def seed_distance(
+        self, tokens_BND: torch.Tensor
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """Returns the distance function for `farthest_positions`.
 
-        The centre is the unit mean of the features, at the mean position.
+        The centre has the normalised mean of the features and the mean position.
         """
 
         def distance(positions_B: torch.Tensor | None) -> torch.Tensor:
             if positions_B is None:
                 features_B1D = normalise(tokens_BND.sum(dim=1, keepdim=True))
-                all_BN = tokens_BND.new_zeros(tokens_BND.shape[:2], dtype=torch.int64)
-                sites_B1A = self.sites(all_BN, 1)[1]
+                group_BN = tokens_BND.new_zeros(tokens_BND.shape[:2], dtype=torch.int64)
+                sites_B1A = self.sites(group_BN, 1)[1]
             else:
                 rows = torch.arange(len(positions_B), device=positions_B.device)
                 features_B1D = tokens_BND[rows, positions_B].unsqueeze(1)
-                sites_B1A = self.places_BNA[rows, positions_B].unsqueeze(1)
+                sites_B1A = self.coords_BNA[rows, positions_B].unsqueeze(1)
             slots_B1 = torch.ones(len(tokens_BND), 1, dtype=torch.bool, device=tokens_BND.device)
             return self.distance(tokens_BND, features_B1D, sites_B1A, slots_B1).squeeze(1)
 
         return distance
 
 
-def places(
+def token_coordinates(
     batch: TokenBatch, axes: tuple[Axis, ...] = ("x", "y"), seconds_per_unit: float | None = None
 ) -> torch.Tensor:
-    """(B, N, A) positions p_i of the tokens on the given axes, NaN without meaning.
+    """Returns the coordinates p_i of the tokens on the given axes.
 
-    x and y are the centre of a token's box. t is the middle of its time, counted from the item's
-    first t0 in units of `seconds_per_unit`, or of the item's duration if that is None: 0 for all if
-    it has none. Without extents there are no axes: (B, N, 0).
+    x and y are the centre of a token's box. t is the centre of its time interval relative to the
+    item's first t0.
+
+    Args:
+        batch: Items with or without extents.
+        axes: Axes of the result.
+        seconds_per_unit: Unit of t, in seconds. Defaults to the duration of the item; if that is
+            zero or undefined, t is 0 for all tokens.
+
+    Returns:
+        Coordinates (B, N, A) float32, NaN if undefined; (B, N, 0) without extents.
     """
     if batch.extents is None or not axes or not batch.mask.shape[1]:
         return batch.vectors.new_zeros((*batch.mask.shape, 0), dtype=torch.float32)
@@ -290,7 +311,7 @@ def places(
         unit: torch.Tensor | float = torch.where(duration_B1 > 0, duration_B1, torch.inf)
         if seconds_per_unit is not None:
             unit = seconds_per_unit
-        # Differences first: late in a long recording float32 has no digits to spare.
+        # Subtracting first preserves the float32 precision late in long recordings.
         columns["t"] = ((starts_BN - first_B1) + (ends_BN - first_B1)) / 2 / unit
     return torch.stack([columns[axis] for axis in axes], dim=2)
 
@@ -302,12 +323,12 @@ def seed_positions(
     budgets_B: torch.Tensor,
     geometry: Geometry,
 ) -> torch.Tensor:
-    """Positions (B, K) int64 of the first centroids; 0 beyond an item's budget."""
+    """Returns the positions (B, K) int64 of the seed tokens; 0 beyond the budget of an item."""
     if seeds == "lattice":
-        places_BNA = places(batch, ("t", "y", "x"))
-        return lattice_positions(places_BNA, batch.mask, budgets_B)[0]
+        coords_BNA = token_coordinates(batch, ("t", "y", "x"))
+        return lattice_positions(coords_BNA, batch.mask, budgets_B)[0]
     if seeds == "farthest":
-        return farthest_positions(geometry.apart(tokens_BND), batch.mask, budgets_B)[0]
+        return farthest_positions(geometry.seed_distance(tokens_BND), batch.mask, budgets_B)[0]
     return uniform_positions(batch.lengths, budgets_B)[0]
 
 
@@ -319,28 +340,28 @@ def cluster(
     geometry: Geometry,
     num_iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the centroids of eq. 2 by k-means.
+    """Runs k-means with the distance of eq. 2.
 
-    Each iteration assigns every token to its nearest centroid and moves the centroid to the mean
-    of its tokens; one without tokens stays.
+    Each iteration assigns every token to its nearest centroid and moves the centroids to the mean
+    of their tokens. Centroids without tokens are not moved.
 
     Args:
-        tokens_BND: Token vectors of unit length, zero at padding.
+        tokens_BND: Unit vectors, zero at padding.
         seeds_BK: Positions of the tokens that are the initial centroids.
-        slot_mask_BK: bool, valid centroids.
-        geometry: Positions of the tokens, and the distance of eq. 2.
+        slot_mask_BK: True at the centroids of an item, False at padding.
+        geometry: Positions of the tokens and distance function.
         num_iterations: Number of iterations.
 
     Returns:
-        Centroids mu (B, K, D) of unit length, their positions s (B, K, A), and the last assignment
-        (B, N) that moved them; without an iteration, the first one.
+        Unit features mu (B, K, D) and positions s (B, K, A) of the centroids, and the assignment
+        (B, N) of the last iteration (of the seeds if there were no iterations).
     """
     num_outputs = slot_mask_BK.shape[1]
-    missing = num_outputs - seeds_BK.shape[1]  # other items of the batch have larger budgets
+    missing = num_outputs - seeds_BK.shape[1]  # items of other blocks may have larger budgets
     seeds_BK1 = torch.nn.functional.pad(seeds_BK, (0, missing)).unsqueeze(2)
     features_BKD = tokens_BND.gather(1, seeds_BK1.expand(-1, -1, tokens_BND.shape[2]))
-    sites_BKA = geometry.places_BNA.gather(
-        1, seeds_BK1.expand(-1, -1, geometry.places_BNA.shape[2])
+    sites_BKA = geometry.coords_BNA.gather(
+        1, seeds_BK1.expand(-1, -1, geometry.coords_BNA.shape[2])
     )
 
     def nearest() -> torch.Tensor:
@@ -361,10 +382,11 @@ def cluster(
 def soft_centroids(
     tokens_BND: torch.Tensor, mask_BN: torch.Tensor, distance_BKN: torch.Tensor, tau: float
 ) -> torch.Tensor:
-    """(B, K, D): the representatives r_k of eq. 3; with a penalty in `distance_BKN`, of eq. 6.
+    """Returns the representatives r_k (B, K, D) of eq. 3, or of eq. 6 if distances have a penalty.
 
-    The weights a_ik are a softmax over k. Each r_k divides by their sum over the tokens, so that
-    too is a softmax, over i, of log a_ik: no weight underflows however far a representative is.
+    The weights a_ik are a softmax over k, and r_k divides by their sum over the tokens. The latter
+    is computed as a softmax over i of log a_ik, so that weights of distant representatives do not
+    underflow.
     """
     log_weights_BKN = (distance_BKN * (-1 / tau)).log_softmax(dim=1)
     if not bool(mask_BN.all()):
@@ -377,9 +399,18 @@ def soft_centroids(
 def penalty(
     objects_BN: torch.Tensor, mask_BN: torch.Tensor, assigned_BN: torch.Tensor, num_outputs: int
 ) -> torch.Tensor:
-    """(B, K, N): `P_inst(i, k) = 1 - P_k(b_i)` (eq. 5), the objects b_i, c_i the assignment.
+    """Computes the penalty `P_inst(i, k) = 1 - P_k(b_i)` (eq. 5).
 
-    Background (0) is an object like any other; a representative without tokens has penalty 1.
+    Background (0) is treated like an object. Representatives without tokens have penalty 1.
+
+    Args:
+        objects_BN: Object b_i of each token.
+        mask_BN: True at real tokens.
+        assigned_BN: Hard assignment c_i of each token.
+        num_outputs: Number of representatives K.
+
+    Returns:
+        Penalties (B, K, N).
 
     >>> objects, assigned = torch.tensor([[1, 1, 0]]), torch.tensor([[0, 0, 0]])
     >>> penalty(objects, objects >= 0, assigned, num_outputs=2).round(decimals=3).tolist()
@@ -393,28 +424,30 @@ def penalty(
 
 
 def object_labels(
-    places_BN2: torch.Tensor, boxes_BM4: torch.Tensor, box_mask_BM: torch.Tensor
+    coords_BN2: torch.Tensor, boxes_BM4: torch.Tensor, box_mask_BM: torch.Tensor
 ) -> torch.Tensor:
-    """(B, N) int64: the box that each token lies in, from 1; 0 is background (section 4.2).
+    """Returns the index of the box that contains each token, from 1; 0 is background (section 4.2).
 
-    Edges belong to a box. A token in several boxes has the smallest; of those whose areas differ by
-    less than 1e-5 of the picture, the first. A token without a position is background. Annotations
-    often overhang the picture by a little, so a box is cut off at the edges, and its area is that
-    of what remains. One that reaches further out than the picture is wide or high is not in shares
-    of the picture, most likely in pixels.
+    Boxes include their edges. Tokens in several boxes are assigned to the smallest box, or the
+    first if areas differ by less than 1e-5. Tokens without coordinates are background. Annotations
+    often exceed the image slightly, so boxes are clipped to the image. Boxes that exceed the image
+    by more than its width or height are rejected, because they are most likely in pixels.
 
     Args:
-        places_BN2: x, y of the tokens in [0, 1], see `places`; NaN without meaning.
-        boxes_BM4: x0, y0, x1, y1 of the boxes as shares of the picture.
-        box_mask_BM: which boxes are real; M may be 0.
+        coords_BN2: Coordinates x and y of the tokens in [0, 1], NaN if undefined.
+        boxes_BM4: Boxes x0, y0, x1, y1 relative to the width and height of the image.
+        box_mask_BM: True at real boxes; M may be 0.
+
+    Returns:
+        Box indices (B, N) int64.
 
     Raises:
-        SpecError: for `boxes`: one is not finite, has no area, lies outside the picture, or reaches
-            too far out.
+        SpecError: A box in `boxes` is not finite, has no area, or is outside or far beyond the
+            image.
 
-    >>> places_BN2 = torch.tensor([[[0.1, 0.1], [0.5, 0.5], [0.9, 0.9]]])
+    >>> coords_BN2 = torch.tensor([[[0.1, 0.1], [0.5, 0.5], [0.9, 0.9]]])
     >>> boxes = torch.tensor([[[0.0, 0.0, 0.6, 0.6], [0.4, 0.4, 0.6, 0.6]]])
-    >>> object_labels(places_BN2, boxes, torch.ones(1, 2, dtype=torch.bool)).tolist()
+    >>> object_labels(coords_BN2, boxes, torch.ones(1, 2, dtype=torch.bool)).tolist()
     [[1, 2, 0]]
     """
     low_BM2, high_BM2 = boxes_BM4[..., :2], boxes_BM4[..., 2:]
@@ -433,10 +466,10 @@ def object_labels(
             value = [round(number, 4) for number in boxes_BM4[row, box].tolist()]
             raise SpecError("boxes", value, rule, problem, f" (box {box} of item {row})")
     if boxes_BM4.shape[1] == 0:
-        return torch.zeros(places_BN2.shape[:2], dtype=torch.int64, device=places_BN2.device)
+        return torch.zeros(coords_BN2.shape[:2], dtype=torch.int64, device=coords_BN2.device)
     low_BM2, high_BM2 = low_BM2.clamp(0, 1), high_BM2.clamp(0, 1)
-    places_BN12 = places_BN2.unsqueeze(2)
-    is_in_BNM2 = (places_BN12 >= low_BM2.unsqueeze(1)) & (places_BN12 <= high_BM2.unsqueeze(1))
+    coords_BN12 = coords_BN2.unsqueeze(2)
+    is_in_BNM2 = (coords_BN12 >= low_BM2.unsqueeze(1)) & (coords_BN12 <= high_BM2.unsqueeze(1))
     is_in_BNM = is_in_BNM2.all(dim=3) & box_mask_BM.unsqueeze(1)
     areas_B1M = (high_BM2 - low_BM2).prod(dim=2).unsqueeze(1)
     smallest_BN = first_minimum(torch.where(is_in_BNM, areas_B1M, torch.inf), dim=2)

@@ -1,4 +1,4 @@
-"""SAP: structural anchor pruning by attention in the middle layers (SAP paper, section 3.1)."""
+"""SAP, structural anchor pruning by attention in the middle layers (SAP paper, section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from pipeline.tokens import TokenBatch
 
 
 class Sap(Budgeted["Sap.Spec"]):
-    """Keeps the K tokens that receive most attention from the others in the middle layers.
+    """Keeps the K tokens that receive the most attention in the middle layers.
 
-    The score of token j is the mean over the layers of the window (eq. 5, 6) of the mean (eq. 3) or
-    the maximum (eq. 4) over the heads of its in-degree `c_j = sum_i A_ij` (eq. 2), i over the
-    content tokens of the item. Rows are not renormalised over them, as in the paper's public code.
+    The score of token j is its in-degree `c_j = sum_i A_ij` over the content tokens i of the item
+    (eq. 2), aggregated over heads by mean (eq. 3) or maximum (eq. 4) and averaged over the layers
+    of the window (eq. 5, 6). As in the reference implementation, attention rows are not
+    renormalised over the content tokens.
 
-    The window is floor(0.4 L) to floor(0.6 L) of L layers, both included, from 0 (eq. 9 and the
-    paper's table 4). Its public code takes 8-11 of ColPali's 18 layers where that gives 7-10, and a
-    later version goes deeper: `layers` takes any list.
+    The default window comprises layers floor(0.4 L) to floor(0.6 L), inclusive and counted from 0,
+    of L layers (eq. 9 and table 4 of the paper). For the 18 layers of ColPali, this yields 7-10,
+    whereas the reference implementation uses 8-11; set `layers` to reproduce it.
     """
 
     class Spec(Budget):
-        """Which attention is summed.
-
-        Attributes:
-            heads: SAP-Mean or SAP-Max.
-            window: shares of the depth, alpha and beta of eq. 5.
-            layers: numbers from 0, instead of a window; negative ones count from the end.
-        """
+        """Options of `Sap`."""
 
         name: Literal["sap"] = "sap"
         heads: Literal["mean", "max"] = "mean"
+        """Aggregation over heads: SAP-Mean or SAP-Max."""
         window: tuple[float, float] = (0.4, 0.6)
+        """First and last layer relative to the depth of the model, alpha and beta of eq. 5."""
         layers: list[int] | None = None
+        """Layer indices that replace the window; negative indices count from the end."""
 
         @model_validator(mode="after")
         def _check_layers(self):
@@ -53,13 +51,13 @@ class Sap(Budgeted["Sap.Spec"]):
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Column sums of the spec's layers."""
+        """Attention column sums of the layers in the spec."""
         spec = self.spec
-        window = "-".join(f"{share:.6f}".rstrip("0").rstrip(".") for share in spec.window)
+        window = "-".join(f"{bound:.6f}".rstrip("0").rstrip(".") for bound in spec.window)
         layers = window if spec.layers is None else ",".join(map(str, spec.layers))
         return (Tap("column_sums", spec.heads, layers),)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """`_compress` with a budget for each item."""
+        """Compresses each item to its budget."""
         (tap,) = self.needs_taps
         return select(batch, *largest(batch.taps[tap.name], batch.mask, budgets_B))

@@ -1,4 +1,4 @@
-"""Seeds: K tokens of each item, chosen by where they are before anything is merged."""
+"""Seed placement: selection of K tokens per item as initial centroids."""
 
 from __future__ import annotations
 
@@ -13,53 +13,57 @@ from pipeline.compression import Budget, Budgeted, first_minimum, group_sums
 
 Placement = Literal["paper", "lattice", "farthest"]
 
-#: Squared distances whose difference is below this are equal: float32 cannot tell them apart.
-EQUAL = 1e-6
-#: Smallest budget that is judged: fewer seeds cannot cover the rows and columns of a grid.
-FEWEST = 4
+#: Squared distances that differ by less are considered equal, because of float32 rounding errors.
+TIE_TOLERANCE = 1e-6
+#: Minimum budget for the degeneracy check: fewer seeds cannot cover the rows and columns of a grid.
+MIN_SEEDS = 4
 
 
-class Seeded(Budget):
-    """Base of the specs of methods that begin with seeds.
+class SeededBudget(Budget):
+    """Base class of the specs of compressors that select seeds."""
 
-    Attributes:
-        seeds: Placement of the seeds. "paper": uniform in the token order. On a grid whose width
-            nearly divides the distance of two seeds, all of them fall into a few columns.
-            "lattice": near-square over the positions, with time first for videos, see
-            `lattice_positions`; "paper" for items without positions. "farthest": farthest-point
-            sampling, see `farthest_positions`.
-    """
-
-    # Left out of hashes and stored specs at its default, so those of older indexes stay valid.
+    # Excluded from hashes and stored specs at its default, so that older indexes stay valid.
     seeds: Placement = Field("paper", exclude_if=lambda seeds: seeds == "paper")
+    """Placement of the seeds.
+
+    - "paper": Uniform in token order. On a grid whose width nearly divides the distance between
+      seeds, all seeds fall into a few columns.
+    - "lattice": Near-square lattice over the token positions, with time as the first axis for
+      videos. Equals "paper" for items without positions.
+    - "farthest": Farthest-point sampling.
+    """
 
 
 class SeededCompressor(Budgeted):
-    """A compressor whose spec is `Seeded`."""
+    """Base class of compressors that select seeds."""
 
     def remark(self, extents_N6: np.ndarray) -> str | None:
-        """Describes the paper's placement where it is degenerate, and what to use instead."""
+        """Returns a warning if the placement "paper" is degenerate for the given item, else None.
+
+        Args:
+            extents_N6: Extents of the item's tokens, as in `TokenBatch.extents`.
+        """
         budget = int(self.spec.budgets(torch.tensor([len(extents_N6)])))
-        if self.spec.seeds != "paper" or not (why := degenerate_placement(extents_N6, budget)):
+        if self.spec.seeds != "paper" or not (problem := degenerate_placement(extents_N6, budget)):
             return None
-        return f"{why}; set seeds to lattice or farthest, or choose another budget"
+        return f"{problem}; set seeds to lattice or farthest, or choose another budget"
 
 
 def uniform_positions(
     lengths: torch.Tensor, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions `linspace(0, length - 1, budget).round()` of each item.
+    """Returns the positions `linspace(0, length - 1, budget).round()` of each item.
 
-    Halves go to the even neighbour. The arithmetic is in integers, so the positions are exact and
-    equal on every device. They are distinct: neighbours are at least 1 apart before rounding, and
-    exactly 1 apart only if all are integers.
+    Halves are rounded to even. Integer arithmetic makes the positions exact on all devices. They
+    are distinct: before rounding, neighbours are at least 1 apart, and exactly 1 apart only if all
+    of them are integers.
 
     Args:
-        lengths: (B,) int64.
-        budgets_B: (B,) int64, how many positions an item gets: at most its length.
+        lengths: Number of tokens per item, (B,) int64.
+        budgets_B: Number of positions per item, int64, at most its length.
 
     Returns:
-        Positions (B, K) int64, ascending, and their mask; K is the largest budget.
+        Positions (B, K) int64 in ascending order, where K is the largest budget, and their mask.
 
     >>> positions, mask = uniform_positions(torch.tensor([6, 2]), torch.tensor([3, 2]))
     >>> positions.tolist(), mask.tolist()
@@ -77,34 +81,34 @@ def uniform_positions(
 
 @torch.no_grad()
 def lattice_positions(
-    places_BN3: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
+    coords_BN3: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the tokens nearest to the centres of K cells of equal numbers of tokens.
+    """Returns the positions of the tokens nearest to the centres of K equally populated cells.
 
-    The cells are a lattice for any arrangement of tokens, also of words on a page: the tokens are
-    split along t into about K^(1/3) slabs (one if all have the same time or none), each slab along
-    y into about the square root of its seeds, and each of these rows along x. Splits are by rank,
-    in proportion to the seeds; tokens without a coordinate rank last. Items without any
-    coordinates have the seeds of `uniform_positions`.
+    The cells form a lattice for any arrangement of tokens, including words on a page. The tokens
+    are split along t into about K^(1/3) slabs (one if all have the same time or none), each slab
+    along y into about sqrt(k) rows for k seeds in the slab, and each row along x. Splits are by
+    rank and proportional to the number of seeds; tokens without a coordinate rank last. Items
+    without any coordinates use `uniform_positions`.
 
     Args:
-        places_BN3: t, y and x of the tokens, NaN without meaning; real tokens first in each row.
-            The last dimension may be 0.
-        mask_BN: which tokens are real.
-        budgets_B: int64, at most the lengths.
+        coords_BN3: Coordinates t, y and x of the tokens, NaN if undefined; real tokens come first
+            in each row. The last dimension may be 0.
+        mask_BN: True at real tokens.
+        budgets_B: Number of seeds per item, int64, at most its length.
 
     Returns:
-        Positions (B, K) int64, ascending, and their mask.
+        Positions (B, K) int64 in ascending order and their mask.
     """
     lengths_B = mask_BN.sum(dim=1)
     even_BK, slot_mask_BK = uniform_positions(lengths_B, budgets_B)
-    if 0 in (places_BN3.shape[2], *even_BK.shape):
+    if 0 in (coords_BN3.shape[2], *even_BK.shape):
         return even_BK, slot_mask_BK
     num_tokens, num_seeds = mask_BN.shape[1], even_BK.shape[1]
-    is_known_BN3 = ~places_BN3.isnan() & mask_BN.unsqueeze(2)
-    ranked_BN3 = torch.where(is_known_BN3, places_BN3, torch.inf)
-    # Of each token its group of the last split: rank of its first token, tokens, seeds before it,
-    # seeds. Padding is a group of its own behind all tokens.
+    is_known_BN3 = ~coords_BN3.isnan() & mask_BN.unsqueeze(2)
+    ranked_BN3 = torch.where(is_known_BN3, coords_BN3, torch.inf)
+    # For the group of each token in the last split: rank of its first token, number of tokens,
+    # number of seeds in preceding groups, number of seeds. Padding is a separate, last group.
     start_BN = torch.where(mask_BN, 0, num_tokens)
     size_BN = torch.where(mask_BN, lengths_B.unsqueeze(1), 1)
     before_BN = torch.zeros_like(start_BN)
@@ -128,22 +132,22 @@ def lattice_positions(
         first_BN = -(-low_BN * size_BN // seeds_BN)  # rounded up
         size_BN = -(-high_BN * size_BN // seeds_BN) - first_BN
         start_BN, before_BN, seeds_BN = start_BN + first_BN, before_BN + low_BN, high_BN - low_BN
-    cell_BN = before_BN.masked_fill(~mask_BN, num_seeds)  # behind those of the seeds
+    cell_BN = before_BN.masked_fill(~mask_BN, num_seeds)
 
-    known_BN3, filled_BN3 = is_known_BN3.float(), places_BN3.masked_fill(~is_known_BN3, 0.0)
+    known_BN3, filled_BN3 = is_known_BN3.float(), coords_BN3.masked_fill(~is_known_BN3, 0.0)
     sums_BK6 = group_sums(torch.cat([filled_BN3, known_BN3], dim=2), cell_BN, num_seeds + 1)
     centres_BK3 = sums_BK6[..., :3] / sums_BK6[..., 3:].clamp_min(1)
-    own_BN3 = centres_BK3.gather(1, cell_BN.unsqueeze(2).expand(-1, -1, 3))
-    apart_BN = ((filled_BN3 - own_BN3) * known_BN3).square().sum(dim=2)
-    least_BK = apart_BN.new_full((len(mask_BN), num_seeds + 1), torch.inf)
-    least_BK = least_BK.scatter_reduce(1, cell_BN, apart_BN, "amin")
-    is_nearest_BN = apart_BN <= least_BK.gather(1, cell_BN) + EQUAL
+    centre_BN3 = centres_BK3.gather(1, cell_BN.unsqueeze(2).expand(-1, -1, 3))
+    squared_BN = ((filled_BN3 - centre_BN3) * known_BN3).square().sum(dim=2)
+    nearest_BK = squared_BN.new_full((len(mask_BN), num_seeds + 1), torch.inf)
+    nearest_BK = nearest_BK.scatter_reduce(1, cell_BN, squared_BN, "amin")
+    is_nearest_BN = squared_BN <= nearest_BK.gather(1, cell_BN) + TIE_TOLERANCE
     position_BN = torch.arange(num_tokens, device=mask_BN.device).expand_as(mask_BN)
     position_BN = position_BN.masked_fill(~is_nearest_BN, num_tokens)
-    first_BK = torch.full_like(least_BK, num_tokens, dtype=torch.int64)
+    first_BK = torch.full_like(nearest_BK, num_tokens, dtype=torch.int64)
     first_BK = first_BK.scatter_reduce(1, cell_BN, position_BN, "amin")[:, :num_seeds]
-    has_place_B1 = is_known_BN3.any(dim=2).any(dim=1, keepdim=True)
-    return ascending(torch.where(has_place_B1, first_BK, even_BK), slot_mask_BK)
+    has_coords_B1 = is_known_BN3.any(dim=2).any(dim=1, keepdim=True)
+    return sort_positions(torch.where(has_coords_B1, first_BK, even_BK), slot_mask_BK)
 
 
 @torch.no_grad()
@@ -152,20 +156,20 @@ def farthest_positions(
     mask_BN: torch.Tensor,
     budgets_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of farthest-point sampling (Gonzalez, 1985).
+    """Returns the positions selected by farthest-point sampling (Gonzalez, 1985).
 
-    The first seed is the token nearest to the centre of all tokens, each further one the token
-    whose nearest seed is farthest away. Of tokens within 1e-5 the first counts. The seeds of a
-    smaller budget are the first ones of a larger budget.
+    The first seed is the token nearest to the centre of all tokens. Each further seed is the token
+    with the largest distance to its nearest seed. Ties within 1e-5 are broken in favour of the
+    first token. The seeds of a smaller budget are a prefix of the seeds of a larger budget.
 
     Args:
-        distance: (B, N) float32 distances of all tokens from the tokens at positions (B,); or from
-            the centre, for None. Constants that are the same everywhere may be left out.
-        mask_BN: which tokens are real; they come first in each row.
-        budgets_B: int64, at most the lengths.
+        distance: Function that returns the distances (B, N) float32 of all tokens from the tokens
+            at positions (B,), or from the centre for None, up to a global constant.
+        mask_BN: True at real tokens, which come first in each row.
+        budgets_B: Number of seeds per item, int64, at most its length.
 
     Returns:
-        Positions (B, K) int64, ascending, and their mask.
+        Positions (B, K) int64 in ascending order and their mask.
     """
     num_seeds = int(budgets_B.max()) if len(budgets_B) else 0
     slot_mask_BK = torch.arange(num_seeds, device=mask_BN.device) < budgets_B.unsqueeze(1)
@@ -173,20 +177,20 @@ def farthest_positions(
         return slot_mask_BK.long(), slot_mask_BK
     seeds = [first_minimum(distance(None).masked_fill(~mask_BN, torch.inf), dim=1)]
     nearest_BN = torch.full(mask_BN.shape, torch.inf, device=mask_BN.device)
-    is_left_BN = mask_BN.clone()
+    is_unselected_BN = mask_BN.clone()
     for _ in range(1, num_seeds):
-        is_left_BN.scatter_(1, seeds[-1].unsqueeze(1), False)
+        is_unselected_BN.scatter_(1, seeds[-1].unsqueeze(1), False)
         nearest_BN = torch.minimum(nearest_BN, distance(seeds[-1]))
-        seeds.append(first_minimum((-nearest_BN).masked_fill(~is_left_BN, torch.inf), dim=1))
-    return ascending(torch.stack(seeds, dim=1), slot_mask_BK)
+        seeds.append(first_minimum((-nearest_BN).masked_fill(~is_unselected_BN, torch.inf), dim=1))
+    return sort_positions(torch.stack(seeds, dim=1), slot_mask_BK)
 
 
-def ascending(
+def sort_positions(
     positions_BK: torch.Tensor, slot_mask_BK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions under the mask in ascending order, 0 elsewhere; and the mask.
+    """Sorts the positions under the mask in ascending order and sets the others to 0.
 
-    >>> ascending(torch.tensor([[5, 2, 9]]), torch.tensor([[True, True, False]]))[0].tolist()
+    >>> sort_positions(torch.tensor([[5, 2, 9]]), torch.tensor([[True, True, False]]))[0].tolist()
     [[2, 5, 0]]
     """
     last = torch.iinfo(positions_BK.dtype).max
@@ -195,30 +199,31 @@ def ascending(
 
 
 def degenerate_placement(extents_N6: np.ndarray, budget: int) -> str | None:
-    """Describes the paper's placement if over half of a grid's rows or columns have no seed.
+    """Describes a uniform placement that leaves over half of a grid's rows or columns empty.
 
     Args:
-        extents_N6: extents of the tokens of one item, NaN without meaning.
-        budget: number of seeds.
+        extents_N6: Extents of the tokens of one item, NaN if undefined.
+        budget: Number of seeds.
 
     Returns:
-        A sentence; or None, also for tokens that form no grid and for fewer than 4 seeds.
+        Description of the problem, or None. Always None if the tokens do not form a grid and for
+        fewer than 4 seeds.
 
     >>> rows, columns = np.divmod(np.arange(196), 14)
     >>> nan = np.full(196, np.nan)
     >>> grid = np.stack([columns, rows, columns + 1, rows + 1, nan, nan], axis=1) / 14
     >>> degenerate_placement(grid, 8)
-    'all 8 seeds lie in 2 of the 14 columns of the 14 x 14 tokens'
+    'all 8 seeds are in 2 of the 14 columns of the 14 x 14 tokens'
     >>> degenerate_placement(grid, 9) is None
     True
     """
     num_tokens = len(extents_N6)
-    if not FEWEST <= budget < num_tokens:
+    if not MIN_SEEDS <= budget < num_tokens:
         return None
     x0, y0, x1, y1, t0, t1 = extents_N6.T
     is_known_N = ~np.isnan(x0 + x1 + y0 + y1)
-    middles = np.nan_to_num(t0 + t1), y0 + y1, x0 + x1
-    rounded = [np.round(values_N[is_known_N] * 1e4) for values_N in middles]
+    centres = np.nan_to_num(t0 + t1), y0 + y1, x0 + x1
+    rounded = [np.round(values_N[is_known_N] * 1e4) for values_N in centres]
     numbers = [np.unique(values_N, return_inverse=True)[1] for values_N in rounded]
     shape = [number_N.max(initial=-1) + 1 for number_N in numbers]
     if np.prod(shape) != is_known_N.sum():
@@ -226,10 +231,10 @@ def degenerate_placement(extents_N6: np.ndarray, budget: int) -> str | None:
     seeds_K = uniform_positions(torch.tensor([num_tokens]), torch.tensor([budget]))[0][0].numpy()
     is_seed_N = np.isin(np.arange(num_tokens), seeds_K)[is_known_N]
     for axis, name in ((1, "rows"), (2, "columns")):
-        taken = np.unique(numbers[axis][is_seed_N])
-        widest = np.diff([-1, *taken, shape[axis]]).max() - 1  # rows or columns without a seed
-        if 2 * widest > shape[axis]:
+        occupied = np.unique(numbers[axis][is_seed_N])
+        largest_gap = np.diff([-1, *occupied, shape[axis]]).max() - 1
+        if 2 * largest_gap > shape[axis]:
             grid = " x ".join(map(str, shape if shape[0] > 1 else shape[1:]))
-            where = f"{len(taken)} of the {shape[axis]} {name} of the {grid} tokens"
-            return f"all {budget} seeds lie in {where}"
+            region = f"{len(occupied)} of the {shape[axis]} {name} of the {grid} tokens"
+            return f"all {budget} seeds are in {region}"
     return None

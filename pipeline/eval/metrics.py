@@ -16,7 +16,7 @@ import ir_measures
 import numpy as np
 from ir_measures.providers import FallbackProvider
 
-from pipeline.atomic import writing_atomic
+from pipeline.atomic import open_atomic
 from pipeline.config import SpecError
 from pipeline.eval.topics import lines_of
 
@@ -183,7 +183,7 @@ def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], ta
     in ids, which the format cannot express, is written as %20 and the like; `read_run` takes it
     back.
     """
-    with writing_atomic(uri) as file:
+    with open_atomic(uri) as file:
         for query_id, scores in run.items() if isinstance(run, Mapping) else run:
             # Stable: equal scores stay in their order.
             ranked = sorted(scores.items(), key=lambda entry: -entry[1])

@@ -72,7 +72,7 @@ def run(
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
-        load = tasks.describe_encoder.options(**resources.encode.of_a_task)
+        load = tasks.describe_encoder.options(**resources.encode.task_options)
         encoder_info = ray.get(load.remote(spec.encoder))
         column = rerank_field(spec.rerank, encoder_info)
         refuse_other_encoders(writer.dataset.schema, encoder_info)
@@ -118,8 +118,8 @@ def _fragments(
 ) -> dict[int, list[int]]:
     """The shards of the source by the fragment in which rows of them lie, unchanged ones."""
     read = resources.read
-    num_shards = ray.get(tasks.plan.options(**read.of_a_task).remote(listed, None))
-    task = _placed.options(**read.of_a_task)
+    num_shards = ray.get(tasks.plan.options(**read.task_options).remote(listed, None))
+    task = _placed.options(**read.task_options)
     found = tasks.map_shards(task, listed, range(num_shards), read.max_actors, session.check)
     shards_of: dict[int, list[int]] = {}
     for shard, fragments in found:

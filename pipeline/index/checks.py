@@ -89,7 +89,7 @@ def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
                 problem = f"is not provided by the encoder {spec.encoder.name}"
                 raise SpecError(field, tap.name, rule, problem)
             with within(field):
-                tap.numbers(attention.num_layers)
+                tap.layer_indices(attention.num_layers)
 
 
 def _check_source(spec: IndexSpec, source: str) -> None:

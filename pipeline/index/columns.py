@@ -17,7 +17,7 @@ from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import as_used, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
-from pipeline.taps import Tap, single_taps
+from pipeline.taps import Tap, single_layer_taps
 
 if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
     import lance
@@ -208,7 +208,7 @@ def needed_taps(representations: Iterable[Representation]) -> dict[str, tuple[Ta
 def taps_of(representations: Iterable[Representation], num_layers: int | None) -> tuple[Tap, ...]:
     """The taps of one layer each that representations are made of."""
     needed = [tap for taps in needed_taps(representations).values() for tap in taps]
-    return single_taps(needed, num_layers or 0)
+    return single_layer_taps(needed, num_layers or 0)
 
 
 def encoder_fields(

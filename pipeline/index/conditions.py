@@ -19,7 +19,7 @@ from pyarrow import types
 
 from pipeline.config import SpecError, close_match
 from pipeline.index.reader import quote
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 
 FILTER_RULE = "a condition in SQL over the items' columns, such as modality = 'text'"
 
@@ -435,7 +435,7 @@ def _is_comparable(field: pa.Field, lists: bool) -> bool:
     if lists and types.is_list(type):
         type = type.value_type
     is_large = types.is_nested(type) or types.is_binary(type) or types.is_large_binary(type)
-    return not is_large and not metadata_of(field)
+    return not is_large and not column_metadata(field)
 
 
 def _is_name(word: _Word) -> bool:
@@ -450,7 +450,7 @@ def filterable(schema: pa.Schema) -> Iterator[str]:
     ['item_id', 'span.unit', 'span.start', '`a b`']
     """
     for column in schema:
-        if metadata_of(column) or pa.types.is_list(column.type):
+        if column_metadata(column) or pa.types.is_list(column.type):
             continue
         name = column.name if _NAME.fullmatch(column.name) else f"`{column.name}`"
         if pa.types.is_struct(column.type):

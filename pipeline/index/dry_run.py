@@ -68,7 +68,7 @@ def dry_run(
         report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
     if not sample.num_rows:
         return
-    task = _try.options(**resources.encode.of_a_task)
+    task = _try.options(**resources.encode.task_options)
     trial = ray.get(task.remote(spec, sample))
     num_actors = resources.encode.max_actors
     report(

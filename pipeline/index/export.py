@@ -30,7 +30,7 @@ from pipeline.config import SpecError, absolute
 from pipeline.extras import require_storage
 from pipeline.index.filters import filtering
 from pipeline.index.reader import Index, both, first_line
-from pipeline.schema import ITEM, METADATA_KEY, metadata_of, vectors_type
+from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
 from pipeline.sources.vector_files import NpyFiles
 
 Form = Literal["parquet", "npy"]
@@ -107,7 +107,7 @@ def _metadata(index: Index, representation: str) -> dict[str, Any]:
     if representation not in columns:
         problem = "is not in the index"
         raise SpecError.unknown_name("representation", representation, columns, problem)
-    return metadata_of(index.schema.field(representation))
+    return column_metadata(index.schema.field(representation))
 
 
 def _is_exportable(index: Index, column: str) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.compression.random import drawn
+from pipeline.compression.random import sample_tokens
 from pipeline.config import within
 from pipeline.index.artefacts import Sample, load_artefact, load_sample, save_artefact
 from pipeline.index.columns import Representation, representation_fields, representation_info
@@ -57,7 +57,7 @@ def fit(
         return Learned(learned)
     compressor = COMPRESSORS.build(representation.compressor, learned)
     compressed = map(compressor.compress, sample())
-    tokens_TD = drawn(compressed, seed, codec.num_fit_tokens, scaled=False)
+    tokens_TD = sample_tokens(compressed, seed, codec.num_fit_tokens, normalised=False)
     with within(f"representations.{representation.id}"):
         return Learned(learned, codec.fit(codec.spec, tokens_TD, seed))
 

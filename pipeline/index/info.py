@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from pipeline.config import SpecError, describe, dump
 from pipeline.index.positions import EXTENTS
-from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, metadata_of
+from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
 
 if TYPE_CHECKING:  # reading an index does not need torch
@@ -153,7 +153,7 @@ class RepresentationInfo:
         Raises:
             SpecError: The metadata is malformed.
         """
-        stored = metadata_of(schema.field(name))
+        stored = column_metadata(schema.field(name))
         try:
             positions, pooled = stored["positions"], stored["pooled"]
             encoder_name, support = stored["encoder"]["name"], stored.get("support")
@@ -187,7 +187,9 @@ class RepresentationInfo:
                 positions=positions,
                 support_column=support,
                 support_form=(
-                    metadata_of(schema.field(support))["form"] if support in schema.names else None
+                    column_metadata(schema.field(support))["form"]
+                    if support in schema.names
+                    else None
                 ),
                 format_version=stored.get("format_version", 0),
             )
@@ -268,7 +270,7 @@ class PooledInfo:
         Raises:
             SpecError: The metadata is malformed.
         """
-        stored = metadata_of(schema.field(name))
+        stored = column_metadata(schema.field(name))
         try:
             return cls(name, stored["encoder"]["name"], stored["fingerprint"])
         except (KeyError, TypeError, ValidationError) as error:
@@ -298,7 +300,7 @@ class RerankInfo:
         Raises:
             SpecError: The metadata is malformed.
         """
-        stored = metadata_of(schema.field(name))
+        stored = column_metadata(schema.field(name))
         try:
             adapter = stored.get("adapter", {}).get("fingerprint", "unknown")
             return cls(name, adapter, stored.get("encoder", {}).get("name"), stored.get("dim"))
@@ -308,7 +310,7 @@ class RerankInfo:
 
 def columns_with_role(schema: pa.Schema, role: str) -> list[str]:
     """Returns the names of the columns that have a role in the index."""
-    return [column.name for column in schema if metadata_of(column).get("role") == role]
+    return [column.name for column in schema if column_metadata(column).get("role") == role]
 
 
 def representation_infos(schema: pa.Schema) -> dict[str, RepresentationInfo]:
@@ -344,13 +346,13 @@ def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
 def tap_names(schema: pa.Schema) -> list[str]:
     """Returns the names of the attention statistics that the index stores, each once."""
     names = columns_with_role(schema, "tap")
-    return list(dict.fromkeys(metadata_of(schema.field(name))["tap"] for name in names))
+    return list(dict.fromkeys(column_metadata(schema.field(name))["tap"] for name in names))
 
 
 def newest_format(schema: pa.Schema) -> int:
     """Returns the highest format version of a representation; 0 if there is none."""
     names = columns_with_role(schema, "search")
-    versions = (metadata_of(schema.field(name)).get("format_version", 0) for name in names)
+    versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)
 
 

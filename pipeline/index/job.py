@@ -55,7 +55,7 @@ class Context:
     def map_shards(self, task: Any, job: ListingJob, shards: Iterable[int]) -> Iterator[Any]:
         """Yields the results of a task for each shard, as the profile lets tasks read."""
         read = self.resources.read
-        options = task.options(**read.of_a_task)
+        options = task.options(**read.task_options)
         return tasks.map_shards(options, job, shards, read.max_actors, self.session.check)
 
 
@@ -103,7 +103,7 @@ def run(
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
         # The encoder is loaded while the source is listed.
-        encoder_info = tasks.describe_encoder.options(**resources.encode.of_a_task).remote(
+        encoder_info = tasks.describe_encoder.options(**resources.encode.task_options).remote(
             spec.encoder
         )
         listing = list_source(context, limit, retry_rejects)
@@ -121,7 +121,7 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     """Lists the source, records what cannot be listed and finds what is left to do."""
     progress, writer = context.progress, context.writer
     job = context.spec.listing_job(context.session.folder, retry_rejects)
-    light = context.resources.read.of_a_task
+    light = context.resources.read.task_options
     with progress.phase("index ids"):
         writer.index_ids()
     with progress.phase("plan"):
@@ -169,7 +169,7 @@ def fit_columns(context: Context, listing: Listing, columns: ColumnPlan) -> Mapp
     spec = context.spec
     fitted = [r for r in columns.added if needs_fit(r)]
     job, num_shards = _calibration(context, listing) if fitted else (listing.job, 0)
-    task = tasks.fit_representation.options(**context.resources.encode.of_a_task)
+    task = tasks.fit_representation.options(**context.resources.encode.task_options)
     learned, fields = dict(columns.learned), []
     for r in columns.added:
         learned[r.id] = Learned()
@@ -188,7 +188,7 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
     if spec is None:
         return listing.job, listing.num_shards
     job = spec.listing_job(f"{context.session.folder}/fit")
-    light = context.resources.read.of_a_task
+    light = context.resources.read.task_options
     with context.progress.phase("list the calibration source"):
         num_shards = ray.get(tasks.plan.options(**light).remote(job, None))
         for _ in context.map_shards(tasks.list_shard, job, range(num_shards)):

@@ -28,7 +28,7 @@ from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
 from pipeline.index.spec import IndexSpec
 from pipeline.index.stream import encoder_columns
 from pipeline.index.writer import IndexWriter
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
     own = encoder_columns(spec, encoder_info)
     missing = [column for column in own if column.name not in schema.names]
     for column in missing:
-        tap = metadata_of(column).get("tap")
+        tap = column_metadata(column).get("tap")
         if tap and not is_empty:
             rule = "attention that the index stores, unless the index is new"
             raise SpecError("keep_taps", tap, rule, "is not in this index")
@@ -116,7 +116,9 @@ def _has_columns(
     """Returns whether a schema has exactly the wanted columns, with the same settings."""
     stored = representation_infos(schema)
     stored_rerank = [schema.field(name) for name in columns_with_role(schema, "rerank")]
-    if [metadata_of(column) for column in stored_rerank] != [metadata_of(c) for c in rerank]:
+    if [column_metadata(column) for column in stored_rerank] != [
+        column_metadata(c) for c in rerank
+    ]:
         return False
     return set(stored) == {r.id for r in wanted} and not any(
         other_setting(r, encoder_info, stored[r.id]) for r in wanted

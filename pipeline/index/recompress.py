@@ -147,7 +147,7 @@ def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Represe
     schema = index.dataset.schema
     for name, taps in needed_taps(wanted).items():
         for tap in taps:
-            ones = tap.single(encoder_info.num_layers) if encoder_info.num_layers else ()
+            ones = tap.split_layers(encoder_info.num_layers) if encoder_info.num_layers else ()
             if not ones or any(encoder_info.tap_column(one) not in schema.names for one in ones):
                 there = ", ".join(tap_names(schema)) or "none"
                 rule = f"attention that the index stores ({there})"

@@ -36,7 +36,7 @@ from pipeline.index.token_columns import (
     with_taps,
 )
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
-from pipeline.schema import ITEM, Reject, detail_in, file_in
+from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
 from pipeline.stage import LoadedStage, Processed, Stage
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, ragged_to_arrow
@@ -473,5 +473,7 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     detail = ""
     if problem.startswith(NOTHING) and items["caption"][row].is_valid:
         detail = "it has a caption, which a representation `of: caption` would hold"
-    detail = detail_in(detail, file_in(*(items[n][row].as_py() for n in ("modality", "metadata"))))
+    detail = detail_with_file(
+        detail, metadata_file(*(items[n][row].as_py() for n in ("modality", "metadata")))
+    )
     return Reject(item_id, source, "encode", problem, detail, revision)

@@ -29,12 +29,12 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.schema import ITEM
 from pipeline.stage import Resources, Stage, chain, packed_table
-from pipeline.taps import Tap, single_taps
+from pipeline.taps import Tap, single_layer_taps
 
 
 def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:
     """Returns the attention statistics to store, of one layer each."""
-    return single_taps(map(Tap.parse, spec.keep_taps), encoder_info.num_layers or 0)
+    return single_layer_taps(map(Tap.parse, spec.keep_taps), encoder_info.num_layers or 0)
 
 
 def encoder_columns(spec: IndexSpec, encoder_info: EncoderInfo) -> list[pa.Field]:

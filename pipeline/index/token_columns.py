@@ -12,7 +12,7 @@ import torch
 from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.index.columns import ASPECTS, TOKEN_COLUMNS, token_column
 from pipeline.index.info import EncoderInfo
-from pipeline.taps import Tap, average
+from pipeline.taps import Tap, average_layers
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
 #: Maximum number of padded values in one batch of a compressing actor: 256 MiB of float32.
@@ -29,7 +29,7 @@ def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo)
     if encoder_info.num_layers is None:
         raise ValueError(f"the encoder {encoder_info.spec['name']} gives no attention statistics")
     num_layers = encoder_info.num_layers
-    return replace(batch, taps={t.name: average(t, batch.taps, num_layers) for t in taps})
+    return replace(batch, taps={t.name: average_layers(t, batch.taps, num_layers) for t in taps})
 
 
 def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:

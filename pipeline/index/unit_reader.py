@@ -23,7 +23,7 @@ from pipeline.index.listing import (
     own_id,
     scan,
 )
-from pipeline.schema import MEDIA, Item, Reject, detail_in
+from pipeline.schema import MEDIA, Item, Reject, detail_with_file
 from pipeline.sources import Source, items_table
 from pipeline.stage import Unit
 
@@ -220,5 +220,5 @@ def _refused(item: Item, status: int, reject_id: str) -> Reject:
     else:
         reason, detail = "id of another source", f"{item.item_id} is indexed from another source"
     file = (item.metadata or {}).get("file") if item.modality in MEDIA else None
-    detail = detail_in(detail, file)
+    detail = detail_with_file(detail, file)
     return Reject(reject_id, item.source, "list", reason, detail, item.revision)

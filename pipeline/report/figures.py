@@ -229,7 +229,7 @@ def _layers(evaluation: Evaluation, scans: Sequence[Scan]) -> Figure:
         own = [scan for scan in scans if scan.budget == budget]
         scanned = [layer for scan in own for layer in scan.rows]
         if min(scanned) >= 0:  # counted from the end they do not tell the depth
-            window = Tap("column_sums", layers=MIDDLE).numbers(1 + max(scanned))
+            window = Tap("column_sums", layers=MIDDLE).layer_indices(1 + max(scanned))
             panel.axvspan(window[0] - 0.5, window[-1] + 0.5, color="#0072B2", alpha=0.1)
         for scan in own:
             points = [

@@ -23,7 +23,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
-from pipeline.schema import Item, Reject, detail_in, item_id_problem, payload_of
+from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
 from pipeline.sources import Source, revision_of
 from pipeline.sources.files import SPECIAL, escaped, existing_root, files_below, folder_of
 
@@ -111,7 +111,7 @@ class MediaSource(Source[MediaSpecT]):
 
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
-        self.payload = payload_of(self.gives, wants)
+        self.payload = payload_schema(self.gives, wants)
 
     @abstractmethod
     def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
@@ -345,7 +345,7 @@ class MediaSource(Source[MediaSpecT]):
         """Returns the reject of an item of a file, which the detail names if the id does not."""
         reject = self.reject(*about)
         holder = None if file.path == file.id else escaped(file.path)
-        return replace(reject, detail=detail_in(reject.detail, holder))
+        return replace(reject, detail=detail_with_file(reject.detail, holder))
 
     @contextmanager
     def local(self, file: MediaFile) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
-from pipeline.schema import Item, Reject, item_id_problem, payload_of
+from pipeline.schema import Item, Reject, item_id_problem, payload_schema
 from pipeline.sources import Source, revision_of
 from pipeline.sources.files import escaped, existing_root, files_below, folder_of
 
@@ -81,7 +81,7 @@ class Pages(Source["Pages.Spec"]):
         super().__init__(spec, wants)
         if "scan" in wants:
             self.max_unit_items = SCANS_AT_ONCE
-        self.payload = payload_of(self.gives, wants)
+        self.payload = payload_schema(self.gives, wants)
 
     def check(self) -> None:
         """Checks that there are documents, and what reads them.

@@ -17,7 +17,7 @@ from pipeline.encoders.batching import join
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, plain, to_png
-from pipeline.schema import ITEM, Item, payload_of
+from pipeline.schema import ITEM, Item, payload_schema
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
 from pipeline.synthetic.binding_data import Form, payload
 from pipeline.tokens import TokenBatch, unit_vectors
@@ -139,7 +139,7 @@ def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -
             item = Item(name, name, "binding", form, "", text=text, payload=read)
             items.append(item.row())
     pictures = set(READ_AS[form]) - {"text"}
-    schema = pa.schema([*ITEM, *payload_of(sorted(pictures), encoder.wants(encoder.spec))])
+    schema = pa.schema([*ITEM, *payload_schema(sorted(pictures), encoder.wants(encoder.spec))])
     table = encoder.preparer(encoder.spec)(pa.Table.from_pylist(items, schema=schema))
     documents: dict[int, TokenBatch] = {}
     for rows, batch in encoder.encode(table):

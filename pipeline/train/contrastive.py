@@ -17,14 +17,14 @@ from pydantic import Field, model_validator
 
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
-from pipeline.compression.samer import object_labels, places
+from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gathered, num_workers
 from pipeline.encoders import Trainable
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
-from pipeline.taps import Tap, average, single_taps
+from pipeline.taps import Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
@@ -172,7 +172,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 rule = f"a compressor without attention ({spec.encoder.name} provides none)"
                 raise SpecError("learner.compressor.name", spec.compressor.name, rule)
             self._num_layers = attention.num_layers
-            self._taps = single_taps(self.compressor.needs_taps, self._num_layers)
+            self._taps = single_layer_taps(self.compressor.needs_taps, self._num_layers)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: HiddenStates | None = None
@@ -327,7 +327,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             tokens = with_objects(tokens, boxes)
         if self._taps:
             taps = {
-                tap.name: average(tap, tokens.taps, self._num_layers).detach()
+                tap.name: average_layers(tap, tokens.taps, self._num_layers).detach()
                 for tap in self.compressor.needs_taps
             }
             tokens = dataclasses.replace(tokens, taps=taps)
@@ -497,5 +497,5 @@ def with_objects(tokens: TokenBatch, boxes: Sequence[np.ndarray]) -> TokenBatch:
     flat = np.concatenate([np.asarray(boxes_M4, np.float32).reshape(-1, 4) for boxes_M4 in boxes])
     boxes_BM4, box_mask_BM = pad(torch.from_numpy(flat), lengths)
     device = tokens.mask.device
-    objects = object_labels(places(tokens), boxes_BM4.to(device), box_mask_BM.to(device))
+    objects = object_labels(token_coordinates(tokens), boxes_BM4.to(device), box_mask_BM.to(device))
     return dataclasses.replace(tokens, objects=objects)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipeline.atomic import writing_atomic
+from pipeline.atomic import open_atomic
 from pipeline.config import SpecError
 from pipeline.search.options import Score
 from pipeline.search.searcher import Searcher
@@ -67,7 +67,7 @@ def mine(
     say(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
     num_queries = num_negatives = num_strange = 0
-    with writing_atomic(output) as file:
+    with open_atomic(output) as file:
         for start in range(0, len(queries), QUERIES_AT_ONCE):
             texts = queries[start : start + QUERIES_AT_ONCE]
             k = last + max(len(positives[text]) for text in texts)

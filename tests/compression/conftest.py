@@ -1,4 +1,4 @@
-"""Ragged token batches with real tokens anywhere in the row and garbage under the mask."""
+"""Fixtures: ragged token batches with padding anywhere in a row and garbage at padding."""
 
 import pytest
 import torch
@@ -24,19 +24,19 @@ def _ragged(
         extents = torch.cat([corners, corners + 0.1, times], dim=2)
         extents[~mask] = garbage
     vectors[~mask] = garbage
-    drawn = {name: torch.rand(num_items, width, generator=generator) for name in taps}
-    return TokenBatch(vectors, mask, normalised=unit, extents=extents, taps=drawn)
+    tap_values = {name: torch.rand(num_items, width, generator=generator) for name in taps}
+    return TokenBatch(vectors, mask, normalised=unit, extents=extents, taps=tap_values)
 
 
 @pytest.fixture
 def ragged():
-    """A function that makes a batch of items of the given lengths."""
+    """Factory of batches with items of the given lengths."""
     return _ragged
 
 
 @pytest.fixture
 def unit_items():
-    """A function that gives each item of a batch as a float64 numpy array of unit vectors."""
+    """Function that converts a batch to one float64 array of unit vectors per item."""
 
     def arrays(batch):
         items = []

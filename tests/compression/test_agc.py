@@ -12,8 +12,8 @@ TAP = "pooled_row/mean/last"
 LENGTHS = [9, 1, 0, 23, 5, 40]
 
 
-def equations(states, alpha, m, reading):
-    """Sections 5.1 to 5.3 for one item, a number at a time: vectors and the group of each token."""
+def reference(states, alpha, m, reading):
+    """Computes sections 5.1 to 5.3 for one item with scalar loops: vectors and groups."""
     n = len(states)
     if n <= m:
         return [[x / math.hypot(*z) for x in z] for z in states], list(range(n))
@@ -49,39 +49,40 @@ def test_equals_the_equations(reading, unit, seed, ragged):
     for i, mask in enumerate(batch.mask):
         states = batch.vectors[i, mask].double().tolist()
         alpha = batch.taps[TAP][i, mask].double().tolist()
-        vectors, groups = equations(states, alpha, 6, reading)
-        there = result.vectors[i, result.mask[i]].double()
+        vectors, groups = reference(states, alpha, 6, reading)
+        found = result.vectors[i, result.mask[i]].double()
         torch.testing.assert_close(
-            there, torch.tensor(vectors, dtype=torch.float64).reshape(-1, 8), atol=1e-5, rtol=0
+            found, torch.tensor(vectors, dtype=torch.float64).reshape(-1, 8), atol=1e-5, rtol=0
         )
         assert result.support[i, mask].tolist() == groups
 
 
-def test_the_readings_differ(ragged):
-    """A softmax of probabilities is almost uniform: close to the mean without weights."""
+def test_readings_differ(ragged):
+    """A softmax of probabilities is almost uniform, so means are almost unweighted."""
     batch = ragged([200], unit=True, taps=[TAP])
     batch.taps[TAP][batch.mask] = (8 * torch.randn(200)).softmax(dim=0)
     paper, code = (
         Agc(Agc.Spec(num_vectors=8, reading=reading)).compress(batch)
         for reading in ("paper", "code")
     )
-    assert torch.equal(paper.support, code.support)  # the ranking stays, so the groups do
+    assert torch.equal(paper.support, code.support)  # equal rankings yield equal groups
     assert (paper.vectors - code.vectors).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dim", [3, 48])
-def test_an_equal_centroid_gives_no_vector(dim):
+def test_duplicate_centroid_yields_no_vector(dim):
     vectors = torch.eye(dim)[[0, 1, 0, 2, 1, 0]].unsqueeze(0)
-    taps = {TAP: torch.tensor([[0.3, 0.1, 0.25, 0.1, 0.2, 0.05]])}  # the centroids 0, 2, 4
+    taps = {TAP: torch.tensor([[0.3, 0.1, 0.25, 0.1, 0.2, 0.05]])}  # centroids 0, 2, 4
     batch = TokenBatch(vectors, torch.ones(1, 6, dtype=torch.bool), True, taps=taps)
     result = Agc(Agc.Spec(num_vectors=3)).compress(batch)
-    # 0 and 2 are equal: the first has both; e_2 is as far from each, and goes to the first.
+    # Centroids 0 and 2 are equal, so the first gets both. e_2 is equally far from all centroids
+    # and is assigned to the first.
     assert result.support.tolist() == [[0, 1, 0, 0, 1, 0]]
     assert result.mask.tolist() == [[True, True, False]]
     torch.testing.assert_close(result.vectors[0, 1], torch.eye(dim)[1])
 
 
-def test_a_group_without_saliency_has_the_plain_mean():
+def test_group_without_saliency_yields_unweighted_mean():
     taps = {TAP: torch.tensor([[1.0, 0.0, 0.0, 0.0]])}
     tokens = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0.6, 0.8]]).unsqueeze(0)
     batch = TokenBatch(tokens, torch.ones(1, 4, dtype=torch.bool), True, taps=taps)
@@ -91,7 +92,7 @@ def test_a_group_without_saliency_has_the_plain_mean():
     torch.testing.assert_close(result.vectors[0, 1], mean / mean.norm())
 
 
-def test_saliency_is_any_tap():
+def test_saliency_accepts_any_tap():
     spec = COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "column_sums"})
     assert [tap.name for tap in Agc(spec).needs_taps] == ["column_sums/mean/last"]
     with pytest.raises(

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pipeline.compression import pack_left
-from pipeline.compression.cluster import SemanticCluster, lloyd, plus_plus
+from pipeline.compression.cluster import SemanticCluster, kmeans_plus_plus, lloyd
 from pipeline.compression.random import mix, random_draws
 from pipeline.compression.spatial import uniform_positions
 from pipeline.tokens import TokenBatch, unit_vectors
@@ -11,8 +11,8 @@ from pipeline.tokens import TokenBatch, unit_vectors
 LENGTHS = [23, 4, 0, 9, 1, 40, 6]
 
 
-def seeds_by_hand(x, draws, num):
-    """k-means++: the token with the least -log(u) / w wins, w its distance to the seeds so far."""
+def reference_seeds(x, draws, num):
+    """Selects k-means++ seeds, the smallest -log(u) / w with the squared distance w."""
     seeds = []
     for number in range(num):
         salt = int(mix(torch.tensor(number + 1)))
@@ -26,8 +26,8 @@ def seeds_by_hand(x, draws, num):
     return seeds
 
 
-def lloyd_by_hand(x, seeds, num_iterations):
-    """The cluster of each token after so many assignments, and eq. 12 after each."""
+def reference_lloyd(x, seeds, num_iterations):
+    """Returns the clusters after `num_iterations` assignments, and eq. 12 after each of them."""
     centres, sums = [x[s] for s in seeds], []
     for _ in range(num_iterations):
         clusters = [[] for _ in seeds]
@@ -42,8 +42,8 @@ def lloyd_by_hand(x, seeds, num_iterations):
     return sorted(cluster for cluster in clusters if cluster), sums
 
 
-def average_by_hand(x, num):
-    """Merges the two groups of the least mean of `1 - cos` over their pairs of tokens."""
+def reference_average(x, num):
+    """Repeatedly merges the groups with the smallest mean of `1 - cos` over pairs of tokens."""
     groups = [[n] for n in range(len(x))]
     while len(groups) > num:
         pairs = [(a, b) for a in range(len(groups)) for b in range(a + 1, len(groups))]
@@ -55,11 +55,13 @@ def average_by_hand(x, num):
     return sorted(sorted(group) for group in groups)
 
 
-def check(batch, result, items, groups_of, normalise=False):
+def assert_groups(batch, result, items, item_groups, normalise=False):
     for i, x in enumerate(items):
-        groups = groups_of(i, x)
-        support = result.support[i, batch.mask[i]].tolist()
-        assert [[n for n, k in enumerate(support) if k == j] for j in range(len(groups))] == groups
+        groups = item_groups(i, x)
+        assignment = result.support[i, batch.mask[i]].tolist()
+        assert [
+            [n for n, k in enumerate(assignment) if k == j] for j in range(len(groups))
+        ] == groups
         means = [sum(x[n] for n in group) / len(group) for group in groups]
         if normalise:
             means = [mean / np.sqrt((mean**2).sum()) for mean in means]
@@ -70,7 +72,7 @@ def check(batch, result, items, groups_of, normalise=False):
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("num_iterations", [1, 2, 10])
 @pytest.mark.parametrize("num", [1, 5])
-def test_equals_the_loops(ragged, unit_items, num, num_iterations, normalise):
+def test_equals_reference(ragged, unit_items, num, num_iterations, normalise):
     batch = ragged(LENGTHS)
     spec = SemanticCluster.Spec(num_vectors=num, num_iterations=num_iterations, normalise=normalise)
     compressor = SemanticCluster(spec)
@@ -78,35 +80,35 @@ def test_equals_the_loops(ragged, unit_items, num, num_iterations, normalise):
     assert result.normalised == compressor.normalised == normalise
     draws = random_draws(pack_left(batch)[0], 0)
 
-    def groups_of(i, x):
+    def item_groups(i, x):
         if len(x) <= num:
             return [[n] for n in range(len(x))]
-        return lloyd_by_hand(x, seeds_by_hand(x, draws[i], num), num_iterations)[0]
+        return reference_lloyd(x, reference_seeds(x, draws[i], num), num_iterations)[0]
 
-    check(batch, result, unit_items(batch), groups_of, normalise)
+    assert_groups(batch, result, unit_items(batch), item_groups, normalise)
 
 
-def test_a_ratio_gives_each_item_its_own_number(ragged, unit_items):
+def test_ratio_determines_budget_per_item(ragged, unit_items):
     batch = ragged(LENGTHS)
     result = SemanticCluster(SemanticCluster.Spec(ratio=0.3)).compress(batch)
     draws = random_draws(pack_left(batch)[0], 0)
 
-    def groups_of(i, x):
+    def item_groups(i, x):
         num = max(1, int(0.3 * len(x)))
-        return lloyd_by_hand(x, seeds_by_hand(x, draws[i], num), 10)[0] if len(x) else []
+        return reference_lloyd(x, reference_seeds(x, draws[i], num), 10)[0] if len(x) else []
 
-    check(batch, result, unit_items(batch), groups_of)
+    assert_groups(batch, result, unit_items(batch), item_groups)
 
 
-def test_average_linkage_equals_the_merges_step_by_step(ragged, unit_items):
+def test_average_linkage_equals_reference(ragged, unit_items):
     batch = ragged(LENGTHS, seed=1)
     spec = SemanticCluster.Spec(num_vectors=5, algorithm="average")
     result = SemanticCluster(spec).compress(batch)
-    check(batch, result, unit_items(batch), lambda _, x: average_by_hand(x, 5))
+    assert_groups(batch, result, unit_items(batch), lambda _, x: reference_average(x, 5))
 
 
 def sums_of_squares(batch, result):
-    """Eq. 12 of each item."""
+    """Computes eq. 12 for each item."""
     tokens = unit_vectors(batch).double()
     centres = result.vectors.double().gather(
         1, result.support.clamp_min(0).unsqueeze(2).expand_as(tokens)
@@ -114,7 +116,7 @@ def sums_of_squares(batch, result):
     return ((tokens - centres).square().sum(dim=2) * batch.mask).sum(dim=1)
 
 
-def clustered(num_items=8, num_tokens=300, dim=32):
+def clustered_batch(num_items=8, num_tokens=300, dim=32):
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(num_items, 30, dim, generator=generator)
     picks = torch.randint(30, (num_items, num_tokens, 1), generator=generator)
@@ -124,41 +126,43 @@ def clustered(num_items=8, num_tokens=300, dim=32):
     return TokenBatch(vectors, mask, normalised=False)
 
 
-def test_the_sum_of_squares_never_rises():
-    batch = clustered()
-    before = torch.full((8,), torch.inf, dtype=torch.float64)
+def test_sum_of_squares_never_increases():
+    batch = clustered_batch()
+    previous = torch.full((8,), torch.inf, dtype=torch.float64)
     for num_iterations in range(1, 15):
         spec = SemanticCluster.Spec(num_vectors=20, num_iterations=num_iterations)
-        after = sums_of_squares(batch, SemanticCluster(spec).compress(batch))
-        assert (after <= before + 1e-5).all()
-        before = after
+        current = sums_of_squares(batch, SemanticCluster(spec).compress(batch))
+        assert (current <= previous + 1e-5).all()
+        previous = current
 
 
-def test_its_seeds_end_lower_than_uniform_ones():
-    batch = clustered()
+def test_kmeans_plus_plus_beats_uniform_seeds():
+    batch = clustered_batch()
     tokens, budgets = unit_vectors(batch), torch.full((8,), 30)
     totals = []
     for seeds, mask in (
-        plus_plus(tokens, random_draws(batch, 0), batch, budgets),
+        kmeans_plus_plus(tokens, random_draws(batch, 0), batch, budgets),
         uniform_positions(batch.lengths, budgets),
     ):
-        support = lloyd(tokens, batch.mask, seeds, mask, 10)
-        sums = torch.zeros(8, 30, 32).scatter_add_(1, support[..., None].expand_as(tokens), tokens)
-        counts = torch.zeros(8, 30).scatter_add_(1, support, torch.ones(8, 300))
+        assignment = lloyd(tokens, batch.mask, seeds, mask, 10)
+        sums = torch.zeros(8, 30, 32).scatter_add_(
+            1, assignment[..., None].expand_as(tokens), tokens
+        )
+        counts = torch.zeros(8, 30).scatter_add_(1, assignment, torch.ones(8, 300))
         means = TokenBatch(
-            sums / counts.clamp_min(1)[..., None], counts > 0, normalised=False, support=support
+            sums / counts.clamp_min(1)[..., None], counts > 0, normalised=False, support=assignment
         )
         totals.append(float(sums_of_squares(batch, means).sum()))
     assert totals[0] < totals[1]
 
 
-def test_large_distances_are_drawn_more_often():
-    """Next to three equal tokens, one at a squared distance of 2 and one at 0.4: 5 to 1."""
+def test_seed_probability_is_proportional_to_squared_distance():
+    """Squared distances 2 and 0.4 from three equal tokens yield odds of 5 to 1."""
     x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
     tokens = x.expand(6000, -1, -1)
     batch = TokenBatch(tokens, torch.ones(6000, 5, dtype=torch.bool), normalised=True)
     draws = torch.randint(2**32, (6000, 5), generator=torch.Generator().manual_seed(0))
-    seeds, _ = plus_plus(tokens, draws, batch, torch.full((6000,), 2))
+    seeds, _ = kmeans_plus_plus(tokens, draws, batch, torch.full((6000,), 2))
     counts = torch.bincount(seeds[:, 0], minlength=5)
     assert ((counts - 1200).abs() < 150).all()  # 5 standard deviations
     second = seeds[seeds[:, 0] < 3, 1]
@@ -167,7 +171,7 @@ def test_large_distances_are_drawn_more_often():
 
 
 @pytest.mark.parametrize("algorithm", ["kmeans", "average"])
-def test_equal_tokens_give_fewer_vectors_than_the_budget(algorithm):
+def test_equal_tokens_yield_fewer_vectors_than_budget(algorithm):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(1, 7, 24, generator=generator)[:, [0, 1, 2, 3, 4, 5, 6] * 5]
     batch = TokenBatch(vectors, torch.ones(1, 35, dtype=torch.bool), normalised=False)
@@ -177,7 +181,7 @@ def test_equal_tokens_give_fewer_vectors_than_the_budget(algorithm):
     assert result.mask.tolist() == [[True] * 7 + [False] * 13]
 
 
-def test_equal_tokens_stay_together_in_every_batch():
+def test_assignment_of_equal_tokens_is_independent_of_batch():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([90, 200, 131, 299])
     distinct = torch.nn.functional.normalize(torch.randn(50, 384, generator=generator), dim=1)
@@ -190,11 +194,11 @@ def test_equal_tokens_stay_together_in_every_batch():
         assert torch.equal(compressor.compress(real).support[0], together.support[i, :length])
 
 
-def test_gradients_are_those_of_the_means(ragged):
+def test_gradients_equal_gradients_of_means(ragged):
     batch = ragged(LENGTHS, garbage=0.0)
     vectors = batch.vectors.clone().requires_grad_()
-    mine = TokenBatch(vectors, batch.mask, normalised=True)
-    result = SemanticCluster(SemanticCluster.Spec(num_vectors=5)).compress(mine)
+    differentiable = TokenBatch(vectors, batch.mask, normalised=True)
+    result = SemanticCluster(SemanticCluster.Spec(num_vectors=5)).compress(differentiable)
     result.vectors.sum().backward()
     counts = torch.nn.functional.one_hot(result.support.clamp_min(0), 5) * batch.mask[..., None]
     expected = (1 / counts.sum(dim=1)).gather(1, result.support.clamp_min(0)) * batch.mask

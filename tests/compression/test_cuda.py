@@ -1,22 +1,22 @@
-"""Every compressor on a GPU beside the CPU."""
+"""Comparison of all compressors on GPU and CPU."""
 
 import pytest
 import torch
 
-from tests.compression.test_contract import LENGTHS, METHODS, build, make
+from tests.compression.test_contract import LENGTHS, METHODS, build, make_batch
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_gpu_gives_what_the_cpu_gives(name, ragged):
+def test_gpu_equals_cpu(name, ragged):
     compressor = build(name, ragged)
-    batch = make(compressor, ragged, LENGTHS, boxes=True)
-    here, there = compressor.compress(batch), compressor.compress(batch.to("cuda"))
-    assert there.vectors.device.type == "cuda"
-    assert torch.equal(here.mask, there.mask.cpu())
-    if here.support is not None:
-        assert torch.equal(here.support, there.support.cpu())
+    batch = make_batch(compressor, ragged, LENGTHS, boxes=True)
+    expected, found = compressor.compress(batch), compressor.compress(batch.to("cuda"))
+    assert found.vectors.device.type == "cuda"
+    assert torch.equal(expected.mask, found.mask.cpu())
+    if expected.support is not None:
+        assert torch.equal(expected.support, found.support.cpu())
     torch.testing.assert_close(
-        here.vectors[here.mask], there.vectors.cpu()[here.mask], atol=1e-4, rtol=0
+        expected.vectors[expected.mask], found.vectors.cpu()[expected.mask], atol=1e-4, rtol=0
     )

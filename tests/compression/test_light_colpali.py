@@ -9,8 +9,8 @@ from pipeline.tokens import TokenBatch
 LENGTHS = [23, 3, 0, 9, 1, 40]
 
 
-def merged_by_hand(x, num_groups, dtype):
-    """Ward on the rows of the rounded cosine distances, two groups at a time."""
+def reference(x, num_groups, dtype):
+    """Ward linkage of the rows of the rounded cosine distances, by pairwise merges."""
     rows = np.zeros((len(x), len(x)))
     for i in range(len(x)):
         for j in range(len(x)):
@@ -20,9 +20,9 @@ def merged_by_hand(x, num_groups, dtype):
         best, pair = np.inf, None
         for a in range(len(groups)):
             for b in range(a + 1, len(groups)):
-                gap = rows[groups[a]].mean(axis=0) - rows[groups[b]].mean(axis=0)
+                difference = rows[groups[a]].mean(axis=0) - rows[groups[b]].mean(axis=0)
                 sizes = len(groups[a]), len(groups[b])
-                delta = sizes[0] * sizes[1] / sum(sizes) * (gap @ gap)
+                delta = sizes[0] * sizes[1] / sum(sizes) * (difference @ difference)
                 if delta < best:
                     best, pair = delta, (a, b)
         groups[pair[0]] += groups.pop(pair[1])
@@ -30,20 +30,22 @@ def merged_by_hand(x, num_groups, dtype):
 
 
 @pytest.mark.parametrize("distances", ["float16", "float64"])
-def test_equals_the_merges_step_by_step(ragged, unit_items, distances):
+def test_equals_reference(ragged, unit_items, distances):
     batch = ragged(LENGTHS)
     result = LightColPali(LightColPali.Spec(num_vectors=5, distances=distances)).compress(batch)
     for i, x in enumerate(unit_items(batch)):
-        groups = merged_by_hand(x, 5, getattr(np, distances))
-        support = result.support[i, batch.mask[i]].tolist()
-        assert [[n for n, k in enumerate(support) if k == j] for j in range(len(groups))] == groups
+        groups = reference(x, 5, getattr(np, distances))
+        assignment = result.support[i, batch.mask[i]].tolist()
+        assert [
+            [n for n, k in enumerate(assignment) if k == j] for j in range(len(groups))
+        ] == groups
         for k, group in enumerate(groups):
             mean = sum(x[n] for n in group) / len(group)
             mean /= np.sqrt((mean**2).sum())
             np.testing.assert_allclose(result.vectors[i, k], mean, atol=1e-6)
 
 
-def test_without_rounding_it_is_hpool_of_rows_without_protected_tokens(ragged):
+def test_without_rounding_equals_hpool_of_rows(ragged):
     batch = ragged([80, 50], dim=16)
     light = LightColPali(LightColPali.Spec(num_vectors=9, distances="float64")).compress(batch)
     spec = HPool.Spec(num_vectors=9, linkage="rows", num_protected=0)
@@ -52,16 +54,16 @@ def test_without_rounding_it_is_hpool_of_rows_without_protected_tokens(ragged):
 
 def test_rounding_changes_few_merges(ragged):
     batch = ragged([200] * 20, dim=16)
-    supports = [
+    assignments = [
         LightColPali(LightColPali.Spec(num_vectors=20, distances=name)).compress(batch).support
         for name in ("float16", "float64")
     ]
-    num_changed = (supports[0] != supports[1]).any(dim=1).sum()
+    num_changed = (assignments[0] != assignments[1]).any(dim=1).sum()
     assert 0 < num_changed < 20
 
 
 @pytest.mark.parametrize("distances", ["float16", "float64"])
-def test_equal_tokens_give_fewer_vectors_than_the_budget(distances):
+def test_equal_tokens_yield_fewer_vectors_than_budget(distances):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(1, 7, 24, generator=generator)[:, [0, 1, 2, 3, 4, 5, 6] * 5]
     batch = TokenBatch(vectors, torch.ones(1, 35, dtype=torch.bool), normalised=False)

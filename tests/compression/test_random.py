@@ -13,8 +13,8 @@ def mix(bits):
     return bits ^ (bits >> 16)
 
 
-def chosen_by_hand(item, num, seed):
-    """The positions of the `num` smallest draws, in Python integers."""
+def reference(item, num, seed):
+    """Computes the positions of the `num` smallest draws with Python integers."""
     total = 0
     for n, token in enumerate(item):
         signs = sum(mix(d + 1) for d, x in enumerate(token) if np.signbit(x))
@@ -24,41 +24,41 @@ def chosen_by_hand(item, num, seed):
     return sorted(sorted(range(len(item)), key=draws.__getitem__)[:num])
 
 
-def choices(batch, num, seed=0):
-    """The chosen positions of each item, counted over its real tokens."""
+def selections(batch, num, seed=0):
+    """Returns the selected positions of each item among its real tokens."""
     result = Random(Random.Spec(num_vectors=num, seed=seed)).compress(batch)
     rows = zip(result.support, batch.mask, strict=True)
-    return [(support[mask] >= 0).nonzero().flatten().tolist() for support, mask in rows]
+    return [(outputs[mask] >= 0).nonzero().flatten().tolist() for outputs, mask in rows]
 
 
-def test_equals_the_hash_in_plain_integers(ragged, unit_items):
+def test_equals_reference(ragged, unit_items):
     batch = ragged([9, 2, 0, 5, 40], seed=3)
     items = unit_items(batch)
     for seed in (0, 1, 2**32 - 1):
-        assert choices(batch, 4, seed) == [chosen_by_hand(item, 4, seed) for item in items]
+        assert selections(batch, 4, seed) == [reference(item, 4, seed) for item in items]
     result = Random(Random.Spec(num_vectors=4)).compress(batch)
-    for i, (item, positions) in enumerate(zip(items, choices(batch, 4), strict=True)):
+    for i, (item, positions) in enumerate(zip(items, selections(batch, 4), strict=True)):
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], item[positions], atol=1e-6)
 
 
-def test_the_draw_never_changes():
-    """Stored indexes depend on these very numbers."""
+def test_selection_is_stable_across_versions():
+    """Stored indexes depend on these numbers."""
     vectors = torch.tensor([[[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 2.0]] * 4])
     batch = TokenBatch(vectors, torch.ones(1, 16, dtype=torch.bool), normalised=False)
-    assert choices(batch, 4) == [[5, 11, 12, 15]]
+    assert selections(batch, 4) == [[5, 11, 12, 15]]
 
 
-def test_scale_and_stored_precision_do_not_change_the_draw(ragged):
+def test_scale_and_precision_do_not_change_selection(ragged):
     batch = ragged([30] * 20, dim=64)
-    expected = choices(batch, 7)
+    expected = selections(batch, 7)
     unit = batch.vectors / batch.vectors.norm(dim=2, keepdim=True)
     for stored in (unit, unit.half(), unit.bfloat16(), batch.vectors * 37.0):
-        assert choices(dataclasses.replace(batch, vectors=stored), 7) == expected
+        assert selections(dataclasses.replace(batch, vectors=stored), 7) == expected
 
 
-def test_draws_are_uniform_and_differ_between_items_and_seeds(ragged):
+def test_selections_are_uniform_and_differ_between_items_and_seeds(ragged):
     batch = ragged([20] * 2000)
-    first, second = choices(batch, 5, seed=0), choices(batch, 5, seed=1)
+    first, second = selections(batch, 5, seed=0), selections(batch, 5, seed=1)
     assert len({tuple(c) for c in first}) > 1500  # of 15504 subsets
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
     counts = np.bincount(np.concatenate(first), minlength=20)

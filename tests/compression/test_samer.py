@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.compression import memberships, samer
-from pipeline.compression.samer import SaMer, object_labels, places, soft_centroids
+from pipeline.compression.samer import SaMer, object_labels, soft_centroids, token_coordinates
 from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch
 
@@ -16,7 +16,7 @@ def unit(vector):
     return vector / np.sqrt((vector**2).sum())
 
 
-def merged_by_hand(
+def reference(
     v,
     p,
     num,
@@ -30,27 +30,31 @@ def merged_by_hand(
     penalty_assignment="final",
     seeds=None,
 ):
-    """Eq. 2 to 6 and appendix A in loops over tokens i and representatives k; `p` may hold NaN.
+    """Computes eq. 2 to 6 and appendix A with loops over tokens i and representatives k.
 
-    Returns the representatives, None where a group has no tokens, and the nearest centroid of each
-    token.
+    Args:
+        v: Unit vectors.
+        p: Positions, NaN if undefined.
+
+    Returns:
+        The representatives, None for groups without tokens, and the nearest centroid of each token.
     """
 
     def distance(i, k):
-        apart = 0.0
+        squared = 0.0
         for a in range(p.shape[1]):
             if not np.isnan(p[i, a]) and not np.isnan(s[k][a]):
-                apart += (p[i, a] - s[k][a]) ** 2
-        return (1 - v[i] @ mu[k]) + gamma * apart
+                squared += (p[i, a] - s[k][a]) ** 2
+        return (1 - v[i] @ mu[k]) + gamma * squared
 
-    def mean_place(members):
-        place = []
+    def mean_position(members):
+        position = []
         for a in range(p.shape[1]):
             known = [p[i, a] for i in members if not np.isnan(p[i, a])]
-            place.append(sum(known) / len(known) if known else np.nan)
-        return place
+            position.append(sum(known) / len(known) if known else np.nan)
+        return position
 
-    def nearest_to(i):  # the first of those that are equal but for rounding
+    def nearest_to(i):  # first of ties up to rounding errors
         return min(range(num), key=lambda k: round(distance(i, k), 9))
 
     n = len(v)
@@ -64,7 +68,7 @@ def merged_by_hand(
             members = [i for i in range(n) if nearest[i] == k]
             if members:
                 mu[k] = unit(sum(v[i] for i in members) / len(members))
-                s[k] = mean_place(members)
+                s[k] = mean_position(members)
     previous, nearest = nearest, [nearest_to(i) for i in range(n)]
     if centroid != "soft":
         r = []
@@ -94,15 +98,16 @@ def merged_by_hand(
 
     a = np.zeros((n, num))
     for i in range(n):
-        far = [distance(i, k) + penalty[i, k] for k in range(num)]
-        exps = [np.exp(-(d - min(far)) / tau) for d in far]  # of all the same share: it cancels
+        penalised = [distance(i, k) + penalty[i, k] for k in range(num)]
+        # The minimum is subtracted for numerical stability and cancels.
+        exps = [np.exp(-(d - min(penalised)) / tau) for d in penalised]
         a[i] = [e / sum(exps) for e in exps]
     r = [unit(sum(a[i, k] * v[i] for i in range(n)) / a[:, k].sum()) for k in range(num)]
     return np.array(r), nearest
 
 
-def places_by_hand(batch, axes=("x", "y"), seconds_per_unit=None):
-    """The positions of each item's tokens; no axes where there are no boxes."""
+def reference_coordinates(batch, axes=("x", "y"), seconds_per_unit=None):
+    """Yields the positions of the tokens of each item; without axes if there are no extents."""
     for i, mask in enumerate(batch.mask):
         if batch.extents is None:
             yield np.zeros((int(mask.sum()), 0))
@@ -115,18 +120,18 @@ def places_by_hand(batch, axes=("x", "y"), seconds_per_unit=None):
         yield np.stack([columns[axis] for axis in (*axes, "x")], axis=1)[:, : len(axes)]
 
 
-def check(batch, unit_items, num=6, **options):
+def assert_equals_reference(batch, unit_items, num=6, **options):
     compressor = SaMer(parse(SaMer.Spec, {"num_vectors": num, **options}))
     result = compressor.compress(batch)
     if "tau_s" in options:
         options["tau"] = options.pop("tau_s")
     position = {n: options.pop(n) for n in ("axes", "seconds_per_unit") if n in options}
-    found = places_by_hand(batch, **position)
+    found = reference_coordinates(batch, **position)
     for i, (v, p) in enumerate(zip(unit_items(batch), found, strict=True)):
         expected, nearest = v, list(range(len(v)))
         if len(v) > num:
             objects = None if batch.objects is None else batch.objects[i, batch.mask[i]].tolist()
-            expected, nearest = merged_by_hand(v, p, num, objects=objects, **options)
+            expected, nearest = reference(v, p, num, objects=objects, **options)
             order = [k for k in range(num) if expected[k] is not None]
             expected = [expected[k] for k in order]
             nearest = [order.index(k) for k in nearest]
@@ -138,8 +143,8 @@ def check(batch, unit_items, num=6, **options):
 
 @pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("dim", [2, 8, 64])
-def test_equals_the_equations_in_loops(ragged, unit_items, boxes, dim):
-    check(ragged(LENGTHS, dim, boxes=boxes), unit_items)
+def test_equals_reference(ragged, unit_items, boxes, dim):
+    assert_equals_reference(ragged(LENGTHS, dim, boxes=boxes), unit_items)
 
 
 @pytest.mark.parametrize(
@@ -155,28 +160,30 @@ def test_equals_the_equations_in_loops(ragged, unit_items, boxes, dim):
     ],
     ids=str,
 )
-def test_options_are_the_paper_s(ragged, unit_items, options):
-    check(ragged(LENGTHS, seed=1, boxes=True), unit_items, **options)
+def test_options(ragged, unit_items, options):
+    assert_equals_reference(ragged(LENGTHS, seed=1, boxes=True), unit_items, **options)
 
 
 @pytest.mark.parametrize("centroid", ["mean", "normalised", "medoid", "object_weighted"])
 @pytest.mark.parametrize("has_objects", [False, True])
-def test_other_centroids(ragged, unit_items, centroid, has_objects):
+def test_hard_centroids(ragged, unit_items, centroid, has_objects):
     batch = ragged(LENGTHS, seed=3, boxes=True)
     if has_objects:
         batch = with_objects(batch)
-    check(batch, unit_items, centroid=centroid)
-    check(batch, unit_items, num=12, centroid=centroid, gamma=2.0, object_weight=5.0)
+    assert_equals_reference(batch, unit_items, centroid=centroid)
+    assert_equals_reference(
+        batch, unit_items, num=12, centroid=centroid, gamma=2.0, object_weight=5.0
+    )
 
 
 def with_objects(batch, seed=0):
-    """Random objects 0 to 3; what lies under the mask is none of them."""
+    """Adds random objects 0 to 3, and object 99 at padding."""
     generator = torch.Generator().manual_seed(seed)
     objects = torch.randint(0, 4, batch.mask.shape, generator=generator)
     return dataclasses.replace(batch, objects=objects.masked_fill(~batch.mask, 99))
 
 
-def test_which_centroids_have_unit_length(ragged):
+def test_only_mean_centroids_are_not_normalised(ragged):
     batch = with_objects(ragged(LENGTHS, seed=3))
     for centroid in ("soft", "mean", "normalised", "medoid", "object_weighted"):
         compressor = SaMer(SaMer.Spec(num_vectors=6, centroid=centroid))
@@ -184,14 +191,14 @@ def test_which_centroids_have_unit_length(ragged):
         lengths = result.vectors[result.mask].norm(dim=1)
         assert compressor.normalised == result.normalised == (centroid != "mean")
         assert bool((lengths < 0.99).any()) == (centroid == "mean")
-        if centroid == "medoid":  # each is a token that was there
+        if centroid == "medoid":  # each medoid is an input token
             tokens = batch.vectors[5, batch.mask[5]]
             tokens = tokens / tokens.norm(dim=1, keepdim=True)
             closest = (result.vectors[5, result.mask[5]] @ tokens.T).amax(dim=1)
             torch.testing.assert_close(closest, torch.ones_like(closest))
 
 
-def test_without_objects_their_weight_makes_no_difference(ragged):
+def test_object_weight_without_objects(ragged):
     batch = ragged(LENGTHS, boxes=True)
     results = [
         SaMer(SaMer.Spec(num_vectors=6, centroid=centroid)).compress(batch)
@@ -200,28 +207,30 @@ def test_without_objects_their_weight_makes_no_difference(ragged):
     assert torch.equal(results[0].vectors, results[1].vectors)
 
 
-def test_a_group_without_tokens_has_no_mean(ragged, unit_items):
+def test_empty_groups_yield_no_vector(ragged, unit_items):
     batch = ragged([24], boxes=True, num_padding=0)
     pairs = torch.arange(24) // 2
     batch = dataclasses.replace(
         batch, vectors=batch.vectors[:, pairs], extents=batch.extents[:, pairs]
     )
     for centroid in ("mean", "normalised", "medoid", "object_weighted"):
-        check(batch, unit_items, num=16, centroid=centroid)
+        assert_equals_reference(batch, unit_items, num=16, centroid=centroid)
         result = SaMer(SaMer.Spec(num_vectors=16, centroid=centroid)).compress(batch)
         assert 0 < result.lengths.item() < 16
 
 
 @pytest.mark.parametrize("penalty_assignment", ["final", "previous"])
 @pytest.mark.parametrize("num_iterations", [0, 1, 3])
-def test_the_object_aware_prior(ragged, unit_items, penalty_assignment, num_iterations):
+def test_object_prior(ragged, unit_items, penalty_assignment, num_iterations):
     batch = with_objects(ragged(LENGTHS, seed=4, boxes=True))
     options = {"penalty_assignment": penalty_assignment, "num_iterations": num_iterations}
-    check(batch, unit_items, object_prior=True, **options)
-    check(batch, unit_items, object_prior=True, num=15, gamma=1.0, tau_s=0.3, **options)
+    assert_equals_reference(batch, unit_items, object_prior=True, **options)
+    assert_equals_reference(
+        batch, unit_items, object_prior=True, num=15, gamma=1.0, tau_s=0.3, **options
+    )
 
 
-def test_the_readings_of_the_prior_differ(ragged):
+def test_penalty_assignments_differ(ragged):
     batch = with_objects(ragged([40], seed=4, boxes=True))
     final, previous, none = (
         SaMer(SaMer.Spec(num_vectors=6, num_iterations=1, **options)).compress(batch).vectors
@@ -235,22 +244,22 @@ def test_the_readings_of_the_prior_differ(ragged):
     assert not torch.allclose(final, none, atol=1e-3)
 
 
-def test_the_prior_needs_objects_and_objects_need_the_prior(ragged):
+def test_object_prior_requires_objects_and_option(ragged):
     batch = ragged(LENGTHS, seed=4, boxes=True)
     plain = SaMer(SaMer.Spec(num_vectors=6))
     prior = SaMer(SaMer.Spec(num_vectors=6, object_prior=True))
     expected = plain.compress(batch).vectors
     assert torch.equal(prior.compress(batch).vectors, expected)
     assert torch.equal(plain.compress(with_objects(batch)).vectors, expected)
-    # One object everywhere: a penalty of nearly 0 wherever there are tokens.
-    one = dataclasses.replace(batch, objects=torch.zeros_like(batch.mask, dtype=torch.int64))
-    torch.testing.assert_close(prior.compress(one).vectors, expected, atol=1e-3, rtol=0)
+    # With a single object, the penalty of non-empty groups is almost 0.
+    single = dataclasses.replace(batch, objects=torch.zeros_like(batch.mask, dtype=torch.int64))
+    torch.testing.assert_close(prior.compress(single).vectors, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("prior", [False, True])
 @pytest.mark.parametrize("unit", [False, True])
-def test_gradients_equal_those_of_the_equations_in_float64(ragged, unit_items, prior, unit):
-    """Eq. 2 to 6 word for word; centroids and assignments are constants of the forward pass."""
+def test_gradients_equal_float64_equations(ragged, unit_items, prior, unit):
+    """Eq. 2 to 6 with centroids and assignments as constants of the forward pass."""
     batch = with_objects(ragged([30], dim=8, unit=unit, boxes=True, num_padding=0))
     spec = SaMer.Spec(num_vectors=5, object_prior=prior)
     vectors = batch.vectors.clone().requires_grad_()
@@ -258,17 +267,17 @@ def test_gradients_equal_those_of_the_equations_in_float64(ragged, unit_items, p
     result = SaMer(spec).compress(dataclasses.replace(batch, vectors=vectors))
     (query_QD.float() @ result.vectors[0].T).amax(dim=1).mean().backward()
 
-    (own,) = unit_items(batch)
-    (place,) = places_by_hand(batch)
-    hard = {"centroid": "normalised"}  # the same k-means; its means are the next centroids
-    mu, _ = merged_by_hand(own, place, 5, num_iterations=2, **hard)
-    _, c = merged_by_hand(own, place, 5)
-    _, before = merged_by_hand(own, place, 5, num_iterations=2)
-    s = np.array([place[np.array(before) == k].mean(axis=0) for k in range(5)])
+    (tokens,) = unit_items(batch)
+    (p,) = reference_coordinates(batch)
+    hard = {"centroid": "normalised"}  # the hard means are the centroids of the next iteration
+    mu, _ = reference(tokens, p, 5, num_iterations=2, **hard)
+    _, c = reference(tokens, p, 5)
+    _, previous = reference(tokens, p, 5, num_iterations=2)
+    s = np.array([p[np.array(previous) == k].mean(axis=0) for k in range(5)])
     v = batch.vectors[0].double().requires_grad_()
     v_ND = v if unit else v / v.norm(dim=1, keepdim=True)
-    apart = torch.from_numpy(((place[:, None] - s[None]) ** 2).sum(axis=2))
-    d = 1 - v_ND @ torch.from_numpy(np.array(mu)).T + 0.1 * apart
+    squared = torch.from_numpy(((p[:, None] - s[None]) ** 2).sum(axis=2))
+    d = 1 - v_ND @ torch.from_numpy(np.array(mu)).T + 0.1 * squared
     if prior:
         c, b = torch.tensor(c), batch.objects[0]
         for k in range(5):
@@ -285,7 +294,7 @@ def test_gradients_equal_those_of_the_equations_in_float64(ragged, unit_items, p
 
 
 @pytest.mark.parametrize("centroid", ["soft", "mean", "normalised", "medoid", "object_weighted"])
-def test_gradients_reach_the_tokens_through_every_centroid(ragged, centroid):
+def test_gradients_reach_tokens_through_all_centroids(ragged, centroid):
     batch = with_objects(ragged(LENGTHS, boxes=True, garbage=0.0))
     vectors = batch.vectors.clone().requires_grad_()
     compressor = SaMer(SaMer.Spec(num_vectors=6, centroid=centroid))
@@ -299,35 +308,35 @@ def test_gradients_reach_the_tokens_through_every_centroid(ragged, centroid):
 BOXES = torch.tensor([[[0.1, 0.1, 0.9, 0.9], [0.4, 0.4, 0.6, 0.6], [0.5, 0.5, 0.7, 0.7]]])
 
 
-def labels_of(points, boxes=BOXES, mask=None):
+def find_labels(points, boxes=BOXES, mask=None):
     mask = torch.ones(boxes.shape[:2], dtype=torch.bool) if mask is None else mask
     return object_labels(torch.tensor([points]), boxes, mask)[0].tolist()
 
 
-def test_labels_of_tokens_are_those_of_the_smallest_box():
+def test_object_labels_use_smallest_box():
     points = [[0.0, 0.5], [0.2, 0.2], [0.45, 0.45], [0.55, 0.55], [0.65, 0.65], [0.95, 0.95]]
-    assert labels_of(points) == [0, 1, 2, 2, 3, 0]  # two equally small ones: the first
-    assert labels_of(points, BOXES[:, [0, 2, 1]]) == [0, 1, 3, 2, 2, 0]
-    assert labels_of(points, mask=torch.tensor([[True, False, True]])) == [0, 1, 1, 3, 3, 0]
+    assert find_labels(points) == [0, 1, 2, 2, 3, 0]  # the first of two boxes of equal size
+    assert find_labels(points, BOXES[:, [0, 2, 1]]) == [0, 1, 3, 2, 2, 0]
+    assert find_labels(points, mask=torch.tensor([[True, False, True]])) == [0, 1, 1, 3, 3, 0]
 
 
-def test_edges_belong_to_a_box_and_what_has_no_place_to_none():
+def test_object_labels_at_edges_and_without_positions():
     edges = [[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.5, 0.1], [0.1, 0.95]]
-    assert labels_of(edges, BOXES[:, :1]) == [1, 1, 1, 1, 0]
+    assert find_labels(edges, BOXES[:, :1]) == [1, 1, 1, 1, 0]
     nan = float("nan")
-    assert labels_of([[nan, 0.5], [nan, nan], [0.5, 0.5]]) == [0, 0, 2]
+    assert find_labels([[nan, 0.5], [nan, nan], [0.5, 0.5]]) == [0, 0, 2]
 
 
-def test_no_boxes_are_all_background():
-    assert labels_of([[0.5, 0.5]], torch.zeros(1, 0, 4)) == [0]
-    assert labels_of([[0.5, 0.5]], mask=torch.zeros(1, 3, dtype=torch.bool)) == [0]
+def test_object_labels_without_boxes():
+    assert find_labels([[0.5, 0.5]], torch.zeros(1, 0, 4)) == [0]
+    assert find_labels([[0.5, 0.5]], mask=torch.zeros(1, 3, dtype=torch.bool)) == [0]
 
 
-def test_boxes_are_cut_off_at_the_picture_and_so_is_their_area():
+def test_boxes_are_clipped_to_the_image():
     boxes = torch.tensor([[[0.5, 0.5, 1.0, 1.0], [-0.8, -0.8, 0.6, 0.6]]])
-    assert labels_of([[0.0, 0.0], [0.55, 0.55], [1.0, 1.0]], boxes) == [2, 1, 1]
+    assert find_labels([[0.0, 0.0], [0.55, 0.55], [1.0, 1.0]], boxes) == [2, 1, 1]
     boxes = torch.tensor([[[0.2, 0.2, 0.9, 0.9], [-0.8, -0.8, 0.6, 0.6]]])
-    assert labels_of([[0.3, 0.3]], boxes) == [2]
+    assert find_labels([[0.3, 0.3]], boxes) == [2]
 
 
 @pytest.mark.parametrize(
@@ -342,22 +351,24 @@ def test_boxes_are_cut_off_at_the_picture_and_so_is_their_area():
         ([0.1, 0.1, float("inf"), 0.3], "is not finite"),
     ],
 )
-def test_invalid_boxes(box, problem):
+def test_rejects_invalid_boxes(box, problem):
     boxes = torch.cat([BOXES, torch.tensor([[box]])], dim=1)
     with pytest.raises(
         SpecError,
         match=rf"^boxes must be .* x0 < x1 .* {problem} \(box 3 of"
         rf" item 0\)",
     ):
-        labels_of([[0.5, 0.5]], boxes)
-    # What is not a real box may hold anything.
+        find_labels([[0.5, 0.5]], boxes)
+    # Masked boxes are ignored.
     mask = torch.tensor([[True, True, True, False]])
-    assert labels_of([[0.5, 0.5]], boxes, mask) == [2]
+    assert find_labels([[0.5, 0.5]], boxes, mask) == [2]
 
 
-def test_places_of_a_batch_label_its_tokens(ragged):
+def test_object_labels_of_batch(ragged):
     batch = ragged([9, 4], boxes=True)
-    labels = object_labels(places(batch), BOXES.expand(2, -1, -1), torch.ones(2, 3).bool())
+    labels = object_labels(
+        token_coordinates(batch), BOXES.expand(2, -1, -1), torch.ones(2, 3).bool()
+    )
     assert (labels[~batch.mask] == 0).all() and (labels > 0).any()
 
 
@@ -380,36 +391,36 @@ def test_axes(ragged, unit_items, options):
     extents = batch.extents.clone()
     extents[..., 4:] = extents[..., 4:].sort(dim=2).values
     batch = dataclasses.replace(batch, extents=extents)
-    check(batch, unit_items, **options)
+    assert_equals_reference(batch, unit_items, **options)
     gaps = extents.clone()
-    gaps[::2, ::3, 4] = torch.nan  # some tokens have no time, one item has none at all
-    gaps[5, :, 4:] = torch.nan
-    check(dataclasses.replace(batch, extents=gaps), unit_items, **options)
+    gaps[::2, ::3, 4] = torch.nan  # tokens without a time
+    gaps[5, :, 4:] = torch.nan  # an item without times
+    assert_equals_reference(dataclasses.replace(batch, extents=gaps), unit_items, **options)
 
 
-def test_times_are_counted_in_the_stated_unit(ragged):
+def test_seconds_per_unit(ragged):
     batch = ragged([20], boxes=True, num_padding=0)
     batch.extents[0, :, 4] = 1000.0 + torch.arange(20)
     batch.extents[0, :, 5] = 1001.0 + torch.arange(20)
-    middle = torch.arange(20) + 0.5
+    centre = torch.arange(20) + 0.5
     for seconds, unit in ((None, 20.0), (4.0, 4.0)):
-        found = places(batch, ("t",), seconds)[0, :, 0]
-        torch.testing.assert_close(found, middle / unit)
-    batch.extents[..., 4:] = 7.0  # a moment has no duration: no distance either
-    assert (places(batch, ("t",)) == 0).all()
-    assert places(dataclasses.replace(batch, extents=None), ("t",)).shape == (1, 20, 0)
+        found = token_coordinates(batch, ("t",), seconds)[0, :, 0]
+        torch.testing.assert_close(found, centre / unit)
+    batch.extents[..., 4:] = 7.0  # without a duration, all distances are 0
+    assert (token_coordinates(batch, ("t",)) == 0).all()
+    assert token_coordinates(dataclasses.replace(batch, extents=None), ("t",)).shape == (1, 20, 0)
 
 
-def test_long_recordings_in_small_units_keep_their_digits(ragged, unit_items):
-    """(p - s)^2 of two moments after an hour, in seconds: p^2 - 2ps + s^2 has no digits left."""
+def test_precision_late_in_long_recordings(ragged, unit_items):
+    """After an hour, p^2 - 2ps + s^2 in seconds would lose all digits of (p - s)^2."""
     batch = ragged([40], dim=4, seed=7, boxes=True, num_padding=0)
     batch.extents[0, :, 4] = batch.extents[0, :, 5] = 3500.0 + torch.arange(40)
     batch.extents[0, 0, 4:] = 0.0
-    check(batch, unit_items, axes=["t"], seconds_per_unit=1.0, gamma=0.1)
+    assert_equals_reference(batch, unit_items, axes=["t"], seconds_per_unit=1.0, gamma=0.1)
 
 
-def test_settings_that_do_not_fit_together():
-    for fields, sentence in (
+def test_rejects_invalid_combinations():
+    for fields, message in (
         ({"axes": ["x", "x"]}, r"axes must be a list of different axes, got \['x', 'x'\]"),
         ({"axes": ["z"]}, "axes.0 must be one of x, y, t, got 'z'"),
         (
@@ -423,24 +434,24 @@ def test_settings_that_do_not_fit_together():
         ),
         ({"object_weight": 0.5}, "object_weight must be .*, got 0.5"),
     ):
-        with pytest.raises(SpecError, match=sentence):
+        with pytest.raises(SpecError, match=message):
             parse(SaMer.Spec, {"num_vectors": 4, **fields})
 
 
 @pytest.mark.parametrize("centroid", ["soft", "medoid", "object_weighted"])
-def test_blocks_do_not_show(ragged, monkeypatch, centroid):
-    """Neither in items of their own budgets, nor where a block's largest budget is smaller."""
+def test_blocks_do_not_change_results(ragged, monkeypatch, centroid):
+    """Includes blocks whose largest budget is smaller than that of the batch."""
     batch = with_objects(ragged(LENGTHS, boxes=True))
     compressor = SaMer(SaMer.Spec(ratio=0.4, centroid=centroid))
     whole = compressor.compress(batch)
-    monkeypatch.setitem(samer.blocks.__globals__["BLOCK_NUMBERS"], "cpu", 1)
+    monkeypatch.setitem(samer.blocks.__globals__["MAX_BLOCK_ELEMENTS"], "cpu", 1)
     parts = compressor.compress(batch)
     assert torch.equal(parts.mask, whole.mask) and torch.equal(parts.support, whole.support)
     torch.testing.assert_close(parts.vectors[parts.mask], whole.vectors[whole.mask])
 
 
-def test_sums_of_groups_are_products_with_their_members():
-    """The product is what other devices take, where additions in any order would differ."""
+def test_group_sums_equal_products_with_memberships():
+    """Other devices use the product, because atomic additions are not deterministic."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 20, 4, generator=generator)
     groups = torch.randint(0, 5, (3, 20), generator=generator)
@@ -450,7 +461,7 @@ def test_sums_of_groups_are_products_with_their_members():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("centroid", ["soft", "mean", "medoid", "object_weighted"])
-def test_a_gpu_gives_the_same(ragged, centroid):
+def test_gpu_equals_cpu(ragged, centroid):
     batch = with_objects(ragged(LENGTHS, dim=64, boxes=True))
     for compressor in (
         SaMer(SaMer.Spec(num_vectors=6, centroid=centroid)),
@@ -465,29 +476,29 @@ def test_a_gpu_gives_the_same(ragged, centroid):
         )
 
 
-def test_coordinates_without_meaning_are_left_out(ragged, unit_items):
+def test_ignores_undefined_coordinates(ragged, unit_items):
     batch = ragged(LENGTHS, seed=2, boxes=True)
     generator = torch.Generator().manual_seed(0)
     extents = batch.extents.clone()
     extents[..., [0, 2]] = extents[..., [0, 2]].masked_fill(
         torch.rand(*batch.mask.shape, 1, generator=generator) < 0.5, torch.nan
     )
-    extents[0, :, [1, 3]] = torch.nan  # no token of this item has a y
-    check(dataclasses.replace(batch, extents=extents), unit_items, gamma=2.0)
+    extents[0, :, [1, 3]] = torch.nan  # an item without y coordinates
+    assert_equals_reference(dataclasses.replace(batch, extents=extents), unit_items, gamma=2.0)
 
 
-def test_a_centroid_without_tokens_stays(ragged, unit_items):
-    """Of two seeds on equal tokens the second gets nothing."""
+def test_centroids_without_tokens_are_not_moved(ragged, unit_items):
+    """The second of two seeds on equal tokens gets no tokens."""
     batch = ragged([24], boxes=True, num_padding=0)
     pairs = torch.arange(24) // 2
     batch = dataclasses.replace(
         batch, vectors=batch.vectors[:, pairs], extents=batch.extents[:, pairs]
     )
     for gamma in (0.1, 3.0):
-        check(batch, unit_items, num=16, gamma=gamma)
+        assert_equals_reference(batch, unit_items, num=16, gamma=gamma)
 
 
-def test_times_play_no_part(ragged):
+def test_times_are_ignored_by_default(ragged):
     batch = ragged(LENGTHS, boxes=True)
     without = batch.extents.clone()
     without[..., 4:] = torch.nan
@@ -499,8 +510,8 @@ def test_times_play_no_part(ragged):
     assert torch.equal(*results)
 
 
-def test_the_spatial_term_keeps_equal_tokens_of_distant_places_apart():
-    """Two equal objects left and right, background between them: features alone merge them."""
+def test_spatial_term_separates_equal_tokens_at_distant_positions():
+    """Features alone would merge two equal objects on both sides of the background."""
     vectors = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
     x = torch.tensor([0.0, 0.1, 0.4, 0.6, 0.9, 1.0])
     extents = torch.full((1, 6, 6), torch.nan)
@@ -514,17 +525,17 @@ def test_the_spatial_term_keeps_equal_tokens_of_distant_places_apart():
     assert SaMer(spec).compress(text).support.tolist() == [[0, 0, 1, 1, 0, 0]]
 
 
-def test_a_representative_far_from_all_tokens_does_not_underflow():
-    """exp(-100 / 0.1) is zero in float32, but the ratio of its weights is e^-1 all the same."""
+def test_distant_representative_does_not_underflow():
+    """exp(-100 / 0.1) is zero in float32, but the ratio of the weights is e^-1."""
     tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]])
     mask = torch.tensor([[True, True, False]])
     distance = torch.tensor([[[0.0, 100.0], [0.0, 100.1], [0.0, 0.0]]])
     found = soft_centroids(tokens, mask, distance.mT, tau=0.1)
     expected = [unit(np.array([1.0, 1.0])), unit(np.array([1.0, np.exp(-1)]))]
-    np.testing.assert_allclose(found[0], expected, atol=1e-4)  # 100.1 has 1e-5 of float32 rounding
+    np.testing.assert_allclose(found[0], expected, atol=1e-4)  # float32 rounds 100.1 by 1e-5
 
 
-def test_zero_and_equal_tokens_are_safe():
+def test_zero_and_equal_tokens():
     vectors = torch.zeros(2, 9, 4)
     vectors[1] = 0.5
     batch = TokenBatch(vectors, torch.ones(2, 9, dtype=torch.bool), normalised=False)
@@ -532,8 +543,8 @@ def test_zero_and_equal_tokens_are_safe():
     torch.testing.assert_close(result.vectors, vectors[:, :4])
 
 
-def test_equal_tokens_go_to_the_same_representatives_in_every_batch():
-    """Distances to equal representatives differ by rounding, which differs with the padding."""
+def test_assignment_of_equal_tokens_is_independent_of_batch():
+    """Rounding errors of distances to equal representatives depend on the padding."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([90, 200, 131, 299])
     distinct = torch.nn.functional.normalize(torch.randn(20, 384, generator=generator), dim=1)
@@ -548,11 +559,11 @@ def test_equal_tokens_go_to_the_same_representatives_in_every_batch():
         torch.testing.assert_close(alone.vectors[0], together.vectors[i], atol=1e-6, rtol=0)
 
 
-def test_gradients_are_those_of_the_soft_assignment(ragged):
-    """The slope of a score along a direction, against finite differences of the loops above.
+def test_gradients_equal_finite_differences(ragged):
+    """Compares the directional derivative of a score with finite differences of the reference.
 
-    k-means moves the centroids with the tokens, but off the gradient path: without iterations and
-    with the seed tokens held, the loops see the same function.
+    K-means moves the centroids without a gradient. Therefore the test uses no iterations and does
+    not move the seed tokens.
     """
     batch = ragged([12], dim=6, unit=True, boxes=True, num_padding=0)
     vectors = batch.vectors.clone().requires_grad_()
@@ -566,14 +577,14 @@ def test_gradients_are_those_of_the_soft_assignment(ragged):
     def score(epsilon):
         v = batch.vectors[0].double().numpy()
         v[not_seeds] += epsilon * step.double().numpy()
-        r, _ = merged_by_hand(v, next(places_by_hand(batch)), 3, num_iterations=0)
+        r, _ = reference(v, next(reference_coordinates(batch)), 3, num_iterations=0)
         return (r @ query.double().numpy()).sum()
 
     assert abs(slope) > 0.1
     assert float(slope) == pytest.approx((score(1e-5) - score(-1e-5)) / 2e-5, rel=1e-3)
 
 
-def test_gradients_stay_finite_next_to_padding_and_short_items(ragged):
+def test_gradients_are_finite_with_padding_and_short_items(ragged):
     batch = ragged(LENGTHS, boxes=True, garbage=0.0)
     vectors = batch.vectors.clone().requires_grad_()
     result = SaMer(SaMer.Spec(num_vectors=6)).compress(dataclasses.replace(batch, vectors=vectors))
@@ -583,7 +594,7 @@ def test_gradients_stay_finite_next_to_padding_and_short_items(ragged):
     assert (vectors.grad[batch.mask] != 0).all()
 
 
-def test_runs_in_float32_inside_a_half_precision_region(ragged):
+def test_runs_in_float32_inside_autocast(ragged):
     batch = ragged(LENGTHS)
     compressor = SaMer(SaMer.Spec(num_vectors=6))
     with torch.autocast("cpu", dtype=torch.bfloat16):

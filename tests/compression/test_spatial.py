@@ -8,13 +8,13 @@ from pipeline.compression.spatial import Spatial
 
 
 def linspace_rounded(length, num):
-    """`linspace(0, length - 1, num).round()` in exact fractions; Python rounds halves to even."""
+    """Computes `linspace(0, length - 1, num).round()` with exact fractions."""
     if num == 1:
         return [0]
     return [round(Fraction(k * (length - 1), num - 1)) for k in range(num)]
 
 
-def test_positions_are_the_rounded_linspace_and_distinct():
+def test_positions_equal_rounded_linspace_and_are_distinct():
     for length in range(1, 70):
         for num in range(1, 70):
             positions, mask = uniform_positions(
@@ -25,24 +25,24 @@ def test_positions_are_the_rounded_linspace_and_distinct():
             assert len(set(found)) == min(num, length)
 
 
-def test_halves_go_to_the_even_neighbour():
+def test_halves_are_rounded_to_even():
     positions, _ = uniform_positions(
         torch.tensor([4, 6]), torch.tensor([3, 3])
-    )  # 1.5 and 2.5 in the middle
+    )  # the middle positions are 1.5 and 2.5
     assert positions.tolist() == [[0, 2, 3], [0, 2, 5]]
 
 
-def test_keeps_the_tokens_at_these_positions(ragged, unit_items):
+def test_keeps_tokens_at_uniform_positions(ragged, unit_items):
     batch = ragged([9, 2, 0, 5, 17])
     result = Spatial(Spatial.Spec(num_vectors=5)).compress(batch)
     for i, item in enumerate(unit_items(batch)):
         positions = linspace_rounded(len(item), min(5, len(item))) if len(item) else []
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], item[positions], atol=1e-6)
-        support = result.support[i, batch.mask[i]].tolist()
-        assert [support.index(k) for k in range(len(positions))] == positions
+        assignment = result.support[i, batch.mask[i]].tolist()
+        assert [assignment.index(k) for k in range(len(positions))] == positions
 
 
-def test_one_rule_for_grids_and_sequences(ragged):
-    """A 4 x 4 grid at K = 4: every fifth token of the raster, its diagonal."""
+def test_grid_in_raster_order(ragged):
+    """On a 4 x 4 grid with K = 4, every fifth token is on the diagonal."""
     result = Spatial(Spatial.Spec(num_vectors=4)).compress(ragged([16], num_padding=0))
     assert (result.support[0] >= 0).nonzero().flatten().tolist() == [0, 5, 10, 15]

@@ -38,7 +38,7 @@ def test_a_degenerate_placement_of_seeds_is_reported_once(tmp_path, form):
         table = table.append_column(field, pa.nulls(2, field.type))
     dataset = lance.write_dataset(table, str(tmp_path / "index"))
     assert compressor_remarks(dataset, wanted) == [
-        "samer_8, spatial_8: all 8 seeds lie in 2 of the 14 columns of the 14 x 14 tokens;"
+        "samer_8, spatial_8: all 8 seeds are in 2 of the 14 columns of the 14 x 14 tokens;"
         " set seeds to lattice or farthest, or choose another budget"
     ]
     assert compressor_remarks(dataset, wanted[1:3]) == []

@@ -23,7 +23,7 @@ from pipeline.index.info import (
     rerank_infos,
     tap_names,
 )
-from pipeline.schema import metadata_of, with_metadata
+from pipeline.schema import column_metadata, with_metadata
 from pipeline.taps import Tap
 
 OLD = Path(__file__).parent / "fixtures/old_index"
@@ -59,7 +59,7 @@ def test_stored_json_is_written_again_as_it_was(schema):
     assert len(infos) == 8 and list(infos)[:2] == ["full", "caption_full"]
     for name, info in infos.items():
         assert info.name == name
-        assert json.dumps(info.to_metadata()) == json.dumps(metadata_of(schema.field(name)))
+        assert json.dumps(info.to_metadata()) == json.dumps(column_metadata(schema.field(name)))
 
 
 def test_what_a_representation_is_made_of(schema):

@@ -22,7 +22,7 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -111,7 +111,7 @@ def test_the_columns_are_those_of_the_index_job(tmp_path, collection, uri):
     # A search needs nothing but the column's metadata.
     schema, schema_at_once = (Index(str(u)).dataset.schema for u in (uri, tmp_path / "at_once"))
     for name in ("hpool_4", "hpool_4_support", "samer_4", "samer_4_support"):
-        assert metadata_of(schema.field(name)) == metadata_of(schema_at_once.field(name))
+        assert column_metadata(schema.field(name)) == column_metadata(schema_at_once.field(name))
     found, best = (
         open_index(str(u)).search("how do shells buckle", "hpool_4", k=3, score="hybrid")
         for u in (uri, tmp_path / "at_once")

@@ -24,7 +24,7 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
 from tests.media import every, write_video
@@ -164,8 +164,8 @@ def test_the_index_job_the_backfill_and_the_adapter_agree_bit_for_bit(
     same(tokens(uri), own)
     columns = [Index(str(u)).schema.field("rerank_tokens") for u in (cached, uri)]
     assert columns[0].type == columns[1].type == pa.list_(pa.list_(pa.float16(), adapter.dim))
-    about = metadata_of(columns[0])
-    assert about == metadata_of(columns[1])
+    about = column_metadata(columns[0])
+    assert about == column_metadata(columns[1])
     assert about["role"] == "rerank" and about["fingerprint"] == encoder.fingerprint
 
 

@@ -12,7 +12,7 @@ from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index.reader import ITEMS
-from pipeline.schema import metadata_of, with_metadata
+from pipeline.schema import column_metadata, with_metadata
 from pipeline.search.maxsim import maxsim_oracle
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
@@ -285,7 +285,7 @@ def test_another_encoder_is_refused(index_uri, tmp_path):
     """The metadata of one representation says that other weights made it."""
     table = lance.dataset(f"{index_uri}/{ITEMS}").to_table()
     field = table.schema.field("hpool_4")
-    changed = with_metadata(field, {**metadata_of(field), "fingerprint": "0123"})
+    changed = with_metadata(field, {**column_metadata(field), "fingerprint": "0123"})
     schema = table.schema.set(table.schema.get_field_index("hpool_4"), changed)
     lance.write_dataset(table.cast(schema), str(tmp_path / ITEMS))
     searcher = open_index(str(tmp_path))

@@ -253,7 +253,7 @@ REASONS = {
     "a.parquet:11": ("bad id", "'': an id is a string of 1 to 512 characters"),
     "a.parquet:12": (
         "bad id",
-        "'tab\\t': an id holds no control characters and no halves of surrogate pairs",
+        "'tab\\t': an id must not contain control characters or unpaired surrogates",
     ),
 }
 

@@ -17,7 +17,7 @@ from pipeline.index import job, recompress
 from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 from tests.conftest import CRANFIELD, TEXTS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -101,7 +101,7 @@ def test_every_method_is_a_column(at_once):
         tokens = np.array(row["full"], dtype=np.float64)
         kept = tokens[row["sap_4_support"]]
         np.testing.assert_allclose(np.array(row["sap_4"], np.float64), kept, atol=1e-3)
-    assert metadata_of(schema.field("adaptive_eos_20pct"))["artefact"]
+    assert column_metadata(schema.field("adaptive_eos_20pct"))["artefact"]
 
 
 def test_bits_are_searched_with_the_bits_of_the_query(at_once):
@@ -143,7 +143,7 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
         "minilm_eos_row_mean_5_tap",
         "minilm_pooled_row_mean_5_tap",
     ]
-    assert metadata_of(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
+    assert column_metadata(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
     assert recompressed(uri, *REPRESENTATIONS).rows == 16
     there = rows(uri)
     for item_id, row in rows(at_once).items():

@@ -1,7 +1,8 @@
-"""Typed specs: load YAML, apply dotted overrides, expand sweeps, dump what was resolved.
+"""Typed specs: loading from YAML, dotted overrides, sweeps, and serialisation.
 
-A spec says *what* is computed. How many CPUs, GPUs and actors do it stands in a resources profile
-(`pipeline.stage`), chosen at submission, and never changes a result or a fingerprint.
+A spec defines *what* is computed. The numbers of CPUs, GPUs and actors are set in a resources
+profile (`pipeline.stage`), which is chosen at submission and affects neither results nor
+fingerprints.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pydantic import (
 from pipeline.extras import require_storage
 
 #: Maximum number of characters of a value shown in a message.
-MOST_SHOWN = 400
+MAX_SHOWN_CHARACTERS = 400
 
 
 def close_match(name: object, names: Iterable[str]) -> str:
@@ -141,25 +142,25 @@ class MissingField(SpecError):
 
 def _shown(value: Any) -> str:
     shown = repr(value)
-    if len(shown) > MOST_SHOWN:  # a query may be a book
-        half = MOST_SHOWN // 2
+    if len(shown) > MAX_SHOWN_CHARACTERS:  # queries can be long
+        half = MAX_SHOWN_CHARACTERS // 2
         shown = f"{shown[:half]} ... {shown[-half:]}"
     return shown
 
 
 class JobError(RuntimeError):
-    """A job cannot go on, through no fault of its input: one sentence, exit code 1."""
+    """Failure of a job that its input did not cause. Jobs print it and exit with code 1."""
 
 
 class Stopped(Exception):
-    """A job was asked to stop (SIGTERM); what was finished is committed. Exit code 143."""
+    """Raised when SIGTERM stops a job; completed work is committed, and the exit code is 143."""
 
 
 class Spec(BaseModel):
-    """Base class of all specs: immutable, and an unknown field is an error.
+    """Base class of all specs, which are immutable and reject unknown fields.
 
     Attributes:
-        renamed: Former field names and the present one of each, for the error message.
+        renamed: New names of renamed fields by old name, for error messages.
 
     >>> class Budget(Spec):
     ...     renamed: ClassVar = {"size": "num_vectors"}
@@ -177,7 +178,7 @@ class Spec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_keys(cls, data: Any) -> Any:
+    def _reject_unknown_fields(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
             for key, value in data.items():
                 if key in cls.renamed and key not in cls.model_fields:
@@ -188,27 +189,30 @@ class Spec(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _refuse_booleans_as_numbers(cls, value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+    def _reject_booleans_as_numbers(cls, value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
         parsed = parse(value)
         if isinstance(value, bool) and isinstance(parsed, int | float) and parsed is not value:
-            raise SpecError("", value, "a number")  # pydantic takes `true` for 1
+            raise SpecError("", value, "a number")  # pydantic converts `true` to 1
         return parsed
 
 
 class ComponentSpec(Spec):
-    """Base of the specs of registered components: `name` is the one under which it is registered.
+    """Base class of the specs of registered components.
 
-    Subclasses narrow the type: `name: Literal["hpool"] = "hpool"`.
+    Subclasses narrow the type of the name: `name: Literal["hpool"] = "hpool"`.
     """
 
     name: str
+    """Name under which the component is registered."""
 
 
 def absolute(uri: str) -> str:
-    """Returns a local path made absolute (workers may run elsewhere), or a URI unchanged.
+    """Returns the absolute form of a local path; URIs are unchanged.
+
+    Paths must be absolute because workers may run in other working directories.
 
     Raises:
-        SpecError: The path begins with ~ and the name of an unknown user.
+        SpecError: The path begins with `~` and an unknown user name.
     """
     try:
         return uri if "://" in uri else str(Path(uri).expanduser().absolute())
@@ -219,12 +223,12 @@ def absolute(uri: str) -> str:
 
 
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
-    """Checks that a local path exists; a URI with a scheme is not looked at.
+    """Checks that a local path exists; URIs with a scheme are not checked.
 
-    Commands call it for all paths they are given before they import anything slow.
+    Commands check all paths before slow imports.
 
     Raises:
-        SpecError: Nothing exists at the path; the error names `field`.
+        SpecError: The path does not exist; the error names `field`.
     """
     with within(field):
         location = absolute(path)
@@ -238,13 +242,13 @@ def _uri(value: str) -> str:
     return absolute(value)
 
 
-#: A field that holds a path or URI.
+#: Type of fields with a path or URI; local paths are made absolute.
 Uri = Annotated[str, AfterValidator(_uri)]
 
 
 @contextlib.contextmanager
 def within(field: str) -> Iterator[None]:
-    """Names the field that holds the spec of which a `SpecError` inside speaks."""
+    """Prefixes the field of each `SpecError` raised inside the block with `field`."""
     try:
         yield
     except SpecError as error:
@@ -256,7 +260,7 @@ ComponentSpecT = TypeVar("ComponentSpecT", bound=ComponentSpec)
 
 
 def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
-    """Validates `data`, turning the first of pydantic's errors into a `SpecError`.
+    """Validates `data` and raises the first validation error as a `SpecError`.
 
     >>> class Budget(Spec):
     ...     num_vectors: int = 32
@@ -273,7 +277,7 @@ fields: num_vectors
 
 
 def describe(error: ValidationError) -> SpecError:
-    """The first error of a pydantic validation as a `SpecError` with the full dotted field."""
+    """Converts the first error of a pydantic validation to a `SpecError` with the dotted field."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     cause = first.get("ctx", {}).get("error")
@@ -291,7 +295,7 @@ def describe(error: ValidationError) -> SpecError:
 
 
 def rule_text(message: str) -> str:
-    """Returns one of pydantic's messages as a phrase that follows "must be".
+    """Converts a pydantic message to a phrase that follows "must be".
 
     >>> rule_text("Input should be a valid integer, unable to parse string as an integer")
     'an integer'
@@ -305,14 +309,14 @@ def rule_text(message: str) -> str:
     return message.replace("a valid ", "a ")
 
 
-class _NoKeyTwice(yaml.SafeLoader):
-    """YAML's plain types; a key that stands twice in a mapping is an error, not the last value."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML loader that rejects duplicate keys in mappings."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [
             self.construct_object(key, deep=True)
             for key, _ in node.value
-            if key.tag != "tag:yaml.org,2002:merge"  # `<<: *anchor`, which its own keys override
+            if key.tag != "tag:yaml.org,2002:merge"  # keys override those merged by `<<: *anchor`
         ]
         for key in keys:
             if keys.count(key) > 1:
@@ -339,16 +343,16 @@ def load(
 
 
 def read(path: str, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
+    """Reads a YAML file with a mapping.
 
     Raises:
-        MissingExtra: The package of its storage is not installed.
+        MissingExtra: The storage needs a package that is not installed.
         SpecError: The file is missing or not a YAML mapping; the error names `what`.
     """
     require_storage(path)
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
-            data = yaml.load(file, _NoKeyTwice)
+            data = yaml.load(file, _UniqueKeyLoader)
     except FileNotFoundError:
         raise SpecError(what, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
@@ -360,7 +364,9 @@ def read(path: str, what: str) -> dict[str, Any]:
 
 
 def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Applies `a.b=value` assignments to nested mappings and lists; values are read as YAML.
+    """Applies assignments of the form `a.b=value` to nested mappings and lists.
+
+    Values are parsed as YAML.
 
     >>> override({"encoder": {"layer": -1}}, ["encoder.layer=-2", "index=out/a"])
     {'encoder': {'layer': -2}, 'index': 'out/a'}
@@ -373,7 +379,7 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
         if not equals or not path:
             raise SpecError("override", assignment, "of the form dotted.field=value")
         try:
-            value = yaml.load(value, _NoKeyTwice)
+            value = yaml.load(value, _UniqueKeyLoader)
         except yaml.YAMLError as error:
             problem = f"cannot be parsed ({_one_line(error)})"
             raise SpecError(path, value, "a YAML value", problem) from None
@@ -384,14 +390,14 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
 def _assign(node: Any, path: str, value: Any, assignment: str) -> None:
     part, _, rest = path.partition(".")
     if isinstance(node, dict) and (path in node or not rest):
-        node[path] = value  # the whole path where it is a key itself, as the keys of sweeps are
+        node[path] = value  # keys of sweeps are dotted paths themselves
         return
     if isinstance(node, list) and not rest:
         _child(node, part, assignment)
         node[int(part)] = value
         return
     if isinstance(node, dict) and isinstance(node.get(part), str):
-        node[part] = {"name": node[part]}  # `encoder: minilm` is short for {name: minilm}
+        node[part] = {"name": node[part]}  # expand `encoder: minilm` to `{name: minilm}`
     _assign(_child(node, part, assignment), rest, value, assignment)
 
 
@@ -408,7 +414,7 @@ def _child(node: Any, part: str, assignment: str) -> Any:
 
 
 def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The product of a sweep's lists, as nested mappings; the first key varies slowest.
+    """Returns the Cartesian product of a sweep as nested mappings; the first key varies slowest.
 
     >>> expand_sweep({"compressor.name": ["hpool", "samer"], "compressor.num_vectors": [32, 16]})[1]
     {'compressor': {'name': 'hpool', 'num_vectors': 16}}
@@ -419,53 +425,53 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The product of a sweep's lists, by dotted field; the first key varies slowest.
+    """Returns the Cartesian product of a sweep by dotted field; the first key varies slowest.
 
     >>> combinations({"compressor": {"name": "samer", "num_vectors": [8, 4]}})[1]
     {'compressor.name': 'samer', 'compressor.num_vectors': 4}
     """
     axes = []
-    for field, values in _flat(sweep):
+    for field, values in _flatten(sweep):
         values = values if isinstance(values, list) else [values]
         if not values:
             raise SpecError(f"sweep.{field}", values, "a value or a list of at least one value")
         axes.append([(field, value) for value in values])
-    return [dict(chosen) for chosen in itertools.product(*axes)]
+    return [dict(pairs) for pairs in itertools.product(*axes)]
 
 
 def assignments(values: Mapping[str, Any]) -> list[str]:
-    """Values by dotted field, as `override` reads them."""
+    """Converts values by dotted field to assignments for `override`."""
     return [f"{field}={json.dumps(value)}" for field, value in values.items()]
 
 
-def _flat(sweep: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a sweep by dotted name, however it is nested."""
+def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields of a nested sweep by dotted name."""
     for field, values in sweep.items():
         if isinstance(values, Mapping):
-            yield from _flat(values, f"{above}{field}.")
+            yield from _flatten(values, f"{prefix}{field}.")
         else:
-            yield f"{above}{field}", values
+            yield f"{prefix}{field}", values
 
 
 def dump(spec: Spec) -> dict[str, Any]:
-    """The resolved spec as plain JSON types, defaults included."""
+    """Converts a resolved spec to JSON types, including defaults."""
     return spec.model_dump(mode="json")
 
 
 def dump_yaml(spec: Spec) -> str:
-    """The resolved spec as YAML that `load` reads back to an equal spec."""
+    """Converts a resolved spec to YAML, which `load` parses to an equal spec."""
     return yaml.safe_dump(dump(spec), sort_keys=False, allow_unicode=True)
 
 
 def digest(value: Any) -> str:
-    """A short stable hash (16 hex digits) of a spec or of any JSON value."""
+    """Returns a stable hash (16 hexadecimal digits) of a spec or JSON value."""
     value = dump(value) if isinstance(value, Spec) else value
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or what kind of error it is."""
+    """Returns the first line of an error message, or the name of its type if it is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

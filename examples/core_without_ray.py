@@ -1,7 +1,7 @@
 """Encodes, compresses and scores five texts in one process, without Ray and without an index.
 
-The packages `pipeline.encoders`, `pipeline.compression` and `pipeline.search.maxsim` depend on
-neither Ray nor Lance, so they can be used inside any other program.
+`pipeline.encoders`, `pipeline.compression` and `pipeline.search.maxsim` depend on neither Ray nor
+Lance, so they can be used in any other program.
 
     python examples/core_without_ray.py
 """

@@ -1,7 +1,7 @@
 """Indexes token vectors of another model, compresses them, and searches with query vectors.
 
-The vectors here are random; replace `make_vectors` by your model. An item has any number of
-vectors, each of `DIM` numbers.
+The vectors in this example are random; replace `make_vectors` with your model. Items may have any
+number of vectors of dimension `DIM`.
 
     python examples/own_vectors.py OUTPUT_FOLDER
 """
@@ -51,7 +51,7 @@ def main(output: Path) -> None:
     subprocess.run(command, check=True)
 
     searcher = open_index(spec["index"])
-    query = items[7][:5]  # five tokens of item-007: the exact answer is known
+    query = items[7][:5]  # five tokens of item-007, which must be the first hit
     for representation in ("full", "hpool_8"):
         hits = searcher.search(query, representation, k=3)
         print(representation, [(hit.item_id, round(hit.score, 3)) for hit in hits])

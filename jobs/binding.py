@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config.read(path, f"--{option}")
 
     from pipeline.atomic import check_writable
-    from pipeline.synthetic.binding import SIDE, SMALLEST_SIDE
+    from pipeline.synthetic.binding import MIN_SIDE, SIDE
     from pipeline.synthetic.binding_data import evaluation_pairs
 
     side = args.side or SIDE
-    if side < SMALLEST_SIDE:
-        raise SpecError("--side", side, f"an integer >= {SMALLEST_SIDE}")
+    if side < MIN_SIDE:
+        raise SpecError("--side", side, f"an integer >= {MIN_SIDE}")
     if args.seed < 0:
         raise SpecError("--seed", args.seed, "an integer >= 0")
     if args.output:
@@ -89,7 +89,7 @@ def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
     rows = binding_table.measure(spec, pairs, jobs.say)
     print(aligned(binding_table.table(rows)))
     if args.output:
-        _write(args.output, binding_table.numbers(rows), binding_table.drawn(rows, spec.title))
+        _write(args.output, binding_table.csv_rows(rows), binding_table.plot(rows, spec.title))
 
 
 def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> None:

@@ -1,6 +1,6 @@
-"""The import graph of `pipeline`, and its diagram in docs/architecture.md.
+"""Import graph of `pipeline` and its diagram in docs/architecture.md.
 
-python -m tests.architecture        # writes the diagram after an import has changed
+python -m tests.architecture        # updates the diagram
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ BEGIN, END = "<!-- diagram: begin -->\n", "<!-- diagram: end -->\n"
 
 
 def part(path: Path) -> str:
-    """Returns the name of the package or module directly below `pipeline` that holds a file."""
+    """Returns the package or module directly below `pipeline` that contains a file."""
     return path.relative_to(PIPELINE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yields the names of the modules that a file imports, also inside functions."""
+    """Yields the modules that a file imports, including imports inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    if path == PIPELINE / "registry.py":  # it names the types of what it imports only when used
+    if path == PIPELINE / "registry.py":  # skips TYPE_CHECKING imports
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -35,16 +35,18 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def packages() -> dict[str, set[str]]:
-    """Returns for each package of `pipeline` the packages that it imports."""
+    """Returns the imported packages of each package of `pipeline`."""
     graph: dict[str, set[str]] = {}
     for path in sorted(PIPELINE.glob("*/**/*.py")):
-        named = {module.split(".")[1] for module in imports(path) if module.startswith("pipeline.")}
-        graph.setdefault(part(path), set()).update(named - {part(path)})
+        imported = {
+            module.split(".")[1] for module in imports(path) if module.startswith("pipeline.")
+        }
+        graph.setdefault(part(path), set()).update(imported - {part(path)})
     return {name: others & graph.keys() for name, others in graph.items()}
 
 
 def modules() -> dict[str, set[str]]:
-    """Returns for each module of `pipeline` and `jobs` the modules that it imports."""
+    """Returns the imported modules of each module of `pipeline` and `jobs`."""
     paths = [path for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py")]
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
@@ -52,10 +54,10 @@ def modules() -> dict[str, set[str]]:
     return {name: (set(imports(path)) & known) - {name} for path, name in names.items()}
 
 
-def without_detours(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns an acyclic graph without the edges that a longer path implies.
+def transitive_reduction(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Removes the edges of an acyclic graph that are implied by longer paths.
 
-    >>> without_detours({"c": {"a", "b"}, "b": {"a"}, "a": set()})
+    >>> transitive_reduction({"c": {"a", "b"}, "b": {"a"}, "a": set()})
     {'c': {'b'}, 'b': {'a'}, 'a': set()}
     """
 
@@ -71,13 +73,13 @@ def without_detours(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 def diagram() -> str:
     """Returns the import graph of the packages as a Mermaid flowchart; arrows mean "imports"."""
     lines = ["```mermaid", "flowchart TD"]
-    for name, others in sorted(without_detours(packages()).items()):
+    for name, others in sorted(transitive_reduction(packages()).items()):
         lines += [f"    {name} --> {other}" for other in sorted(others)]
     return "\n".join([*lines, "```", ""])
 
 
 def documented() -> tuple[str, str, str]:
-    """Returns the text of docs/architecture.md before, in and after its diagram."""
+    """Returns the text of docs/architecture.md before, in and after the diagram."""
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
     current, after = rest.split(END)
     return before + BEGIN, current, END + after

@@ -1,4 +1,4 @@
-"""The package order, imports without Ray and Lance, and the layout of the tests."""
+"""Tests of the package order, of imports without Ray and Lance, and of the test layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.architecture import diagram, documented, imports, modules, part
 from tests.conftest import ROOT
 
-#: Data reads from top to bottom; a part imports only what stands above it, or its own.
+#: Packages and modules in import order; each imports only from earlier rows.
 ORDER = [
     ("extras", "version"),
     ("config",),
@@ -41,9 +41,9 @@ FILES += sorted(path for path in (ROOT / "pipeline").glob("*.py") if path.stem !
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_part_imports_only_what_stands_above_it(path: Path):
+def test_imports_follow_package_order(path: Path):
     name = part(path)
-    assert name in RANK, f"say in ORDER where {name} stands"
+    assert name in RANK, f"add {name} to ORDER"
     for module in imports(path):
         assert not module.startswith("jobs"), module
         if module.startswith("pipeline."):
@@ -51,15 +51,15 @@ def test_a_part_imports_only_what_stands_above_it(path: Path):
             assert other == name or RANK[other] < RANK[name], f"{name} imports {other}"
 
 
-def test_modules_import_each_other_in_one_direction():
+def test_module_imports_are_acyclic():
     graphlib.TopologicalSorter(modules()).prepare()  # raises CycleError
 
 
-def test_the_diagram_in_the_docs_is_current():
+def test_diagram_is_current():
     assert documented()[1] == diagram(), "run: python -m tests.architecture"
 
 
-#: Test files that mirror no module: this one, and contracts of all components of a package.
+#: Test files without a module: this one, and contracts of all components of a package.
 UNMIRRORED = {
     "tests": "architecture style",
     "codecs": "contract cuda",
@@ -70,7 +70,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_test_file_mirrors_a_module(path: Path):
+def test_test_files_mirror_modules(path: Path):
     """`tests/A/test_B.py` tests the module or folder `pipeline/A/B` or `A/B`.
 
     `tests/A/B/test_C.py` tests behaviour C of the module `pipeline/A/B.py`.
@@ -78,12 +78,12 @@ def test_a_test_file_mirrors_a_module(path: Path):
     name = path.stem.removeprefix("test_")
     folder = path.parent.relative_to(ROOT / "tests")
     subjects = [ROOT / "pipeline" / folder / name, ROOT / folder / name]
-    exists = any(each.is_dir() or each.with_suffix(".py").is_file() for each in subjects)
+    exists = any(s.is_dir() or s.with_suffix(".py").is_file() for s in subjects)
     exists |= (ROOT / "pipeline" / folder).with_suffix(".py").is_file()
     assert exists != (name in UNMIRRORED.get(path.parent.name, "").split())
 
 
-def test_the_core_runs_without_ray_and_lance():
+def test_core_runs_without_ray_and_lance():
     code = """
 import sys
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA
@@ -94,7 +94,7 @@ import pipeline.search.maxsim, pipeline.tokens
 import pipeline.rerank.edje, pipeline.rerank.objectives, pipeline.rerank.candidates
 import pipeline.train.loop, pipeline.train.contrastive, pipeline.synthetic.shapes_data
 import pipeline.train.edje
-there = {"ray", "lance", "sentence_transformers"} & set(sys.modules)
-assert not there, there
+unexpected = {"ray", "lance", "sentence_transformers"} & set(sys.modules)
+assert not unexpected, unexpected
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

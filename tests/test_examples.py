@@ -1,4 +1,4 @@
-"""Executes the examples as a user would, each in a process of its own."""
+"""Runs the examples in separate processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*arguments: object, **environment: str) -> str:
-    """Runs Python from the repository's root and returns what it printed."""
+    """Runs Python in the root of the repository and returns its standard output."""
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -29,24 +29,24 @@ def run(*arguments: object, **environment: str) -> str:
     return result.stdout
 
 
-def test_core_without_ray_ranks_the_right_text_first():
+def test_core_without_ray():
     lines = run(EXAMPLES / "core_without_ray.py").splitlines()
     for name in ("none: ", "hpool: 20 vectors"):
-        (at,) = (i for i, line in enumerate(lines) if line.startswith(name))
-        assert "swept leading edge" in lines[at + 1]
+        (row,) = (i for i, line in enumerate(lines) if line.startswith(name))
+        assert "swept leading edge" in lines[row + 1]
 
 
-@pytest.mark.heavy  # starts a Ray cluster of its own
-def test_own_vectors_are_indexed_and_found(tmp_path):
+@pytest.mark.heavy  # starts a Ray cluster
+def test_own_vectors(tmp_path):
     lines = run(EXAMPLES / "own_vectors.py", tmp_path).splitlines()
     found = [line for line in lines if line.startswith(("full [", "hpool_8 ["))]
     assert [line.split("'")[1] for line in found] == ["item-007", "item-007"]
-    assert found[0].split()[2].startswith("5.0")  # five tokens, each with itself
+    assert found[0].split()[2].startswith("5.0")  # five tokens with similarity 1
 
 
 @pytest.fixture
-def installed(tmp_path) -> Path:
-    """A folder with the example package as pip installs it: modules and entry points."""
+def site_packages(tmp_path) -> Path:
+    """Folder with the modules and entry points of the installed example package."""
     package = EXAMPLES / "custom_compressor"
     shutil.copytree(package / "maxray_first_last", tmp_path / "maxray_first_last")
     metadata = tmp_path / "maxray_first_last-0.1.0.dist-info"
@@ -58,7 +58,7 @@ def installed(tmp_path) -> Path:
     return tmp_path
 
 
-def test_custom_compressor_is_found_by_its_entry_point(installed):
+def test_custom_compressor_is_registered_by_entry_point(site_packages):
     code = """
 import torch
 from pipeline.registry import COMPRESSORS
@@ -68,5 +68,5 @@ vectors = torch.eye(5).unsqueeze(0)
 batch = TokenBatch(vectors, torch.ones(1, 5, dtype=torch.bool), normalised=True)
 print(compressor.compress(batch).vectors[0].argmax(dim=1).tolist())
 """
-    path = f"{installed}{os.pathsep}{ROOT}"
+    path = f"{site_packages}{os.pathsep}{ROOT}"
     assert run("-c", code, PYTHONPATH=path).strip() == "[0, 1, 4]"

@@ -1,4 +1,4 @@
-"""Missing extras: one sentence that names the install command, exit code 2, and a core without."""
+"""Tests of missing extras: error message with the install command, and exit code 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.extras import PACKAGES
 from tests.conftest import ROOT
 
 DATA = ROOT / "jobs/data"
-#: Runs a verb of the command line with modules that cannot be imported.
+#: Runs a command with modules that cannot be imported.
 RUN = """
 import importlib, json, sys
 missing, verb, arguments = json.loads(sys.argv[1])
@@ -58,14 +58,16 @@ def index_spec(folder: Path, source: str, path: str, **fields: object) -> str:
         ("s3fs", "text", "s3://bucket/documents"),
     ],
 )
-def test_a_source_or_recogniser_asks_for_its_extra(tmp_path, module, source, path):
+def test_sources_and_recognisers_report_missing_extra(tmp_path, module, source, path):
     encoder = "minilm" if source == "text" else "transcript"
-    check(module, run([module], "index", index_spec(tmp_path, source, path, encoder=encoder)))
+    assert_missing(
+        module, run([module], "index", index_spec(tmp_path, source, path, encoder=encoder))
+    )
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2", "bm25s"])
-def test_an_evaluation_asks_for_the_reports(index_uri, tmp_path, module):
+def test_evaluation_reports_missing_extra(index_uri, tmp_path, module):
     spec = tmp_path / "evaluate.yaml"
     spec.write_text(
         yaml.safe_dump(
@@ -76,22 +78,22 @@ def test_an_evaluation_asks_for_the_reports(index_uri, tmp_path, module):
             }
         )
     )
-    check(module, run([module], "evaluate", str(spec)))
+    assert_missing(module, run([module], "evaluate", str(spec)))
 
 
-def test_training_asks_for_peft(tmp_path):
+def test_training_reports_missing_extra(tmp_path):
     spec = str(ROOT / "jobs/specs/training/binding_lora.yaml")
     output = f"output={tmp_path / 'out'}"
-    check("peft", run(["peft"], "train", spec, output, "--dry-run"))
+    assert_missing("peft", run(["peft"], "train", spec, output, "--dry-run"))
 
 
-def check(module: str, result: subprocess.CompletedProcess) -> None:
+def assert_missing(module: str, result: subprocess.CompletedProcess) -> None:
     name, extra, purpose = PACKAGES[module]
-    sentence = f'error: {purpose} needs {name}; install it with: pip install "maxray[{extra}]"\n'
-    assert (result.returncode, result.stderr) == (2, sentence), result.stdout[-2000:]
+    message = f'error: {purpose} needs {name}; install it with: pip install "maxray[{extra}]"\n'
+    assert (result.returncode, result.stderr) == (2, message), result.stdout[-2000:]
 
 
-def test_the_core_needs_no_extra():
+def test_core_requires_no_extra():
     code = """
 import importlib, sys
 from pipeline import extras
@@ -105,8 +107,8 @@ import pipeline.serve.mteb, pipeline.train.study
 for verb in sys.argv[1:]:
     try:
         importlib.import_module(f"jobs.{verb}").main(["--help"])
-    except SystemExit as ended:
-        assert ended.code == 0, verb
+    except SystemExit as error:
+        assert error.code == 0, verb
 """
     verbs = sorted(path.stem for path in (ROOT / "jobs").glob("[a-z]*.py"))
     subprocess.run(
@@ -118,7 +120,7 @@ for verb in sys.argv[1:]:
     )
 
 
-def test_every_package_is_in_its_extra():
+def test_packages_are_in_their_extras():
     text = (ROOT / "pyproject.toml").read_text()
     for package in PACKAGES.values():
         (requirements,) = re.findall(rf"(?m)^{package.extra} = \[(.*)\]", text)

@@ -1,4 +1,4 @@
-"""The checks of the writing style."""
+"""Tests of the style checks."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_comments_of_specs():
     assert [v.line for v in check_yaml("a: 1\nb: 2  # is no number\n")] == [2]
 
 
-def test_the_project_is_checked():
+def test_checks_all_files_of_project():
     assert {"README.md", "pipeline/config.py", "jobs/specs/demo.yaml"} <= set(files())

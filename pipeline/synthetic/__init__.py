@@ -1,1 +1,1 @@
-"""Synthetic benchmarks: scenes of shapes and SMART's binding reports, with small models."""
+"""Synthetic benchmarks: scenes of shapes, binding reports of SMART, and small models."""

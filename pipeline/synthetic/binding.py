@@ -1,13 +1,13 @@
-"""SMART's benchmark of local evidence: pairs of reports that differ only in what labels what.
+"""Local-evidence benchmark of the SMART paper: pairs of reports that differ only in bindings.
 
-A report is a grid of 5 x 5 panels. Each has a cluttered chart and a marker, described by its
-colour and shape, which a short code labels (SMART, section 4.1, Figure 2 and appendix A). The hard
-negative of a report has the same layout, codes and markers, with the codes permuted so that none
-keeps its marker: who only knows what is in a report cannot tell the two apart.
+A report is a grid of 5 x 5 panels. Each panel has a cluttered chart and a marker with a colour and
+a shape, which is labelled by a short code (SMART, section 4.1, figure 2 and appendix A). The hard
+negative of a report has the same layout, codes and markers, but the codes are permuted so that each
+labels a different marker. The set of codes and markers therefore does not distinguish the two.
 
-The paper leaves open which codes, colours, shapes and charts there are. Here a code is a letter, a
-digit and a letter; letters that look like digits are left out. No marker and no code stands twice
-in a report, so that a query is true of one panel and of nothing in the hard negative.
+The paper does not specify codes, colours, shapes and charts. Here, a code consists of a letter, a
+digit and a letter, without letters that resemble digits. Markers and codes are unique within a
+report, so that a query matches exactly one panel of the report and none of the hard negative.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ GRID = 5
 PANELS = GRID * GRID
 LETTERS = [letter for letter in string.ascii_uppercase if letter not in "IO"]
 DIGITS = string.digits
-#: What can be seen on white paper.
+#: Colours that are visible on a white background.
 MARKER_COLOURS = [colour for colour in COLOURS if colour != "white"]
-SIDE = 560  # pixels of a picture
-SMALLEST_SIDE = 200  # at which a code has 8 pixels
+SIDE = 560  # default width and height of a rendered report, in pixels
+MIN_SIDE = 200  # codes are 8 pixels high
 
-#: What is drawn of a panel, as shares of its side.
+#: Dimensions relative to the side of a panel.
 RADIUS, FONT_SIZE, GAP, MARGIN = 0.11, 0.19, 0.03, 0.06
 NUM_BARS, NUM_DOTS = 8, 12
-#: Greys of the charts, so that colours are those of markers.
+#: Grey levels of the charts; only markers are coloured.
 FRAME, BAR, LINE, DOT, INK = 120, 222, 170, 190, 0
 
 _CONTENT, _LAYOUT = 0, 1
@@ -42,13 +42,12 @@ _CONTENT, _LAYOUT = 0, 1
 
 @dataclass(frozen=True)
 class Report:
-    """A report: its panels in raster order.
+    """Report with panels in raster order.
 
     Attributes:
-        codes: of each panel the code.
-        markers: (25, 2) int64, of each panel the marker: its colour in `MARKER_COLOURS` and its
-            shape in `SHAPES`.
-        layout: series and number, of which the charts and the places in the panels are drawn.
+        codes: Code of each panel.
+        markers: Marker of each panel, (25, 2) int64: indices into `MARKER_COLOURS` and `SHAPES`.
+        layout: Series and number, the seed of the charts and of the positions within panels.
     """
 
     codes: tuple[str, ...]
@@ -57,13 +56,13 @@ class Report:
 
     @property
     def bindings(self) -> list[tuple[str, str]]:
-        """The code and the marker in words of each panel."""
+        """Code and description of the marker of each panel."""
         words = [f"{MARKER_COLOURS[colour]} {SHAPES[shape]}" for colour, shape in self.markers]
         return list(zip(self.codes, words, strict=True))
 
     @property
     def queries(self) -> list[str]:
-        """A query a panel (SMART, Figure 2)."""
+        """One query per panel (SMART, figure 2)."""
         return [
             f"Find the report where code {code} labels the {marker} marker."
             for code, marker in self.bindings
@@ -71,33 +70,33 @@ class Report:
 
     @property
     def text(self) -> str:
-        """The report in words, a sentence a panel."""
+        """Text of the report, with one sentence per panel."""
         return " ".join(
             f"Code {code} labels the {marker} marker." for code, marker in self.bindings
         )
 
     def code_boxes(self, side: int = SIDE) -> np.ndarray:
-        """(25, 4) int64 x0 y0 x1 y1 in pixels: where the codes stand; x1 and y1 are outside."""
+        """Returns the boxes of the codes in pixels, (25, 4) int64; x1 and y1 are exclusive."""
         panel = side // GRID
-        radius, gap, margin = (round(share * panel) for share in (RADIUS, GAP, MARGIN))
+        radius, gap, margin = (round(size * panel) for size in (RADIUS, GAP, MARGIN))
         width, height = _code_size(side)
         block = np.array([2 * radius + gap + width, max(2 * radius, height)])
         corner_P2 = np.stack(np.divmod(np.arange(PANELS), GRID)[::-1], axis=1) * panel
         free_2 = panel - 2 * margin - block
-        places_P2 = self._random().random((PANELS, 2))
-        start_P2 = corner_P2 + margin + (places_P2 * (free_2 + 1)).astype(np.int64)
+        offset_P2 = self._random().random((PANELS, 2))
+        start_P2 = corner_P2 + margin + (offset_P2 * (free_2 + 1)).astype(np.int64)
         start_P2 += [2 * radius + gap, (block[1] - height) // 2]
         size_2 = np.array([width, height])
         return np.concatenate([start_P2, start_P2 + size_2], axis=1)
 
-    def picture(self, side: int = SIDE) -> Image.Image:
-        """The report in RGB, `side` pixels wide and high."""
-        picture = Image.new("RGB", (side, side), "white")
-        draw = ImageDraw.Draw(picture)
+    def render(self, side: int = SIDE) -> Image.Image:
+        """Renders the report as an RGB image of `side` x `side` pixels."""
+        image = Image.new("RGB", (side, side), "white")
+        draw = ImageDraw.Draw(image)
         panel = side // GRID
         radius, gap = round(RADIUS * panel), round(GAP * panel)
         random = self._random()
-        random.random((PANELS, 2))  # the places of the codes
+        random.random((PANELS, 2))  # skips the positions of the codes
         boxes = self.code_boxes(side).tolist()
         for number, (colour, shape) in enumerate(self.markers):
             row, column = divmod(number, GRID)
@@ -105,13 +104,13 @@ class Report:
             x0, y0, x1, y1 = boxes[number]
             top = (y0 + y1) // 2 - radius
             left = x0 - gap - 2 * radius
-            # A label on paper of its own: the chart never hides what is asked for.
-            around = (left, min(top, y0), x1 - 1, max(top + 2 * radius, y1) - 1)
-            draw.rectangle(around, fill="white")
-            picture.paste(COLOURS[MARKER_COLOURS[colour]], (left, top), _mask(shape, radius))
-            middle = ((x0 + x1) // 2, (y0 + y1) // 2)
-            draw.text(middle, self.codes[number], fill=(INK,) * 3, font=_font(side), anchor="mm")
-        return picture
+            # A white background keeps the chart from hiding the label.
+            background = (left, min(top, y0), x1 - 1, max(top + 2 * radius, y1) - 1)
+            draw.rectangle(background, fill="white")
+            image.paste(COLOURS[MARKER_COLOURS[colour]], (left, top), _mask(shape, radius))
+            centre = ((x0 + x1) // 2, (y0 + y1) // 2)
+            draw.text(centre, self.codes[number], fill=(INK,) * 3, font=_font(side), anchor="mm")
+        return image
 
     def _random(self) -> np.random.Generator:
         return _generator(*self.layout, _LAYOUT)
@@ -119,16 +118,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Pair:
-    """A report and its hard negative; the queries are those of the report."""
+    """Report and its hard negative. Queries refer to the report."""
 
     positive: Report
     negative: Report
 
 
-def pair_of(series: int, number: int) -> Pair:
-    """The pair of this number of an endless series.
+def generate_pair(series: int, number: int) -> Pair:
+    """Generates a pair of an infinite series.
 
-    >>> pair = pair_of(0, 3)
+    >>> pair = generate_pair(0, 3)
     >>> pair.positive.queries[0]
     'Find the report where code K7X labels the green star marker.'
     >>> sorted(pair.positive.codes) == sorted(pair.negative.codes)
@@ -140,42 +139,42 @@ def pair_of(series: int, number: int) -> Pair:
         for first, digit, last in _distinct(random, len(LETTERS), len(DIGITS), len(LETTERS))
     ]
     markers = _distinct(random, len(MARKER_COLOURS), len(SHAPES))
-    moved = tuple(codes[panel] for panel in derangement(random, PANELS))
+    permuted = tuple(codes[panel] for panel in derangement(random, PANELS))
     layout = (series, number)
-    return Pair(Report(tuple(codes), markers, layout), Report(moved, markers, layout))
+    return Pair(Report(tuple(codes), markers, layout), Report(permuted, markers, layout))
 
 
 def derangement(random: np.random.Generator, size: int) -> np.ndarray:
-    """(size,) int64: a permutation without a fixed point, each as likely as any other.
+    """Draws a permutation (size,) int64 without fixed points uniformly at random.
 
-    Permutations are drawn until one has none, of which more than a third do.
+    Rejection sampling accepts more than a third of all permutations.
 
     >>> derangement(np.random.default_rng(0), 2).tolist()
     [1, 0]
     """
     assert size != 1
     while True:
-        drawn = random.permutation(size)
-        if (drawn != np.arange(size)).all():
-            return drawn
+        permutation = random.permutation(size)
+        if (permutation != np.arange(size)).all():
+            return permutation
 
 
 def _generator(series: int, number: int, stream: int) -> np.random.Generator:
-    # NumPy joins the 32-bit words of a list and fills up with zeros, so that [1 << 32, 0] and
-    # [0, 1] are one seed: each number has its own words here.
+    # NumPy concatenates the 32-bit words of the numbers and pads them with zeros, so [1 << 32, 0]
+    # and [0, 1] would be the same seed. Fixed numbers of words per number avoid this.
     return np.random.default_rng([series % (1 << 32), series >> 32, number, stream])
 
 
 def _distinct(random: np.random.Generator, *sizes: int) -> np.ndarray:
-    """(25, len(sizes)) int64: of all combinations as many as there are panels, none twice."""
-    drawn = random.choice(int(np.prod(sizes)), PANELS, replace=False)
-    return np.stack(np.unravel_index(drawn, sizes), axis=1)
+    """Draws distinct combinations of indices, one per panel, (25, len(sizes)) int64."""
+    choices = random.choice(int(np.prod(sizes)), PANELS, replace=False)
+    return np.stack(np.unravel_index(choices, sizes), axis=1)
 
 
 def _draw_chart(
     draw: ImageDraw.ImageDraw, left: int, top: int, panel: int, random: np.random.Generator
 ) -> None:
-    """Bars, a line and dots in greys, in a frame."""
+    """Draws grey bars, a line and dots in a frame."""
     inner = panel * (1 - 2 * MARGIN)
     x, y = left + MARGIN * panel, top + MARGIN * panel
     for number, height in enumerate(random.random(NUM_BARS)):
@@ -188,14 +187,14 @@ def _draw_chart(
     ]
     draw.line(points, fill=(LINE,) * 3, width=max(1, panel // 80))
     size = max(1, panel // 50)
-    for across, down in x + inner * random.random((NUM_DOTS, 2)) - [0, x - y]:
-        draw.ellipse((across - size, down - size, across + size, down + size), fill=(DOT,) * 3)
+    for dot_x, dot_y in x + inner * random.random((NUM_DOTS, 2)) - [0, x - y]:
+        draw.ellipse((dot_x - size, dot_y - size, dot_x + size, dot_y + size), fill=(DOT,) * 3)
     draw.rectangle((left, top, left + panel - 1, top + panel - 1), outline=(FRAME,) * 3)
 
 
 @functools.cache
 def _font(side: int) -> ImageFont.FreeTypeFont:
-    """Returns the font that comes with Pillow, which needs no file of the system."""
+    """Returns the font bundled with Pillow, which does not depend on system fonts."""
     font = ImageFont.load_default(round(FONT_SIZE * (side // GRID)))
     assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
     return font
@@ -203,16 +202,16 @@ def _font(side: int) -> ImageFont.FreeTypeFont:
 
 @functools.cache
 def _code_size(side: int) -> tuple[int, int]:
-    """Width and height in pixels in which every code can be drawn."""
+    """Returns the maximum width and height of a code, in pixels."""
 
-    def widest(letters: Sequence[str]) -> float:
+    def max_width(letters: Sequence[str]) -> float:
         return max(_font(side).getlength(letter) for letter in letters)
 
     top, bottom = _font(side).getmetrics()
-    return int(2 * widest(LETTERS) + widest(DIGITS)) + 2, top + bottom
+    return int(2 * max_width(LETTERS) + max_width(DIGITS)) + 2, top + bottom
 
 
 @functools.cache
 def _mask(shape: int, radius: int) -> Image.Image:
-    """How much of each pixel a marker covers."""
+    """Returns the coverage of each pixel by a marker, from 0 to 255."""
     return Image.fromarray((255 * stamp(SHAPES[shape], radius)).round().astype(np.uint8))

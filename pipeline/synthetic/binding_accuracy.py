@@ -1,4 +1,4 @@
-"""How often an encoder tells a report from its hard negative, by each score (SMART, sec. 4.1)."""
+"""Accuracy of encoders on pairs of reports and hard negatives, by score (SMART, section 4.1)."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ from pipeline.train.losses import late_scores
 from pipeline.training_data.quality import pairwise
 
 SCORES = ("single", "late", "hybrid")
-#: By form, the kinds of `schema.PAYLOAD` that it can be read as.
-READ_AS = {"text": ("text",), "rendered": ("image", "scan")}
-#: Pairs whose tokens are held at once.
-PAIRS_AT_ONCE = 4
+#: Kinds of `schema.PAYLOAD` that represent each form.
+PAYLOAD_KINDS = {"text": ("text",), "rendered": ("image", "scan")}
+#: Number of pairs whose tokens are in memory at a time.
+PAIRS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One row of the table.
+    """Row of the table.
 
     Attributes:
-        score: one of `SCORES`.
-        accuracy: the share of queries whose report scores higher than its hard negative.
-        low, high: 95 % of the means of as many pairs drawn anew lie between these.
-        ties: the share of queries that score both alike; they count as wrong.
+        form: Form of the reports.
+        score: One of `SCORES`.
+        accuracy: Fraction of queries whose report scores higher than the hard negative.
+        low: Lower bound of the 95 % bootstrap confidence interval over pairs.
+        high: Upper bound of the interval.
+        ties: Fraction of queries with equal scores, which count as incorrect.
+        num_pairs: Number of pairs.
+        num_queries: Number of queries.
     """
 
     form: Form
@@ -53,10 +57,10 @@ class Accuracy:
 
 
 def check_form(spec: Any, form: Form, field: str = "--form") -> None:
-    """Raises `SpecError`, for a field, if an encoder reads no reports of a form."""
+    """Raises `SpecError` for `field` if an encoder does not support a form."""
     wants = set(ENCODERS.load(spec.name).wants(spec))
-    if not wants & set(READ_AS[form]):
-        names = [name for name, kinds in READ_AS.items() if wants & set(kinds)]
+    if not wants & set(PAYLOAD_KINDS[form]):
+        names = [name for name, kinds in PAYLOAD_KINDS.items() if wants & set(kinds)]
         problem = f"is not supported by the encoder {spec.name}"
         raise SpecError.unknown_name(field, form, names, problem)
 
@@ -64,23 +68,23 @@ def check_form(spec: Any, form: Form, field: str = "--form") -> None:
 def measure(
     encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int = SIDE
 ) -> list[Accuracy]:
-    """Pairwise accuracy by each score that the encoder has."""
+    """Measures the pairwise accuracy by all scores that the encoder supports."""
     by_score = pair_scores(encoder, pairs, form, side)
-    return [accuracy_of(scores_PQ2, form, score) for score, scores_PQ2 in by_score.items()]
+    return [summarise(scores_PQ2, form, score) for score, scores_PQ2 in by_score.items()]
 
 
-def accuracy_of(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
+def summarise(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
     """Returns the row of the table for one score.
 
     Args:
         scores_PQ2: Scores of each pair's queries with its report and its hard negative, (P, Q, 2).
-        form: Form in which the encoder reads the reports.
+        form: Form of the reports.
         score: Name of the score.
     """
     positive_PQ, negative_PQ = scores_PQ2.unbind(dim=2)
-    # The queries of a pair hang together: whole pairs are what is drawn.
-    of_pairs = [pairwise(*own).mean() for own in zip(positive_PQ, negative_PQ, strict=True)]
-    low, high = bootstrap_interval(np.array(of_pairs))
+    # Queries of a pair are correlated, so the bootstrap resamples pairs.
+    pair_means = [pairwise(*scores).mean() for scores in zip(positive_PQ, negative_PQ, strict=True)]
+    low, high = bootstrap_interval(np.array(pair_means))
     ties = (positive_PQ == negative_PQ).double().mean().item()
     mean = float(pairwise(positive_PQ, negative_PQ).mean())
     num_pairs, num_queries = positive_PQ.shape
@@ -90,31 +94,34 @@ def accuracy_of(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
 def pair_scores(
     encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int = SIDE
 ) -> dict[str, torch.Tensor]:
-    """By score, (P, 25, 2) float32: each pair's queries with its report and its hard negative.
+    """Computes the scores of the queries of each pair with its report and hard negative.
 
         single = <q, d> of the pooled vectors                                  (SMART, eq. 2)
-        late   = the mean over query tokens of the best document token         (eq. 4)
+        late   = mean over query tokens of the maximum over document tokens    (eq. 4)
         hybrid = single + late                                                 (eq. 5)
 
-    An encoder without pooled vectors has the late score alone, one without token vectors of
-    queries the single score alone.
+    Encoders without pooled vectors have only the score "late"; encoders without token vectors of
+    queries have only "single".
+
+    Returns:
+        Scores (P, 25, 2) float32 by name.
     """
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in SCORES}
-    for start in range(0, len(pairs), PAIRS_AT_ONCE):
-        own = pairs[start : start + PAIRS_AT_ONCE]
-        texts = [text for pair in own for text in pair.positive.queries]
+    for start in range(0, len(pairs), PAIRS_PER_BLOCK):
+        block = pairs[start : start + PAIRS_PER_BLOCK]
+        texts = [text for pair in block for text in pair.positive.queries]
         queries = encoder.encode_queries(texts).tokens
-        documents = _documents(encoder, own, form, side)
-        for number in range(len(own)):
-            of_pair = queries.take(slice(number * PANELS, (number + 1) * PANELS))
-            both = join(documents[2 * number : 2 * number + 2])
-            for name, scores_Q2 in scores_of(of_pair, both).items():
+        documents = _documents(encoder, block, form, side)
+        for number in range(len(block)):
+            pair_queries = queries.take(slice(number * PANELS, (number + 1) * PANELS))
+            pair_documents = join(documents[2 * number : 2 * number + 2])
+            for name, scores_Q2 in compute_scores(pair_queries, pair_documents).items():
                 parts[name].append(scores_Q2.cpu())
-    return {name: torch.stack(own) for name, own in parts.items() if own}
+    return {name: torch.stack(blocks) for name, blocks in parts.items() if blocks}
 
 
-def scores_of(queries: TokenBatch, documents: TokenBatch) -> dict[str, torch.Tensor]:
-    """By score, (Q, B) of queries with documents; those that there are vectors for."""
+def compute_scores(queries: TokenBatch, documents: TokenBatch) -> dict[str, torch.Tensor]:
+    """Computes the scores (Q, B) by name, for the vectors that are available."""
     scores = {}
     if queries.pooled is not None and documents.pooled is not None:
         scores["single"] = queries.pooled.float() @ documents.pooled.float().T
@@ -127,29 +134,29 @@ def scores_of(queries: TokenBatch, documents: TokenBatch) -> dict[str, torch.Ten
 
 
 def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -> list[TokenBatch]:
-    """Returns the tokens of each pair's report and hard negative, in order."""
+    """Encodes the report and the hard negative of each pair, in order."""
     items = []
     for number, pair in enumerate(pairs):
-        for which, report in (("positive", pair.positive), ("negative", pair.negative)):
-            read = payload(report, form, side)
-            text = read.pop("text", None)
-            if "image" in read:  # pages whose words are to be found are read as scans
-                read["scan"] = read["image"]
-            name = f"{number}/{which}"
-            item = Item(name, name, "binding", form, "", text=text, payload=read)
+        for role, report in (("positive", pair.positive), ("negative", pair.negative)):
+            columns = payload(report, form, side)
+            text = columns.pop("text", None)
+            if "image" in columns:  # encoders with OCR read scans
+                columns["scan"] = columns["image"]
+            name = f"{number}/{role}"
+            item = Item(name, name, "binding", form, "", text=text, payload=columns)
             items.append(item.row())
-    pictures = set(READ_AS[form]) - {"text"}
-    schema = pa.schema([*ITEM, *payload_schema(sorted(pictures), encoder.wants(encoder.spec))])
+    kinds = set(PAYLOAD_KINDS[form]) - {"text"}
+    schema = pa.schema([*ITEM, *payload_schema(sorted(kinds), encoder.wants(encoder.spec))])
     table = encoder.preparer(encoder.spec)(pa.Table.from_pylist(items, schema=schema))
     documents: dict[int, TokenBatch] = {}
     for rows, batch in encoder.encode(table):
-        for place, row in enumerate(rows.tolist()):
-            documents[row] = batch.take(slice(place, place + 1))
+        for position, row in enumerate(rows.tolist()):
+            documents[row] = batch.take(slice(position, position + 1))
     return [documents[row] for row in range(len(items))]
 
 
 def table(rows: Sequence[Accuracy]) -> list[list[str]]:
-    """The rows as cells, the header first."""
+    """Formats the rows as cells with a header."""
     header = ["form", "score", "accuracy", "low", "high", "ties", "pairs", "queries"]
     cells = [
         [
@@ -165,16 +172,16 @@ def table(rows: Sequence[Accuracy]) -> list[list[str]]:
 
 
 def bars(rows: Sequence[Accuracy]) -> bytes:
-    """The accuracies as bars with their intervals, and the line of guessing; a PNG."""
+    """Plots the accuracies with confidence intervals and the chance level as a PNG."""
     figure = Figure(figsize=(1.6 + 0.8 * len(rows), 3.2), layout="constrained")
     panel = figure.subplots()
-    places = range(len(rows))
+    positions = range(len(rows))
     accuracy = np.array([row.accuracy for row in rows])
-    off = [accuracy - [row.low for row in rows], [row.high for row in rows] - accuracy]
+    errors = [accuracy - [row.low for row in rows], [row.high for row in rows] - accuracy]
     colors = [COLORS[SCORES.index(row.score)] for row in rows]
-    panel.bar(places, accuracy, 0.65, yerr=off, color=colors, ecolor=REFERENCE, capsize=4)
+    panel.bar(positions, accuracy, 0.65, yerr=errors, color=colors, ecolor=REFERENCE, capsize=4)
     panel.axhline(0.5, color=REFERENCE, linewidth=1, linestyle="dashed")
-    panel.set_xticks(places, [row.score for row in rows])
+    panel.set_xticks(positions, [row.score for row in rows])
     panel.set_ylim(0, 1)
     panel.set_ylabel("pairwise accuracy")
     panel.set_title(f"{rows[0].num_queries:,} queries, {rows[0].form} reports", fontsize=10)

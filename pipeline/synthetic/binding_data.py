@@ -1,4 +1,4 @@
-"""SMART's benchmark of local evidence as training data, and its reports as items."""
+"""Training data of the local-evidence benchmark of SMART, and payloads of its reports."""
 
 from __future__ import annotations
 
@@ -10,141 +10,141 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair, Report, pair_of
+from pipeline.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair, Report, generate_pair
 from pipeline.synthetic.shapes_data import VALIDATION_SERIES, png
 from pipeline.training_data.base import Batch, TrainingData, own_share
 from pipeline.training_data.quality import Quality, pairwise
 
 Form = Literal["text", "rendered"]
-#: Pairs of the benchmark (SMART, section 4.1).
+#: Number of pairs in the benchmark (SMART, section 4.1).
 NUM_PAIRS = 40
 
 
 class Binding(TrainingData["Binding.Spec"]):
-    """An endless series of pairs of reports, of which an epoch is a part.
+    """Infinite series of pairs of reports; each epoch uses a section of it.
 
-    A pair is two documents of a batch, the report and behind it its hard negative, to which no
-    query is relevant. Its report has the fact 2 n and its hard negative 2 n + 1, with n the pair's
-    number; a query has the fact of its report.
+    A pair has two documents in a batch: the report and, directly after it, the hard negative, which
+    is not relevant to any query. The report of pair n has the label 2 n and its hard negative
+    2 n + 1. Queries have the label of their report.
     """
 
     class Spec(config.ComponentSpec):
-        """Which reports, and how many queries.
-
-        Attributes:
-            form: `text`, a sentence a panel; or `rendered`, a picture.
-            side: pixels of a picture, in width and height.
-            num_pairs: of an epoch; two documents each.
-            fresh: whether each epoch has pairs of its own; else all have the same ones with the
-                same queries, in another order.
-            queries: of each report in a batch, of the 25 that there are.
-            series: of the pairs; null: the run's seed.
-            validation: Number of validation pairs, the first ones of the benchmark, with all of
-                their queries.
-        """
+        """Options of `Binding`."""
 
         renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["binding"] = "binding"
         form: Form = "text"
-        side: int = Field(SIDE, ge=SMALLEST_SIDE)
+        """Form of the reports: "text" has one sentence per panel; "rendered" is an image."""
+        side: int = Field(SIDE, ge=MIN_SIDE)
+        """Width and height of rendered reports, in pixels."""
         num_pairs: int = Field(1600, ge=1)
+        """Number of pairs per epoch, with two documents each."""
         fresh: bool = True
+        """Whether each epoch uses new pairs. Otherwise all epochs use the same pairs and queries in
+        a different order."""
         queries: int = Field(4, ge=1, le=PANELS)
+        """Number of queries per report in a batch, of 25."""
         series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
+        """Series of the pairs; defaults to the seed of the run."""
         validation: int = Field(NUM_PAIRS, ge=1)
+        """Number of validation pairs, the first pairs of the benchmark with all their queries."""
 
     @property
     def gives(self) -> frozenset[str]:
-        """Texts or pictures."""
+        """Kinds of payload: text or images."""
         return frozenset({"text" if self.spec.form == "text" else "image"})
 
     @property
     def repeats(self) -> bool:
-        """Unless the pairs are fresh."""
+        """True if all epochs have the same pairs."""
         return not self.spec.fresh
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch; pairs that fill none are left out."""
+        """Number of batches per epoch; incomplete batches are dropped."""
         return self.spec.num_pairs // (self.batch_size // 2)
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Pairs with some of their queries; a pair is never spread over workers."""
-        spec, pairs_a_batch = self.spec, self.batch_size // 2
+        """Yields pairs with a sample of their queries; pairs are never split between workers."""
+        spec, pairs_per_batch = self.spec, self.batch_size // 2
         series = self.seed if spec.series is None else spec.series
         pair_N = np.arange(spec.num_pairs)
         if spec.fresh:
             pair_N += epoch * spec.num_pairs
         else:
-            pair_N = pair_N[: self.num_batches * pairs_a_batch]  # in all epochs the same ones
+            pair_N = pair_N[: self.num_batches * pairs_per_batch]  # same pairs in all epochs
             np.random.default_rng([self.seed, epoch]).shuffle(pair_N)
-        own = own_share(pairs_a_batch, worker, num_workers)
+        worker_pairs = own_share(pairs_per_batch, worker, num_workers)
         for batch in range(first, self.num_batches):
-            start = batch * pairs_a_batch
-            numbers = pair_N[start : start + pairs_a_batch][own].tolist()
-            # By pair, so that neither the number of workers nor the order changes them.
+            start = batch * pairs_per_batch
+            numbers = pair_N[start : start + pairs_per_batch][worker_pairs].tolist()
+            # Seeds per pair make queries independent of the number of workers and the order.
             panels = [
                 np.random.default_rng([self.seed, number])
                 .permutation(PANELS)[: spec.queries]
                 .tolist()
                 for number in numbers
             ]
-            pairs = [pair_of(series, number) for number in numbers]
-            yield batch_of(pairs, panels, spec.form, spec.side)
+            pairs = [generate_pair(series, number) for number in numbers]
+            yield make_batch(pairs, panels, spec.form, spec.side)
 
     def validation(self) -> Batch:
         """Returns the benchmark's pairs with all of their queries."""
         pairs = evaluation_pairs(self.spec.validation)
-        return batch_of(pairs, [range(PANELS)] * len(pairs), self.spec.form, self.spec.side)
+        return make_batch(pairs, [range(PANELS)] * len(pairs), self.spec.form, self.spec.side)
 
     def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
         """Computes the pairwise accuracy of each query between its report and the hard negative."""
         facts_B = validation.document_facts[:, 0]
-        column = {fact: place for place, fact in enumerate(facts_B.tolist())}
+        column = {fact: index for index, fact in enumerate(facts_B.tolist())}
         facts_Q = validation.query_facts[:, 0].tolist()
         rows = torch.arange(len(facts_Q))
         positive_Q, negative_Q = (
-            scores_QB[rows, [column[fact + behind] for fact in facts_Q]] for behind in (0, 1)
+            scores_QB[rows, [column[fact + offset] for fact in facts_Q]] for offset in (0, 1)
         )
         return {"pairwise_accuracy": pairwise(positive_Q, negative_Q)}
 
 
 def evaluation_pairs(count: int = NUM_PAIRS, seed: int = 0) -> list[Pair]:
-    """The pairs of the benchmark, on which nothing is trained."""
-    return [pair_of(VALIDATION_SERIES + seed, number) for number in range(count)]
+    """Returns the pairs of the benchmark, which are never used for training."""
+    return [generate_pair(VALIDATION_SERIES + seed, number) for number in range(count)]
 
 
 def payload(report: Report, form: Form, side: int = SIDE) -> dict[str, Any]:
-    """What an encoder reads of a report, see `schema.PAYLOAD`."""
+    """Returns the payload columns of a report, see `schema.PAYLOAD`."""
     if form == "text":
         return {"text": report.text}
-    return {"image": png(report.picture(side))}
+    return {"image": png(report.render(side))}
 
 
-def batch_of(
+def make_batch(
     pairs: Sequence[Pair], panels: Sequence[Sequence[int]], form: Form, side: int = SIDE
 ) -> Batch:
-    """Returns pairs as a batch of training data.
+    """Builds a batch of training data.
 
     Args:
         pairs: Pairs of a report and its hard negative.
-        panels: For each pair the numbers of the panels with a query.
-        form: Form in which the encoder reads the reports.
+        panels: Indices of the panels with a query, for each pair.
+        form: Form of the reports.
         side: Width and height of a rendered report, in pixels.
     """
     reports = [report for pair in pairs for report in (pair.positive, pair.negative)]
     numbers = np.array([pair.positive.layout[1] for pair in pairs])
-    how = form if form == "text" else f"{form} {side}"
+    variant = form if form == "text" else f"{form} {side}"
     keys = [
-        f"binding {how}/{series}/{number}/{which}"
+        f"binding {variant}/{series}/{number}/{role}"
         for series, number in (pair.positive.layout for pair in pairs)
-        for which in ("positive", "negative")
+        for role in ("positive", "negative")
     ]
     return Batch(
-        [pair.positive.queries[p] for pair, own in zip(pairs, panels, strict=True) for p in own],
+        [
+            pair.positive.queries[p]
+            for pair, chosen in zip(pairs, panels, strict=True)
+            for p in chosen
+        ],
         [payload(report, form, side) for report in reports],
         keys,
-        torch.from_numpy(np.repeat(2 * numbers, [len(own) for own in panels])[:, None]),
+        torch.from_numpy(np.repeat(2 * numbers, [len(chosen) for chosen in panels])[:, None]),
         torch.from_numpy((2 * numbers[:, None] + [0, 1]).reshape(-1, 1)),
     )

@@ -1,4 +1,4 @@
-"""Tables of encoders on local bindings, in the form of SMART's Tables 3 to 5: a row an encoder."""
+"""Tables of binding accuracy with one row per encoder, like tables 3 to 5 of the SMART paper."""
 
 from __future__ import annotations
 
@@ -13,60 +13,59 @@ from pipeline import config
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
-from pipeline.synthetic.binding import PANELS, SIDE, SMALLEST_SIDE, Pair
+from pipeline.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair
 from pipeline.synthetic.binding_accuracy import SCORES, check_form, pair_scores
 from pipeline.synthetic.binding_data import Form
 from pipeline.training_data.quality import pairwise
 
 
 class TableSpec(config.Spec):
-    """A table.
-
-    Attributes:
-        title: of the plot.
-        form: `text`, a sentence a panel; or `rendered`, a picture of `side` pixels.
-        rows: by name an encoder; or several that differ in the seed of their training alone, of
-            which the row has the mean.
-    """
+    """Spec of a table."""
 
     title: str
+    """Title of the plot."""
     form: Form = "text"
-    side: int = Field(SIDE, ge=SMALLEST_SIDE)
+    """Form of the reports: "text" has one sentence per panel; "rendered" is an image."""
+    side: int = Field(SIDE, ge=MIN_SIDE)
+    """Width and height of rendered reports, in pixels."""
     rows: dict[str, Annotated[list[EncoderSpec], Field(min_length=1)]] = Field(min_length=1)
+    """Encoders of each row by name. Several encoders that differ only in the seed of their training
+    are averaged."""
 
 
 class Row(NamedTuple):
-    """A row of the table.
+    """Row of the table.
 
     Attributes:
-        right: by score, (S, P, 25) float64 for each seed, pair and query: 1 where the report scores
-            higher than its hard negative.
+        name: Name of the encoder.
+        correct: By score, 1 if the report scores higher than its hard negative for each seed, pair
+            and query, (S, P, 25) float64.
     """
 
     name: str
-    right: dict[str, np.ndarray]
+    correct: dict[str, np.ndarray]
 
     def mean(self, score: str) -> float:
-        """The accuracy, over all seeds."""
-        return float(self.right[score].mean())
+        """Returns the mean accuracy over seeds."""
+        return float(self.correct[score].mean())
 
     def interval(self, score: str) -> tuple[float, float]:
-        """95 % of the means of as many pairs drawn anew lie between these."""
-        return bootstrap_interval(self.right[score].mean(axis=(0, 2)))
+        """Returns the 95 % bootstrap confidence interval of the mean over pairs."""
+        return bootstrap_interval(self.correct[score].mean(axis=(0, 2)))
 
     def spread(self, score: str) -> float:
-        """The standard deviation of the seeds' means; NaN of one seed."""
-        means_S = self.right[score].mean(axis=(1, 2))
+        """Returns the standard deviation over seeds; NaN for a single seed."""
+        means_S = self.correct[score].mean(axis=(1, 2))
         return float(means_S.std(ddof=1)) if len(means_S) > 1 else np.nan
 
     @property
     def num_seeds(self) -> int:
-        """S."""
-        return len(next(iter(self.right.values())))
+        """Number of seeds."""
+        return len(next(iter(self.correct.values())))
 
 
 def check(spec: TableSpec) -> None:
-    """Raises `SpecError` if an encoder cannot be built here or reads no such reports."""
+    """Raises `SpecError` if an encoder is unavailable or does not support the form."""
     for name, encoders in spec.rows.items():
         for number, encoder in enumerate(encoders):
             with config.within(f"rows.{name}.{number}"):
@@ -74,69 +73,75 @@ def check(spec: TableSpec) -> None:
                 check_form(encoder, spec.form, "form")
 
 
-def measure(spec: TableSpec, pairs: Sequence[Pair], say: Callable[[str], None]) -> list[Row]:
-    """Measures every encoder by each score that it has."""
+def measure(spec: TableSpec, pairs: Sequence[Pair], report: Callable[[str], None]) -> list[Row]:
+    """Measures the accuracy of all encoders by all scores that they support.
+
+    Args:
+        spec: Spec of the table.
+        pairs: Pairs of reports.
+        report: Called with a progress line per row.
+    """
     rows = []
     for name, encoders in spec.rows.items():
-        of_seeds: dict[str, list[np.ndarray]] = {}
+        results: dict[str, list[np.ndarray]] = {}
         for encoder in encoders:
             scores = pair_scores(ENCODERS.build(encoder), pairs, spec.form, spec.side)
             for score, scores_PQ2 in scores.items():
-                right = pairwise(*scores_PQ2.unbind(dim=2)).reshape(len(pairs), PANELS)
-                of_seeds.setdefault(score, []).append(right)
-        rows.append(Row(name, {score: np.stack(own) for score, own in of_seeds.items()}))
-        said = (f"{score} {rows[-1].mean(score):.3f}" for score in rows[-1].right)
-        say(f"{name}: {', '.join(said)}")
+                correct = pairwise(*scores_PQ2.unbind(dim=2)).reshape(len(pairs), PANELS)
+                results.setdefault(score, []).append(correct)
+        rows.append(Row(name, {score: np.stack(seeds) for score, seeds in results.items()}))
+        means = (f"{score} {rows[-1].mean(score):.3f}" for score in rows[-1].correct)
+        report(f"{name}: {', '.join(means)}")
     return rows
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """The rows as cells, the header first: accuracies with their intervals."""
-    scores = [score for score in SCORES if any(score in row.right for row in rows)]
+    """Formats the rows as cells with a header: accuracies with confidence intervals."""
+    scores = [score for score in SCORES if any(score in row.correct for row in rows)]
     cells = [["encoder", "seeds", *scores]]
     for row in rows:
-        shown = []
+        values = []
         for score in scores:
-            if score not in row.right:
-                shown.append("-")
+            if score not in row.correct:
+                values.append("-")
                 continue
             spread = f" ± {row.spread(score):.3f}" if row.num_seeds > 1 else ""
             low, high = row.interval(score)
-            shown.append(f"{row.mean(score):.3f}{spread} [{low:.3f}, {high:.3f}]")
-        cells.append([row.name, str(row.num_seeds), *shown])
+            values.append(f"{row.mean(score):.3f}{spread} [{low:.3f}, {high:.3f}]")
+        cells.append([row.name, str(row.num_seeds), *values])
     return cells
 
 
-def numbers(rows: Sequence[Row]) -> list[list[str | float | int]]:
-    """The same for a file: a line a row and score."""
+def csv_rows(rows: Sequence[Row]) -> list[list[str | float | int]]:
+    """Formats the rows for a CSV file, with one line per row and score."""
     lines: list[list[str | float | int]] = [
         ["encoder", "seeds", "score", "accuracy", "low", "high", "sd"]
     ]
     for row in rows:
-        for score in row.right:
-            figures = (row.mean(score), *row.interval(score), row.spread(score))
-            shown = ["" if np.isnan(figure) else round(figure, 4) for figure in figures]
-            lines.append([row.name, row.num_seeds, score, *shown])
+        for score in row.correct:
+            values = (row.mean(score), *row.interval(score), row.spread(score))
+            cells = ["" if np.isnan(value) else round(value, 4) for value in values]
+            lines.append([row.name, row.num_seeds, score, *cells])
     return lines
 
 
-def drawn(rows: Sequence[Row], title: str) -> bytes:
-    """A dot with its interval for each row and score, and the line of guessing; a PNG."""
+def plot(rows: Sequence[Row], title: str) -> bytes:
+    """Plots the accuracies with confidence intervals and the chance level as a PNG."""
     figure = Figure(figsize=(6.4, 1.3 + 0.4 * len(rows)), layout="constrained")
     panel = figure.subplots()
     plain(panel)
-    places = np.arange(len(rows))[::-1]
+    positions = np.arange(len(rows))[::-1]
     for number, score in enumerate(SCORES):
-        own = [(row, place) for row, place in zip(rows, places, strict=True) if score in row.right]
-        if not own:
+        points = [(row, y) for row, y in zip(rows, positions, strict=True) if score in row.correct]
+        if not points:
             continue
-        mean = np.array([row.mean(score) for row, _ in own])
-        low, high = np.array([row.interval(score) for row, _ in own]).T
-        height = np.array([place for _, place in own]) + 0.22 * (1 - number)
-        off = [mean - low, high - mean]
-        panel.errorbar(mean, height, xerr=off, fmt="o", ms=4, color=COLORS[number], label=score)
+        mean = np.array([row.mean(score) for row, _ in points])
+        low, high = np.array([row.interval(score) for row, _ in points]).T
+        height = np.array([y for _, y in points]) + 0.22 * (1 - number)
+        errors = [mean - low, high - mean]
+        panel.errorbar(mean, height, xerr=errors, fmt="o", ms=4, color=COLORS[number], label=score)
     panel.axvline(0.5, color=REFERENCE, linewidth=1, linestyle="dashed")
-    panel.set_yticks(places, [row.name for row in rows])
+    panel.set_yticks(positions, [row.name for row in rows])
     panel.set_xlabel("pairwise accuracy")
     panel.set_title(title, fontsize=10)
     legend_below(figure, [panel])

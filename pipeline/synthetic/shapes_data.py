@@ -1,4 +1,4 @@
-"""Shapes as training data."""
+"""Training data of scenes of shapes."""
 
 from __future__ import annotations
 
@@ -19,56 +19,53 @@ from pipeline.synthetic.shapes import (
     Captions,
     Layout,
     Scenes,
-    captions_of,
-    phrase,
-    scenes_of,
+    describe,
+    draw_captions,
+    generate_scenes,
 )
 from pipeline.training_data.base import Batch, Phrases, TrainingData, own_share
 
-#: First validation series; training series are below. Both fit into one 32-bit word of a
-#: generator's seed: the words of larger numbers could equal those of a series and a scene's number.
+#: First validation series; training series are smaller. Series fit into one 32-bit word of a seed,
+#: so that the words of a series and a scene number are unique.
 VALIDATION_SERIES = 1 << 31
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Shapes(TrainingData["Shapes.Spec"]):
-    """An endless series of scenes, of which an epoch is a part."""
+    """Infinite series of scenes; each epoch uses a section of it."""
 
     class Spec(config.ComponentSpec):
-        """Which scenes, and what is said of them.
-
-        Attributes:
-            num_scenes: scenes of an epoch.
-            fresh: whether each epoch has scenes of its own; else all have the same ones with the
-                same captions, in another order.
-            captions: of each scene in a batch.
-            single: the share of captions of one object alone, in the first epoch and in the last
-                of `single_epochs`; between them it falls evenly. To learn what things are called
-                comes before where they lie.
-            series: of the scenes; null: the run's seed.
-            validation: Number of validation scenes, with one caption of two objects each.
-            side: Width and height of a scene, in pixels.
-            radii: Radius of small and of large objects, in pixels.
-            objects: Smallest and largest number of objects of a scene.
-        """
+        """Options of `Shapes`."""
 
         renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["shapes"] = "shapes"
         num_scenes: int = Field(6400, ge=2)
+        """Number of scenes per epoch."""
         fresh: bool = True
+        """Whether each epoch uses new scenes. Otherwise all epochs use the same scenes and captions
+        in a different order."""
         captions: int = Field(4, ge=1)
-        single: tuple[Share, Share] = (0.0, 0.0)
+        """Number of captions per scene in a batch."""
+        single: tuple[Fraction, Fraction] = (0.0, 0.0)
+        """Fraction of captions that describe a single object, in the first epoch and in the last of
+        `single_epochs`, with linear interpolation. Objects are easier to learn than relations."""
         single_epochs: int = Field(1, ge=1)
+        """Number of epochs over which `single` is interpolated."""
         series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
+        """Series of the scenes; defaults to the seed of the run."""
         validation: int = Field(1000, ge=2)
+        """Number of validation scenes, with one caption of two objects each."""
         side: int = Field(DEFAULT_LAYOUT.side, ge=16)
+        """Width and height of a scene, in pixels."""
         radii: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.radii
+        """Radius of small and large objects, in pixels."""
         objects: tuple[PositiveInt, PositiveInt] = DEFAULT_LAYOUT.objects
+        """Minimum and maximum number of objects per scene."""
 
         @model_validator(mode="after")
-        def _fits_together(self) -> Self:
+        def _check_layout(self) -> Self:
             small, large = self.radii
             if not small <= large < self.side // 2 - 1:
                 rule = f"ascending and less than {self.side // 2 - 1} (from side={self.side})"
@@ -79,114 +76,114 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
         @property
         def layout(self) -> Layout:
-            """The sizes of the scenes."""
+            """Layout of the scenes."""
             return Layout(self.side, self.radii, self.objects)
 
     @property
     def gives(self) -> frozenset[str]:
-        """Pictures."""
+        """Kinds of payload: images."""
         return frozenset({"image"})
 
     @property
     def repeats(self) -> bool:
-        """Unless they are fresh, or their captions change from epoch to epoch."""
+        """True if all epochs have the same scenes and captions."""
         return not self.spec.fresh and len(set(self.spec.single)) == 1
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch; scenes that fill none are left out."""
+        """Number of batches per epoch; incomplete batches are dropped."""
         return self.spec.num_scenes // self.batch_size
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Scenes with captions, as the spec says."""
+        """Yields batches of scenes with captions."""
         spec = self.spec
         series = self.seed if spec.series is None else spec.series
         begin, end = spec.single
-        share = begin + (end - begin) * min(1.0, epoch / max(1, spec.single_epochs - 1))
+        single_fraction = begin + (end - begin) * min(1.0, epoch / max(1, spec.single_epochs - 1))
         scene_N = np.arange(spec.num_scenes)
         if spec.fresh:
             scene_N += epoch * spec.num_scenes
         else:
-            scene_N = scene_N[: self.num_batches * self.batch_size]  # in all epochs the same ones
+            scene_N = scene_N[: self.num_batches * self.batch_size]  # same scenes in all epochs
             np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
-        own = own_share(self.batch_size, worker, num_workers)
+        worker_rows = own_share(self.batch_size, worker, num_workers)
         for batch in range(first, self.num_batches):
             start = batch * self.batch_size
             numbers = scene_N[start : start + self.batch_size].tolist()
-            scenes = scenes_of(series, numbers, spec.layout)
-            # Of repeated scenes each has captions of its own, whichever batch it is in. All workers
-            # make those of the whole batch, so that their number changes none.
+            scenes = generate_scenes(series, numbers, spec.layout)
+            # Captions of repeated scenes do not depend on the batch. All workers draw the captions
+            # of the whole batch, so that their number has no influence.
             rows = range(len(numbers))
             groups = [list(rows)] if spec.fresh else [[row] for row in rows]
-            captions = Captions.of(
-                captions_of(
+            captions = Captions.concatenate(
+                draw_captions(
                     scenes.take(group),
                     np.random.default_rng([self.seed, numbers[group[0]], spec.captions]),
                     spec.captions,
-                    share,
+                    single_fraction,
                 )[0]
                 for group in groups
-            ).take(slice(own.start * spec.captions, own.stop * spec.captions))
-            keys = [self._key(series, number) for number in numbers[own]]
-            yield batch_of(scenes.take(own), captions, keys)
+            ).take(slice(worker_rows.start * spec.captions, worker_rows.stop * spec.captions))
+            keys = [self._key(series, number) for number in numbers[worker_rows]]
+            yield make_batch(scenes.take(worker_rows), captions, keys)
 
     def validation(self) -> Batch:
         """Returns scenes of another series with a caption of two objects and a phrase each."""
         scenes, captions, scene_C = validation_scenes(self.spec.validation, layout=self.spec.layout)
         keys = [self._key(VALIDATION_SERIES, number) for number in range(len(scenes))]
-        return batch_of(scenes, captions, keys, phrases_of(scenes, captions, scene_C))
+        return make_batch(scenes, captions, keys, first_phrases(scenes, captions, scene_C))
 
     def _key(self, series: int, number: int) -> str:
-        """The key of a scene's cached states, which differ between layouts."""
+        """Returns the cache key of a scene, which includes layouts other than the default."""
         layout = self.spec.layout
         key = f"{series}/{number}"
         return key if layout == DEFAULT_LAYOUT else f"{key}/{digest(asdict(layout))}"
 
     @staticmethod
     def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
-        """A scene is relevant to every caption that is true of it."""
-        held = _captions(query_facts.cpu().numpy()).hold(_scenes(document_facts.cpu().numpy()))
-        return torch.from_numpy(held).to(query_facts.device)
+        """Returns the matrix of relevance: scenes are relevant to the captions that they match."""
+        matches = _captions(query_facts.cpu().numpy()).match(_scenes(document_facts.cpu().numpy()))
+        return torch.from_numpy(matches).to(query_facts.device)
 
 
 def validation_scenes(
     count: int, series: int = 0, layout: Layout = DEFAULT_LAYOUT
 ) -> tuple[Scenes, Captions, np.ndarray]:
-    """Returns scenes that are never trained on.
+    """Returns scenes that are never used for training.
 
     Args:
         count: Number of scenes.
         series: Number of the validation series, from 0.
-        layout: Sizes of the scenes.
+        layout: Layout of the scenes.
 
     Returns:
-        The scenes, a caption of two objects for each, and the (C,) scene of each caption.
+        The scenes, one caption of two objects per scene, and the scene (C,) of each caption.
     """
-    scenes = scenes_of(VALIDATION_SERIES + series, range(count), layout)
-    captions, scene_C = captions_of(
+    scenes = generate_scenes(VALIDATION_SERIES + series, range(count), layout)
+    captions, scene_C = draw_captions(
         scenes, np.random.default_rng([VALIDATION_SERIES + series, count])
     )
     return scenes, captions, scene_C
 
 
-def phrases_of(scenes: Scenes, captions: Captions, scene_C: np.ndarray) -> Phrases:
-    """What each caption says of its first object, with the boxes of all objects that it fits."""
-    texts = [phrase(said[0]) for said in captions.phrases]
+def first_phrases(scenes: Scenes, captions: Captions, scene_C: np.ndarray) -> Phrases:
+    """Returns the phrase of the first object of each caption with the boxes of matching objects."""
+    texts = [describe(attributes[0]) for attributes in captions.phrases]
     boxes = []
-    for said, scene in zip(captions.phrases, scene_C, strict=True):
-        own = scenes.take([scene])
-        boxes.append(own.boxes[own.matching(said[0])])
+    for attributes, scene in zip(captions.phrases, scene_C, strict=True):
+        single = scenes.take([scene])
+        boxes.append(single.boxes[single.matching(attributes[0])])
     return Phrases(texts, scene_C.tolist(), boxes)
 
 
-def batch_of(
+def make_batch(
     scenes: Scenes, captions: Captions, keys: list[str], phrases: Phrases | None = None
 ) -> Batch:
-    """Scenes and captions as training reads them."""
-    there = scenes.attributes[..., 2] >= 0
+    """Builds a batch of training data."""
+    is_object_ST = scenes.attributes[..., 2] >= 0
     return Batch(
         captions.texts,
-        [{"image": png(scenes.picture(row))} for row in range(len(scenes))],
+        [{"image": png(scenes.render(row))} for row in range(len(scenes))],
         keys,
         torch.from_numpy(
             np.concatenate([captions.phrases.reshape(-1, 6), captions.relations[:, None]], axis=1)
@@ -194,15 +191,15 @@ def batch_of(
         torch.from_numpy(
             np.concatenate([scenes.attributes, scenes.centres.astype(np.int64)], axis=2)
         ).flatten(1),
-        boxes=[boxes[own] for boxes, own in zip(scenes.boxes, there, strict=True)],
+        boxes=[boxes[mask] for boxes, mask in zip(scenes.boxes, is_object_ST, strict=True)],
         phrases=phrases,
     )
 
 
-def png(picture: Image.Image) -> bytes:
-    """A picture as a file."""
+def png(image: Image.Image) -> bytes:
+    """Encodes an image as PNG."""
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=1)
+    image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

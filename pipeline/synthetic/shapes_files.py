@@ -1,4 +1,4 @@
-"""Held-out shapes as a collection on disk, in the forms that jobs index and evaluate."""
+"""Export of validation scenes as a collection for the index and evaluation jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.atomic import write_atomic
-from pipeline.synthetic.shapes_data import phrases_of, png, validation_scenes
+from pipeline.synthetic.shapes_data import first_phrases, png, validation_scenes
 
 
 def write_collection(folder: Path, count: int, series: int = 0) -> None:
@@ -16,10 +16,10 @@ def write_collection(folder: Path, count: int, series: int = 0) -> None:
 
     The folder contains:
         images/: one PNG per scene.
-        queries.jsonl, qrels/test.tsv: one caption of two objects per scene, and all scenes that it
-            is true of, in the format of BEIR.
+        queries.jsonl, qrels/test.tsv: one caption of two objects per scene, and all scenes that
+            match it, in BEIR format.
         phrases.jsonl: the phrase for the first object of each caption, with the boxes of all
-            objects that it fits.
+            matching objects.
 
     Args:
         folder: Folder to write to.
@@ -29,19 +29,19 @@ def write_collection(folder: Path, count: int, series: int = 0) -> None:
     scenes, captions, scene_C = validation_scenes(count, series)
     names = [f"scene-{row:05d}.png" for row in range(count)]
     for row, name in enumerate(names):
-        write_atomic(str(folder / "images" / name), png(scenes.picture(row)))
+        write_atomic(str(folder / "images" / name), png(scenes.render(row)))
     queries = [{"_id": f"q{row}", "text": text} for row, text in enumerate(captions.texts)]
-    judged = ["query-id\tcorpus-id\tscore"]
-    for query, scene in zip(*np.nonzero(captions.hold(scenes)), strict=True):
-        judged.append(f"q{query}\t{names[scene]}\t1")
-    phrases = phrases_of(scenes, captions, scene_C)
-    grounded = [
+    qrels = ["query-id\tcorpus-id\tscore"]
+    for query, scene in zip(*np.nonzero(captions.match(scenes)), strict=True):
+        qrels.append(f"q{query}\t{names[scene]}\t1")
+    phrases = first_phrases(scenes, captions, scene_C)
+    phrase_rows = [
         {"item_id": names[row], "phrase": text, "boxes": boxes.round(6).tolist()}
         for text, row, boxes in zip(phrases.texts, phrases.documents, phrases.boxes, strict=True)
     ]
     write_atomic(str(folder / "queries.jsonl"), _lines(queries))
-    write_atomic(str(folder / "qrels" / "test.tsv"), "\n".join(judged) + "\n")
-    write_atomic(str(folder / "phrases.jsonl"), _lines(grounded))
+    write_atomic(str(folder / "qrels" / "test.tsv"), "\n".join(qrels) + "\n")
+    write_atomic(str(folder / "phrases.jsonl"), _lines(phrase_rows))
 
 
 def _lines(rows: list[dict]) -> str:

@@ -1,7 +1,7 @@
-"""Small untrained models with the classes and files of the large ones.
+"""Small untrained models with the classes and files of published models.
 
-`make models` trains them on shapes (`pipeline.synthetic.shapes`), which allows every visual method
-to be run where no weights can be downloaded.
+`make models` trains them on shapes (`pipeline.synthetic.shapes`), so that all visual methods can be
+run without downloading weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from transformers import (
 )
 from transformers.models.siglip import SiglipImageProcessorPil
 
-from pipeline.synthetic.shapes import SIDE, words
+from pipeline.synthetic.shapes import SIDE, vocabulary
 
-PATCH = 8  # pixels: 14 x 14 patches
+PATCH = 8  # pixels, for 14 x 14 patches
 WIDTH = 128
 HEADS = 4
-#: A tower of patches; that of the dual encoder is deeper.
+#: Configuration shared by the vision towers.
 VISION = {
     "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
@@ -40,12 +40,12 @@ VISION = {
 
 
 def colpali(folder: Path, seed: int = 0) -> None:
-    """A ColPali of 1.5 million weights: 196 patches through 3 and 6 layers, vectors of 64 numbers.
+    """Writes an untrained ColPali model with 1.5 million parameters.
 
-    Its layers are initialised as transformers does it; nothing of it is trained.
+    The model has 196 patches, 3 vision layers, 6 language layers and vectors of dimension 64.
     """
     tokenizer = _tokenizer("<image>", *"Describe the image .".lower().split())
-    processor = ColPaliProcessor(_images(), tokenizer)
+    processor = ColPaliProcessor(_image_processor(), tokenizer)
     tokenizer = processor.tokenizer
     text = {
         "model_type": "gemma",
@@ -76,12 +76,15 @@ def colpali(folder: Path, seed: int = 0) -> None:
         "hidden_size": WIDTH,
     }
     settings = ColPaliConfig(vlm_config=vlm, embedding_dim=64)
-    _made(ColPaliForRetrieval, settings, seed).save_pretrained(folder)
+    _initialise(ColPaliForRetrieval, settings, seed).save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
 def siglip(folder: Path, seed: int = 0) -> None:
-    """A SigLIP of 1.5 million weights: 196 patches through 6 layers, texts through 3."""
+    """Writes an untrained SigLIP model with 1.5 million parameters.
+
+    The model has 196 patches, 6 vision layers and 3 text layers.
+    """
     tokenizer = _tokenizer()
     text = {
         "hidden_size": WIDTH,
@@ -96,12 +99,15 @@ def siglip(folder: Path, seed: int = 0) -> None:
         "eos_token_id": tokenizer.eos_token_id,
     }
     settings = SiglipConfig(text_config=text, vision_config={**VISION, "num_hidden_layers": 6})
-    _made(SiglipModel, settings, seed).save_pretrained(folder)
-    SiglipProcessor(_images(), tokenizer).save_pretrained(folder)
+    _initialise(SiglipModel, settings, seed).save_pretrained(folder)
+    SiglipProcessor(_image_processor(), tokenizer).save_pretrained(folder)
 
 
 def bert(folder: Path, seed: int = 0) -> None:
-    """A BERT of 0.3 million weights, 2 layers of 128 numbers, for EDJE's joint encoder."""
+    """Writes an untrained BERT model with 0.3 million parameters for the joint encoder of EDJE.
+
+    The model has 2 layers of width 128.
+    """
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     tokenizer = _word_level(
         dict(zip(("pad", "unk", "cls", "sep", "mask"), special, strict=True)),
@@ -113,48 +119,48 @@ def bert(folder: Path, seed: int = 0) -> None:
         intermediate_size=2 * WIDTH,
         num_attention_heads=HEADS,
         num_hidden_layers=2,
-        initializer_range=WIDTH**-0.5,  # as wide models have with BERT's 0.02
+        initializer_range=WIDTH**-0.5,  # same scale as 0.02 in wide models
         max_position_embeddings=64,
-        hidden_dropout_prob=0.0,  # what it is trained on does not end
+        hidden_dropout_prob=0.0,  # the training data are infinite
         attention_probs_dropout_prob=0.0,
     )
-    model = _made(BertForMaskedLM, settings, seed)
-    for layer in model.bert.encoder.layer:  # to begin with, what is alike attends to each other
+    model = _initialise(BertForMaskedLM, settings, seed)
+    for layer in model.bert.encoder.layer:  # initially, similar tokens attend to each other
         attention = layer.attention.self
         attention.key.load_state_dict(attention.query.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _made(model_class: type, settings: object, seed: int) -> Any:
+def _initialise(model_class: type, settings: object, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(settings)
     return model
 
 
-def _images() -> SiglipImageProcessorPil:
-    images = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    # PaliGemma's processor reads it.
-    setattr(images, "image_seq_length", (SIDE // PATCH) ** 2)  # noqa: B010
-    return images
+def _image_processor() -> SiglipImageProcessorPil:
+    processor = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    # Required by the processor of PaliGemma.
+    setattr(processor, "image_seq_length", (SIDE // PATCH) ** 2)  # noqa: B010
+    return processor
 
 
-def _tokenizer(*more: str) -> PreTrainedTokenizerFast:
-    """A token a word of the captions."""
+def _tokenizer(*extra_words: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per word of the captions."""
     special = {name: f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
-    return _word_level(special, None, *more)
+    return _word_level(special, None, *extra_words)
 
 
 def _word_level(
-    special: dict[str, str], processor: processors.PostProcessor | None, *more: str
+    special: dict[str, str], processor: processors.PostProcessor | None, *extra_words: str
 ) -> PreTrainedTokenizerFast:
-    every = dict.fromkeys([*special.values(), *more, *words()])
-    vocabulary = {word: number for number, word in enumerate(every)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk"]))
-    made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = dict.fromkeys([*special.values(), *extra_words, *vocabulary()])
+    token_ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(token_ids, unk_token=special["unk"]))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if processor is not None:
-        made.post_processor = processor
+        tokenizer.post_processor = processor
     names = {f"{name}_token": token for name, token in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

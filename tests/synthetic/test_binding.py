@@ -1,4 +1,4 @@
-"""Reports of the benchmark of local bindings."""
+"""Tests of the reports of the local-evidence benchmark."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from pipeline.synthetic.binding import (
     GRID,
     MARKER_COLOURS,
+    MIN_SIDE,
     PANELS,
     RADIUS,
     SIDE,
-    SMALLEST_SIDE,
     Report,
     derangement,
-    pair_of,
+    generate_pair,
 )
 from pipeline.synthetic.shapes import COLOURS
 from pipeline.synthetic.shapes_data import VALIDATION_SERIES
@@ -29,27 +29,29 @@ SEEDS = np.random.default_rng(17).integers(0, 1 << 31, (30, 2)).tolist()
 
 
 @pytest.mark.parametrize(("series", "number"), [*SEEDS, (0, 0), (VALIDATION_SERIES, 0)])
-def test_a_pair_has_one_inventory_and_no_binding_in_common(series, number):
-    pair = pair_of(series, number)
-    here, there = (SENTENCE.findall(report.text) for report in (pair.positive, pair.negative))
-    assert len(here) == len(set(here)) == PANELS
-    codes, markers = zip(*here, strict=True)
+def test_pair_shares_codes_and_markers_but_no_bindings(series, number):
+    pair = generate_pair(series, number)
+    positive, negative = (
+        SENTENCE.findall(report.text) for report in (pair.positive, pair.negative)
+    )
+    assert len(positive) == len(set(positive)) == PANELS
+    codes, markers = zip(*positive, strict=True)
     assert len(set(codes)) == len(set(markers)) == PANELS
-    assert [marker for _, marker in there] == list(markers)  # the same place in the layout
-    assert sorted(code for code, _ in there) == sorted(codes)
-    assert not set(here) & set(there)
-    # A query names the binding of one panel; the hard negative has its parts, apart.
-    asked = [QUERY.fullmatch(text).groups() for text in pair.positive.queries]
-    assert asked == here
+    assert [marker for _, marker in negative] == list(markers)  # same layout
+    assert sorted(code for code, _ in negative) == sorted(codes)
+    assert not set(positive) & set(negative)
+    # A query states the binding of one panel.
+    queries = [QUERY.fullmatch(text).groups() for text in pair.positive.queries]
+    assert queries == positive
 
 
-def test_reports_depend_on_series_and_number_alone():
-    one, again = pair_of(3, 8), pair_of(3, 8)
-    assert one.positive.text == again.positive.text
-    assert one.negative.text == again.negative.text
-    assert one.negative.picture().tobytes() == again.negative.picture().tobytes()
-    # A series beyond 32 bits is not the next number of a short one.
-    places = [
+def test_reports_depend_only_on_series_and_number():
+    first, second = generate_pair(3, 8), generate_pair(3, 8)
+    assert first.positive.text == second.positive.text
+    assert first.negative.text == second.negative.text
+    assert first.negative.render().tobytes() == second.negative.render().tobytes()
+    # Series of more than 32 bits do not coincide with numbers of another series.
+    keys = [
         (0, 0),
         (0, 1),
         (1, 0),
@@ -58,34 +60,35 @@ def test_reports_depend_on_series_and_number_alone():
         (VALIDATION_SERIES, 1),
         (VALIDATION_SERIES + 1, 0),
     ]
-    assert len({pair_of(*place).positive.text for place in places}) == len(places)
+    assert len({generate_pair(*key).positive.text for key in keys}) == len(keys)
 
 
 def test_derangements_are_uniform():
     random, count = np.random.default_rng(0), 18_000
-    drawn = Counter(tuple(derangement(random, 4).tolist()) for _ in range(count))
-    legal = {p for p in itertools.permutations(range(4)) if all(a != b for a, b in enumerate(p))}
-    assert set(drawn) == legal and len(legal) == 9
-    squares = sum((drawn[each] - count / 9) ** 2 for each in legal) / (count / 9)
+    counts = Counter(tuple(derangement(random, 4).tolist()) for _ in range(count))
+    valid = {p for p in itertools.permutations(range(4)) if all(a != b for a, b in enumerate(p))}
+    assert set(counts) == valid and len(valid) == 9
+    squares = sum((counts[p] - count / 9) ** 2 for p in valid) / (count / 9)
     assert squares < 26.1  # chi-square of 8 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("size", [0, 2, 3, 25])
 def test_derangements_have_no_fixed_point(size):
     for seed in range(200):
-        drawn = derangement(np.random.default_rng(seed), size)
-        assert sorted(drawn) == list(range(size)) and (drawn != np.arange(size)).all()
+        permutation = derangement(np.random.default_rng(seed), size)
+        assert sorted(permutation) == list(range(size))
+        assert (permutation != np.arange(size)).all()
 
 
-@pytest.mark.parametrize("side", [SMALLEST_SIDE, 333, SIDE])
+@pytest.mark.parametrize("side", [MIN_SIDE, 333, SIDE])
 @pytest.mark.parametrize(("series", "number"), SEEDS[:6])
-def test_pictures_differ_in_every_code_and_nowhere_else(series, number, side):
-    pair = pair_of(series, number)
-    here, there = (
-        np.asarray(report.picture(side)).astype(int) for report in (pair.positive, pair.negative)
+def test_images_differ_only_in_codes(series, number, side):
+    pair = generate_pair(series, number)
+    positive, negative = (
+        np.asarray(report.render(side)).astype(int) for report in (pair.positive, pair.negative)
     )
-    assert here.shape == there.shape == (side, side, 3)
-    differs = (here != there).any(axis=2)
+    assert positive.shape == negative.shape == (side, side, 3)
+    differs = (positive != negative).any(axis=2)
     boxes = pair.positive.code_boxes(side)
     assert (boxes == pair.negative.code_boxes(side)).all()
     for panel, (x0, y0, x1, y1) in enumerate(boxes):
@@ -98,26 +101,26 @@ def test_pictures_differ_in_every_code_and_nowhere_else(series, number, side):
     assert not differs.any()
 
 
-def test_every_code_is_drawn_whole():
-    """The widest codes have their ink inside their boxes."""
-    pair = pair_of(0, 0)
+def test_codes_are_inside_their_boxes():
+    """The widest codes fit into their boxes."""
+    pair = generate_pair(0, 0)
     for code in ("W8W", "M0Q", "J4J"):
-        written = Report((code,) * PANELS, pair.positive.markers, (0, 0))
+        labelled = Report((code,) * PANELS, pair.positive.markers, (0, 0))
         blank = Report((" ",) * PANELS, pair.positive.markers, (0, 0))
-        for side in (SMALLEST_SIDE, SIDE):
-            a, b = (np.asarray(report.picture(side)) for report in (written, blank))
+        for side in (MIN_SIDE, SIDE):
+            a, b = (np.asarray(report.render(side)) for report in (labelled, blank))
             ink = (a != b).any(axis=2)
-            for x0, y0, x1, y1 in written.code_boxes(side):
+            for x0, y0, x1, y1 in labelled.code_boxes(side):
                 assert ink[y0:y1, x0:x1].any()
                 ink[y0:y1, x0:x1] = False
             assert not ink.any()
 
 
-def test_markers_are_seen_in_their_colours():
-    report = pair_of(0, 0).positive
-    pixels = np.asarray(report.picture())
+def test_markers_have_their_colours():
+    report = generate_pair(0, 0).positive
+    pixels = np.asarray(report.render())
     radius = round(RADIUS * (SIDE // GRID))
     for (colour, _), (x0, y0, _, y1) in zip(report.markers, report.code_boxes(), strict=True):
-        around = pixels[(y0 + y1) // 2 - radius : (y0 + y1) // 2 + radius, x0 - 2 * radius - 3 : x0]
-        seen = (around == COLOURS[MARKER_COLOURS[colour]]).all(axis=2)
-        assert seen.sum() > radius**2 / 2
+        region = pixels[(y0 + y1) // 2 - radius : (y0 + y1) // 2 + radius, x0 - 2 * radius - 3 : x0]
+        matches = (region == COLOURS[MARKER_COLOURS[colour]]).all(axis=2)
+        assert matches.sum() > radius**2 / 2

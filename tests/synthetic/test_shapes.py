@@ -1,58 +1,58 @@
-"""What is said of scenes is true of them, and of no others."""
+"""Tests that captions match exactly the scenes that they describe."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pipeline.synthetic.shapes import COLOURS, RELATIONS, SIDE, captions_of, scenes_of
+from pipeline.synthetic.shapes import COLOURS, RELATIONS, SIDE, draw_captions, generate_scenes
 
 
-def by_hand(text: str, scene, row: int) -> bool:
-    """Whether a caption is true, from its words and the numbers of the scene."""
+def matches(text: str, scene, row: int) -> bool:
+    """Evaluates a caption from its words and the attributes of the scene."""
     from pipeline.synthetic.shapes import SHAPES, SIZES
 
     relation = next((name for name in RELATIONS if f" {name} " in text), None)
-    said = text.split(f" {relation} ") if relation else [text]
-    things = [
+    phrases = text.split(f" {relation} ") if relation else [text]
+    objects = [
         (SIZES[a[0]], list(COLOURS)[a[1]], SHAPES[a[2]], *centre)
         for a, centre in zip(scene.attributes[row], scene.centres[row], strict=True)
         if a[2] >= 0
     ]
-    fits = [[t for t in things if set(words.split()[1:]) <= set(t[:3])] for words in said]
+    found = [[o for o in objects if set(words.split()[1:]) <= set(o[:3])] for words in phrases]
     if relation is None:
-        return bool(fits[0])
-    for _, _, _, x, y in fits[0]:
-        for _, _, _, u, v in fits[1]:
-            beside, over = abs(x - u) > abs(y - v), abs(x - u) < abs(y - v)
-            true = {
-                "left of": beside and x < u,
-                "right of": beside and x > u,
-                "above": over and y < v,
-                "below": over and y > v,
+        return bool(found[0])
+    for _, _, _, x, y in found[0]:
+        for _, _, _, u, v in found[1]:
+            horizontal, vertical = abs(x - u) > abs(y - v), abs(x - u) < abs(y - v)
+            holds = {
+                "left of": horizontal and x < u,
+                "right of": horizontal and x > u,
+                "above": vertical and y < v,
+                "below": vertical and y > v,
             }
-            if true[relation]:
+            if holds[relation]:
                 return True
     return False
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_captions_hold_where_their_words_say(seed):
-    scenes = scenes_of(seed, range(30))
-    captions, scene_C = captions_of(scenes, np.random.default_rng(seed), 3, 0.4)
-    held = captions.hold(scenes)
-    assert held[np.arange(len(captions)), scene_C].all()
+def test_captions_match_described_scenes(seed):
+    scenes = generate_scenes(seed, range(30))
+    captions, scene_C = draw_captions(scenes, np.random.default_rng(seed), 3, 0.4)
+    matrix = captions.match(scenes)
+    assert matrix[np.arange(len(captions)), scene_C].all()
     for row, text in enumerate(captions.texts):
-        assert held[row].tolist() == [by_hand(text, scenes, scene) for scene in range(30)]
+        assert matrix[row].tolist() == [matches(text, scenes, scene) for scene in range(30)]
 
 
-def test_objects_lie_apart_in_the_picture_and_in_their_boxes():
-    scenes = scenes_of(1, range(50))
+def test_objects_are_separate_and_inside_their_boxes():
+    scenes = generate_scenes(1, range(50))
     for row in range(50):
-        there = scenes.attributes[row, :, 2] >= 0
-        boxes = scenes.boxes[row][there] * SIDE
+        is_object = scenes.attributes[row, :, 2] >= 0
+        boxes = scenes.boxes[row][is_object] * SIDE
         assert boxes.min() >= 0 and boxes.max() <= SIDE
-        pixels = np.asarray(scenes.picture(row)).astype(int)
+        pixels = np.asarray(scenes.render(row)).astype(int)
         is_drawn = (abs(pixels - int(scenes.greys[row])) > 0).any(axis=2)
         inside = np.zeros_like(is_drawn)
         for x0, y0, x1, y1 in boxes.round().astype(int):

@@ -1,4 +1,4 @@
-"""Shapes as training data."""
+"""Tests of the training data of shapes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from pipeline.config import SpecError, parse
 from pipeline.synthetic.shapes import COLOURS
-from pipeline.synthetic.shapes_data import Shapes, phrases_of, validation_scenes
+from pipeline.synthetic.shapes_data import Shapes, first_phrases, validation_scenes
 
 
-def test_phrases_have_the_boxes_of_all_that_they_fit():
+def test_phrases_have_boxes_of_all_matching_objects():
     scenes, captions, scene_C = validation_scenes(40)
-    phrases = phrases_of(scenes, captions, scene_C)
+    phrases = first_phrases(scenes, captions, scene_C)
     for text, row, boxes in zip(phrases.texts, phrases.documents, phrases.boxes, strict=True):
         assert len(boxes) == sum(
             set(text.split()[1:]) <= set(kind)
@@ -28,7 +28,7 @@ def test_phrases_have_the_boxes_of_all_that_they_fit():
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_batches_are_the_same_again_for_any_number_of_workers(fresh):
+def test_batches_are_independent_of_number_of_workers(fresh):
     spec = Shapes.Spec(num_scenes=32, fresh=fresh, captions=2, validation=4)
     data = Shapes(spec, batch_size=8, seed=3)
     whole = list(data.batches(1, 0, 0, 1))
@@ -36,54 +36,54 @@ def test_batches_are_the_same_again_for_any_number_of_workers(fresh):
     later = list(data.batches(1, 2, 0, 1))
     assert [b.queries for b in later] == [b.queries for b in whole[2:]]
     halves = [list(data.batches(1, 0, worker, 2)) for worker in range(2)]
-    for batch, one, other in zip(whole, *halves, strict=True):
-        assert [*one.queries, *other.queries] == list(batch.queries)
-        assert [*one.documents, *other.documents] == list(batch.documents)
-        assert [*one.document_keys, *other.document_keys] == list(batch.document_keys)
+    for batch, first, second in zip(whole, *halves, strict=True):
+        assert [*first.queries, *second.queries] == list(batch.queries)
+        assert [*first.documents, *second.documents] == list(batch.documents)
+        assert [*first.document_keys, *second.document_keys] == list(batch.document_keys)
     first, second = (
         {key for b in data.batches(epoch, 0, 0, 1) for key in b.document_keys} for epoch in (0, 1)
     )
     assert first == second if data.repeats else not first & second
-    said = [{q for b in data.batches(e, 0, 0, 1) for q in b.queries} for e in (0, 1)]
-    assert (said[0] == said[1]) == (not fresh)
+    queries = [{q for b in data.batches(e, 0, 0, 1) for q in b.queries} for e in (0, 1)]
+    assert (queries[0] == queries[1]) == (not fresh)
 
 
-def test_validation_scenes_are_never_trained_on():
+def test_validation_scenes_are_not_in_training_data():
     spec = Shapes.Spec(num_scenes=64, validation=64)
     data = Shapes(spec, batch_size=32, seed=0)
     trained = {item["image"] for batch in data.batches(0, 0, 0, 1) for item in batch.documents}
     assert not trained & {item["image"] for item in data.validation().documents}
 
 
-def test_relevance_of_a_batch_is_what_holds():
+def test_relevance_equals_matching_captions():
     scenes, captions, _ = validation_scenes(30)
     batch = Shapes(Shapes.Spec(validation=30), batch_size=2, seed=0).validation()
     assert batch.queries == captions.texts
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
-    assert (relevant.numpy() == captions.hold(scenes)).all()
+    assert (relevant.numpy() == captions.match(scenes)).all()
 
 
-def test_a_layout_sets_the_sizes_of_scenes_and_objects():
+def test_layout_sets_sizes_of_scenes_and_objects():
     spec = Shapes.Spec(validation=30, side=256, radii=(41, 50), objects=(2, 4))
     scenes, _, _ = validation_scenes(30, layout=spec.layout)
-    is_there_ST = scenes.attributes[..., 2] >= 0
-    assert is_there_ST.sum(axis=1).min() >= 1 and is_there_ST.shape[1] == 4
+    is_object_ST = scenes.attributes[..., 2] >= 0
+    assert is_object_ST.sum(axis=1).min() >= 1 and is_object_ST.shape[1] == 4
     sizes_ST2 = scenes.boxes[..., 2:] - scenes.boxes[..., :2]
-    assert (sizes_ST2.prod(axis=2)[is_there_ST] >= 0.1).all()
-    boxes = scenes.boxes[is_there_ST]
-    assert scenes.picture(0).size == (256, 256) and boxes.min() >= 0 and boxes.max() <= 1
-    usual, large = (
-        Shapes(own, batch_size=2, seed=0).validation().document_keys
-        for own in (Shapes.Spec(validation=30), spec)
+    assert (sizes_ST2.prod(axis=2)[is_object_ST] >= 0.1).all()
+    boxes = scenes.boxes[is_object_ST]
+    assert scenes.render(0).size == (256, 256) and boxes.min() >= 0 and boxes.max() <= 1
+    default, large = (
+        Shapes(options, batch_size=2, seed=0).validation().document_keys
+        for options in (Shapes.Spec(validation=30), spec)
     )
-    assert not set(usual) & set(large)  # cached states of one are not those of the other
+    assert not set(default) & set(large)  # cached states of different layouts
 
 
-def test_layouts_that_are_not_valid():
-    for fields, sentence in (
+def test_rejects_invalid_layouts():
+    for fields, message in (
         ({"radii": [12, 6]}, "radii: "),
         ({"radii": [6, 60]}, "radii: "),
         ({"objects": [5, 4]}, "objects: "),
     ):
-        with pytest.raises(SpecError, match=sentence):
+        with pytest.raises(SpecError, match=message):
             parse(Shapes.Spec, fields)

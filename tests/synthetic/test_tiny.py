@@ -1,4 +1,4 @@
-"""The two small models: as they are made, and as they come with the package."""
+"""Tests of the small models, untrained and as shipped with the package."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def siglip():
     return ENCODERS.build(ENCODERS.resolve({"name": "dual", "model": model, "dtype": "float32"}))
 
 
-def of_pictures(encoder, pictures):
+def encode_images(encoder, images):
     import pyarrow as pa
 
-    table = pa.table({"image": pa.array(list(map(png, pictures)), pa.binary())})
+    table = pa.table({"image": pa.array(list(map(png, images)), pa.binary())})
     rows, batches = zip(*encoder.encode(table), strict=True)
     return join(batches).take(torch.from_numpy(np.argsort(np.concatenate(rows))))
 
 
 @pytest.mark.parametrize(("make", "name"), [(tiny.colpali, "colpali"), (tiny.siglip, "dual")])
-def test_before_training_the_same_seed_makes_the_same_model(make, name, tmp_path):
+def test_initialisation_is_deterministic_given_seed(make, name, tmp_path):
     for folder, seed in (("one", 0), ("two", 0), ("three", 1)):
         make(tmp_path / folder, seed)
     weights = [(tmp_path / f / "model.safetensors").read_bytes() for f in ("one", "two", "three")]
@@ -70,109 +70,112 @@ def test_before_training_the_same_seed_makes_the_same_model(make, name, tmp_path
     assert ENCODERS.load(name).attention(spec).num_layers == 6
 
 
-def test_every_caption_is_made_of_words_that_the_model_knows(colpali):
+def test_captions_have_no_unknown_tokens(colpali):
     _, captions, _ = validation_scenes(50)
     tokenizer = colpali.reader(colpali.spec).processor.tokenizer
     for text in captions.texts:
         assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
 
 
-def test_the_shipped_model_finds_scenes_and_not_all_of_them(colpali):
+def test_shipped_colpali_quality(colpali):
     scenes, captions, _ = validation_scenes(300)
-    documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
+    documents = encode_images(colpali, [scenes.render(row) for row in range(300)])
     assert documents.vectors.shape == (300, 196, 64)
     queries = colpali.encode_queries(captions.texts).tokens
     scores = late_scores(queries.vectors, queries.mask, documents.vectors, documents.mask)
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
-    # Among 1,000 scenes it is within 0.50 and 0.85; among fewer it is easier.
+    # With 1,000 scenes, R@1 is between 0.50 and 0.85; fewer scenes are easier.
     assert 0.6 < quality["R@1"].mean() < 0.97
     assert quality["R@10"].mean() > 0.95
 
 
-def test_the_shipped_dual_encoder_is_a_first_stage_that_leaves_work(siglip):
-    """By single vectors: what it finds among the first ten it seldom finds first."""
+def test_shipped_dual_encoder_quality(siglip):
+    """The single-vector model has a much higher R@10 than R@1."""
     scenes, captions, _ = validation_scenes(300)
-    documents = of_pictures(siglip, [scenes.picture(row) for row in range(300)])
+    documents = encode_images(siglip, [scenes.render(row) for row in range(300)])
     scores = siglip.encode_queries(captions.texts).tokens.pooled @ documents.pooled.T
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
-    # Among 1,000 scenes 0.18 and 0.65; among fewer it is easier.
+    # With 1,000 scenes, the values are 0.18 and 0.65; fewer scenes are easier.
     assert 0.2 < quality["R@1"].mean() < 0.6
     assert quality["R@10"].mean() > 0.75
 
 
-def test_the_shipped_edje_puts_scenes_and_captions_into_a_better_order(colpali):
-    """Behind SaMer's eight vectors a scene, from tokens as an index keeps them."""
+def test_shipped_edje_improves_ranking(colpali):
+    """Reranks the results of eight SaMer vectors per scene with tokens as stored in an index."""
     folder = SHIPPED / "shapes_edje"
     assert read_metadata(folder)["vision"]["fingerprint"] == colpali.fingerprint
     scenes, captions, _ = validation_scenes(300)
-    documents = of_pictures(colpali, [scenes.picture(row) for row in range(300)])
+    documents = encode_images(colpali, [scenes.render(row) for row in range(300)])
     samer = {"name": "samer", "num_vectors": 8}
-    few = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
+    compressed = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
     queries = colpali.encode_queries(captions.texts).tokens
-    first = late_scores(queries.vectors, queries.mask, few.vectors, few.mask)
+    first = late_scores(queries.vectors, queries.mask, compressed.vectors, compressed.mask)
     tokens, mask = load_adapter(folder).cached(documents)
     assert tokens.shape == (300, 32, 128)
     joint = load_joint(folder)
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
     relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
-    for scores, judged, backwards in ((first, relevant, False), (first.T, relevant.T, True)):
+    for scores, labels, is_reversed in ((first, relevant, False), (first.T, relevant.T, True)):
         pairs = candidate_pairs(scores, 10)
-        text_item = pairs.flip(1) if backwards else pairs
+        text_item = pairs.flip(1) if is_reversed else pairs
         logits = joint.scores(captions.texts, tokens, mask, text_item)
-        before = ranking(scores, judged)
-        after = ranking(rerank_scores(scores, pairs, logits, False), judged)
+        before = ranking(scores, labels)
+        after = ranking(rerank_scores(scores, pairs, logits, False), labels)
         assert after["R@10"].mean() == before["R@10"].mean()
         for measure in ("R@1", "R@5"):
             assert after[measure].mean() > before[measure].mean() + 0.05
 
 
 @pytest.mark.parametrize("name", ["shapes_colpali", "shapes_siglip", "shapes_edje"])
-def test_the_shipped_models_say_how_they_were_made(name):
-    about = json.loads((SHIPPED / name / "training.json").read_text("utf-8"))
-    assert about["spec"]["seed"] == 0 and about["spec"]["data"]["name"] == "shapes"
-    assert about["spec"]["output"] == f"out/models/{name}"
+def test_shipped_models_record_their_training(name):
+    training = json.loads((SHIPPED / name / "training.json").read_text("utf-8"))
+    assert training["spec"]["seed"] == 0 and training["spec"]["data"]["name"] == "shapes"
+    assert training["spec"]["output"] == f"out/models/{name}"
     size = sum(path.stat().st_size for path in (SHIPPED / name).iterdir())
     assert size < 8 << 20
 
 
-def test_scenes_are_indexed_searched_by_text_and_picture_and_shown_in_maps(cluster, tmp_path):
+def test_index_and_search_scenes(cluster, tmp_path):
     write_collection(tmp_path / "shapes", 40)
-    given = {
+    fields = {
         "index": str(tmp_path / "index"),
         "source": {"name": "images", "path": str(tmp_path / "shapes" / "images")},
         "encoder": COLPALI,
         "representations": [{"compressor": "none"}, HPOOL],
     }
-    job.run(config.parse(IndexSpec, given), IndexResources(), job="1", report=lambda _: 0)
+    job.run(config.parse(IndexSpec, fields), IndexResources(), job="1", report=lambda _: 0)
     queries = [json.loads(line) for line in (tmp_path / "shapes" / "queries.jsonl").open()]
-    judged = [line.split("\t") for line in (tmp_path / "shapes/qrels/test.tsv").open()][1:]
+    qrels = [line.split("\t") for line in (tmp_path / "shapes/qrels/test.tsv").open()][1:]
     searcher = open_index(str(tmp_path / "index"))
-    for representation, least in (("full", 0.85), ("hpool", 0.7)):
+    for representation, min_recall in (("full", 0.85), ("hpool", 0.7)):
         name = next(n for n in searcher.index.representations() if n.startswith(representation))
         hits = 0
         for query in queries:
             found = searcher.search(query["text"], representation=name, k=1)[0].item_id
-            hits += [query["_id"], found] in [row[:2] for row in judged]
-        assert hits / len(queries) > least
-    picture = (tmp_path / "shapes" / "images" / "scene-00003.png").read_bytes()
-    assert searcher.search(picture, representation="full", k=1)[0].item_id == "scene-00003.png"
+            hits += [query["_id"], found] in [row[:2] for row in qrels]
+        assert hits / len(queries) > min_recall
+    image = (tmp_path / "shapes" / "images" / "scene-00003.png").read_bytes()
+    assert searcher.search(image, representation="full", k=1)[0].item_id == "scene-00003.png"
 
 
-def test_the_job_draws_the_same_collection_again(tmp_path):
+def test_job_is_deterministic(tmp_path):
     for name in ("one", "two"):
         command = [sys.executable, "-m", "jobs.shapes", str(tmp_path / name), "--count", "5"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    one, two = (
-        {path.relative_to(tmp_path / name): path.read_bytes() for path in files(tmp_path / name)}
+    first, second = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in list_files(tmp_path / name)
+        }
         for name in ("one", "two")
     )
-    assert one == two and len(one) == 5 + 3
+    assert first == second and len(first) == 5 + 3
     command[-1] = "0"
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "must be an integer >= 1, got '0'" in refused.stderr
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2 and "must be an integer >= 1, got '0'" in failed.stderr
 
 
-def files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
-from pipeline.extras import MissingExtra, explained
+from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 
 #: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
@@ -59,7 +59,7 @@ def run(
     except (SpecError, MissingExtra) as error:
         sys.exit(_exit_code(error, BAD_INPUT))
     except ModuleNotFoundError as error:
-        if (missing := explained(error)) is error:
+        if (missing := as_missing_extra(error)) is error:
             raise
         sys.exit(_exit_code(missing, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:

@@ -31,16 +31,16 @@ def mean(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def largest(number: int, device: torch.device) -> int:
+def maximum(number: int, device: torch.device) -> int:
     """Returns the maximum of a number over all workers."""
     if num_workers() == 1:
         return number
-    maximum = torch.tensor(number, device=device)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX)
-    return int(maximum)
+    result = torch.tensor(number, device=device)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return int(result)
 
 
-def gathered(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
+def gather_rows(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
     """Returns the rows of all workers in rank order, differentiable in the rows of this worker.
 
     All workers must have the same number of rows. Other axes are padded to the longest worker. The
@@ -54,17 +54,17 @@ def gathered(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
     if num_workers() == 1:
         return tensor
     for axis in range(1, tensor.ndim):
-        missing = largest(tensor.shape[axis], tensor.device) - tensor.shape[axis]
+        missing = maximum(tensor.shape[axis], tensor.device) - tensor.shape[axis]
         if missing:
             shape = list(tensor.shape)
             shape[axis] = missing
             tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim=axis)
     if tensor.dtype == torch.bool:
-        return _Gathered.apply(tensor.to(torch.uint8)).bool()
-    return _Gathered.apply(tensor.contiguous())
+        return _GatherRows.apply(tensor.to(torch.uint8)).bool()
+    return _GatherRows.apply(tensor.contiguous())
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
         parts = [torch.empty_like(tensor) for _ in range(num_workers())]

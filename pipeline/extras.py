@@ -71,7 +71,7 @@ def require_storage(uri: str) -> None:
         require("s3fs")
 
 
-def explained(error: ModuleNotFoundError) -> ImportError:
+def as_missing_extra(error: ModuleNotFoundError) -> ImportError:
     """Converts a failed import to `MissingExtra` if the module belongs to an extra.
 
     Other errors are returned unchanged.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 from pydantic import BeforeValidator, SerializeAsAny
 
 from pipeline.config import MissingField, Spec, SpecError, parse
-from pipeline.extras import explained
+from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # components are imported on first use
     from pipeline.codecs import Codec
@@ -66,7 +66,7 @@ class Registry(Generic[T]):
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            if (missing := explained(error)) is not error:
+            if (missing := as_missing_extra(error)) is not error:
                 raise missing from None
             problem = f"needs the missing module {error.name!r}"
             raise SpecError("name", name, "an installed component", problem) from error

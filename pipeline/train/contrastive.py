@@ -19,7 +19,7 @@ from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, Uri
-from pipeline.distributed import gathered, num_workers
+from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders import Trainable
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
 from pipeline.encoders.smart import Adapter
@@ -359,8 +359,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
         device = self.device
         facts = {"query": batch.query_facts.to(device), "document": batch.document_facts.to(device)}
-        gathered_batch = {name: gathered(tensor) for name, tensor in embedded.items()}
-        gathered_facts = {name: gathered(tensor) for name, tensor in facts.items()}
+        gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
+        gathered_facts = {name: gather_rows(tensor) for name, tensor in facts.items()}
         temperature = (-self.log_scale).exp()
         positive_QB = data.relevant(facts["query"], gathered_facts["document"])
         # Padding documents are no candidates.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, Uri
-from pipeline.distributed import gathered
+from pipeline.distributed import gather_rows
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.rerank import objectives
 from pipeline.rerank.adapter import Adapter
@@ -329,9 +329,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Computes the weighted sum of the losses that the spec enables (section 4)."""
         spec = self.spec
-        gathered_batch = {name: gathered(tensor) for name, tensor in embedded.items()}
+        gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
         facts = batch.query_facts.to(self.device), batch.document_facts.to(self.device)
-        query_facts, document_facts = (gathered(labels) for labels in facts)
+        query_facts, document_facts = (gather_rows(labels) for labels in facts)
         relevant_QB = data.relevant(query_facts, document_facts)
         is_filler_B = (document_facts == NOTHING).all(dim=1)
         num_own = len(batch.queries)

@@ -1,4 +1,4 @@
-"""What the tests share: one Ray cluster a run, small collections, and how jobs are run."""
+"""Shared fixtures and helpers: a Ray cluster per session, small collections, and jobs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
 from pipeline.serve.settings import FRONT
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-os.environ |= FRONT  # before a test imports Ray Serve, or starts a cluster
+os.environ |= FRONT  # before Ray Serve is imported or a cluster starts
 os.environ["MAXRAY_HEADER_SECONDS"] = "2"
 
-torch.set_num_threads(1)  # many small operations: threads that wait for each other cost more
+torch.set_num_threads(1)  # threads slow down small operations
 
 ROOT = Path(__file__).parents[1]
 CRANFIELD = ROOT / "jobs/data/cranfield"
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run(tmp_path_factory) -> Iterator[Path]:
-    """Packed vectors lie in a folder of this test run, also those of jobs and Ray workers."""
+    """Cache folder of the session, which jobs and Ray workers use as well."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAXRAY_CACHE", str(folder))
@@ -65,12 +65,12 @@ def cache_of_this_run(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """The address of a Ray cluster of this test run; the test process is connected to it."""
+    """Address of the Ray cluster of the session, to which the test process is connected."""
     import ray
     import ray.data
 
     context = ray.init(
-        num_cpus=4,  # logical: most of what runs here waits
+        num_cpus=4,  # logical CPUs; most tasks in tests wait
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
@@ -82,24 +82,24 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
-    """The folder of a family's tiny checkpoint, which is written once a run."""
+    """Function that returns the folder of a family's tiny checkpoint, written once per session."""
     from tests.encoders.checkpoints import FAMILIES
 
-    folder, made = tmp_path_factory.mktemp("checkpoints"), {}
+    folder, paths = tmp_path_factory.mktemp("checkpoints"), {}
 
-    def of(family: str) -> str:
-        if family not in made:
+    def checkpoint_path(family: str) -> str:
+        if family not in paths:
             with torch.random.fork_rng():
-                torch.manual_seed(0)  # the same whichever tests ran before
-                made[family] = str(FAMILIES[family](folder / family))
-        return made[family]
+                torch.manual_seed(0)  # independent of the order of tests
+                paths[family] = str(FAMILIES[family](folder / family))
+        return paths[family]
 
-    return of
+    return checkpoint_path
 
 
 @pytest.fixture
 def collection(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a JSON-lines collection: `collection(a="some words")` -> its path."""
+    """Function that writes a collection and returns its path, as `collection(a="some words")`."""
 
     def write(**documents: str) -> Path:
         folder = tmp_path / "collection"
@@ -112,7 +112,7 @@ def collection(tmp_path: Path) -> Callable[..., Path]:
 
 
 def start_job(*arguments: str, address: str | None = None, **environment: str) -> subprocess.Popen:
-    """Starts `python -m jobs...` as a user would; on the given Ray cluster, if one is given."""
+    """Starts `python -m jobs...`, on the Ray cluster at `address` if one is given."""
     environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)
     if address:
@@ -128,9 +128,11 @@ def start_job(*arguments: str, address: str | None = None, **environment: str) -
 
 
 def run_jobs(*commands: Sequence[str], **environment: str) -> subprocess.CompletedProcess:
-    """Runs jobs one after the other on a cluster of their own, whose workers have `environment`.
+    """Runs jobs in sequence on a separate cluster, whose workers have `environment`.
 
-    Each command is a verb and its arguments; the first that fails ends the run.
+    Args:
+        *commands: Command names with their arguments; execution stops at the first failure.
+        **environment: Additional environment variables.
     """
     code = (
         "import importlib, json, sys, jobs\n"
@@ -166,15 +168,15 @@ REPRESENTATIONS = [
 
 @pytest.fixture(scope="session")
 def texts() -> dict[str, str]:
-    """The texts of `index_uri` by item id; what stands before the slash is the parent."""
+    """Texts of `index_uri` by item id; the prefix before the slash is the parent id."""
     return TEXTS
 
 
 @pytest.fixture(scope="session")
 def index_uri(tmp_path_factory) -> str:
-    """An index of eight texts with four representations, and one for reranking.
+    """Index of eight texts with four representations and tokens for reranking.
 
-    It lies in two fragments, and the last item has no vectors in `hpool_2` yet.
+    It has two fragments, and the last item has no vectors in `hpool_2`.
     """
     uri = str(tmp_path_factory.mktemp("index"))
     write_index(uri, REPRESENTATIONS)
@@ -182,12 +184,12 @@ def index_uri(tmp_path_factory) -> str:
 
 
 def write_index(uri: str, representations: list[dict], keep_positions: bool = True) -> None:
-    """Encodes and compresses `TEXTS` by the stages of the index job, and writes the rows."""
+    """Encodes and compresses `TEXTS` with the stages of the index job and writes the rows."""
     spec = ENCODERS.resolve("minilm")
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
     parsed = [parse(Representation, fields) for fields in representations]
-    own = encoder_fields(encoder_info, keep_positions)
-    compress = Compress(encoder_info, parsed, {}, [f.name for f in own])
+    encoder_columns = encoder_fields(encoder_info, keep_positions)
+    compress = Compress(encoder_info, parsed, {}, [f.name for f in encoder_columns])
     stage = Represent(Encode(spec, encoder_info), compress).load()
     items = [
         Item(name, name.split("/")[0], "test", "text", "r1", title=f"On {name}", text=text)
@@ -196,7 +198,7 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     table, rejects, _ = stage.process(pa.Table.from_pylist([i.row() for i in items], schema=ITEM))
     assert not rejects
 
-    columns = [*ITEM, *own]
+    columns = [*ITEM, *encoder_columns]
     for representation in parsed:
         columns += representation_fields(representation, encoder_info, None)
     for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))

@@ -1,4 +1,4 @@
-"""Videos and sound for tests: each frame shows its number, each second has its tone."""
+"""Synthetic video and audio: each frame encodes its index, each second has a different tone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import av
 import numpy as np
 import soundfile
 
-#: A frame shows its number as so many light and dark blocks.
+#: Number of light and dark blocks that encode the index of a frame.
 BITS = 12
-#: Ticks of a second in which the times of frames are written.
+#: Time base of frame timestamps, in ticks per second.
 TICKS = 30_000
-#: How a file says that its pictures are to be turned, to the right: a, b, c, d of the matrix.
+#: Elements a, b, c, d of the display matrix by clockwise rotation in degrees.
 MATRICES = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}
 
 
 def picture(number: int, width: int = 192, height: int = 108) -> np.ndarray:
-    """(H, W, 3): the number's bits along the upper half; below, one side red, one side grey."""
+    """Returns a frame (H, W, 3): bits of the number above a red and a grey half."""
     pixels = np.full((height, width, 3), 60, np.uint8)
     for bit in range(BITS):
         left, right = bit * width // BITS, (bit + 1) * width // BITS
@@ -32,31 +32,31 @@ def picture(number: int, width: int = 192, height: int = 108) -> np.ndarray:
 
 
 def number_of(pixels: np.ndarray) -> int:
-    """The number that a frame shows."""
+    """Decodes the index of a frame."""
     height, width, _ = pixels.shape
     columns = [(2 * bit + 1) * width // (2 * BITS) for bit in range(BITS)]
     return sum((int(pixels[height // 4, x].mean()) > 120) << bit for bit, x in enumerate(columns))
 
 
 def numbers_of(pixels: np.ndarray) -> list[int]:
-    """The numbers that frames (F, H, W, 3) show."""
+    """Decodes the indices of frames (F, H, W, 3)."""
     return [number_of(frame) for frame in pixels]
 
 
 def tones(seconds: float, rate: int = 16_000, channels: int = 1) -> np.ndarray:
-    """Sound (n, channels): a tone of another height each second, the same in all channels."""
+    """Returns audio (n, channels) with a different tone each second, equal in all channels."""
     time = np.arange(round(seconds * rate)) / rate
     wave = 0.5 * np.sin(2 * np.pi * tone_of(time) * (time % 1.0))
     return np.repeat(wave.astype(np.float32)[:, None], channels, axis=1)
 
 
 def tone_of(seconds: np.ndarray | float) -> np.ndarray:
-    """The tone that is heard at a time, in Hz: it comes again after 20 seconds."""
+    """Returns the frequency of the tone at a time, in Hz; tones repeat after 20 seconds."""
     return 300.0 + 100.0 * (np.floor(seconds) % 20)
 
 
 def heard(samples: np.ndarray, rate: int) -> float:
-    """The strongest tone of some sound, in Hz."""
+    """Returns the dominant frequency of audio samples, in Hz."""
     spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
     return float(np.argmax(spectrum) * rate / len(samples))
 
@@ -66,7 +66,7 @@ def write_video(
     times: Iterable[float],
     *,
     size: tuple[int, int] = (192, 108),
-    pictures: Iterable[np.ndarray] | None = None,
+    frames: Iterable[np.ndarray] | None = None,
     codec: str = "libx264",
     keyframe_every: int = 12,
     rotation: int = 0,
@@ -76,14 +76,21 @@ def write_video(
     sound_start: float = 0.0,
     options: dict[str, str] | None = None,
 ) -> Path:
-    """Writes a video; the suffix of the path says in which container.
+    """Writes a video; the suffix of the path determines the container.
 
     Args:
-        times: when each frame begins, in seconds; none: only sound.
-        pictures: what they show; by default their numbers.
-        rotation: degrees to the right by which a player turns it.
-        sound: (n, channels).
-        options: of the container.
+        path: Path of the file.
+        times: Timestamps of the frames, in seconds; empty for audio only.
+        size: Width and height, in pixels.
+        frames: Frames (H, W, 3); by default frames that encode their index.
+        codec: Video codec.
+        keyframe_every: Number of frames per keyframe.
+        rotation: Clockwise rotation in the metadata, in degrees.
+        sound: Audio samples (n, channels).
+        rate: Sampling rate, in Hz.
+        sound_codec: Audio codec.
+        sound_start: Timestamp of the first sample, in seconds.
+        options: Options of the container.
     """
     times = list(times)
     with av.open(str(path), "w", options=options or {}) as container:
@@ -99,7 +106,7 @@ def write_video(
             layout = {1: "mono", 2: "stereo"}[sound.shape[1]]
             audio = container.add_stream(sound_codec, rate=rate, layout=layout)
         if video:
-            shown = pictures or (picture(number, *size) for number in range(len(times)))
+            shown = frames or (picture(number, *size) for number in range(len(times)))
             for time, pixels in zip(times, shown, strict=True):
                 frame = av.VideoFrame.from_ndarray(pixels)
                 frame.pts, frame.time_base = round(time * TICKS), Fraction(1, TICKS)
@@ -119,18 +126,18 @@ def write_video(
 
 
 def turn(path: Path, rotation: int) -> None:
-    """Lets an MP4 or MOV say that its pictures are to be turned to the right."""
+    """Sets the clockwise rotation in the metadata of an MP4 or MOV file."""
     data = bytearray(path.read_bytes())
-    at = data.index(b"tkhd") + 44  # where the first track's matrix stands
+    at = data.index(b"tkhd") + 44  # display matrix of the first track
     a, b, c, d = (value << 16 for value in MATRICES[rotation])
     data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
 
 
 def hide_beginning(path: Path, seconds: float) -> None:
-    """Lets an MP4 say that it begins later than its frames do, as phones do that cut a clip."""
+    """Sets an edit list that hides the first seconds of an MP4 file, like the trim of a phone."""
     data = bytearray(path.read_bytes())
-    at = data.index(b"elst") + 12  # of the first entry: its length and where it begins
+    at = data.index(b"elst") + 12  # duration and start of the first entry
     length, begin = struct.unpack(">Ii", data[at : at + 8])
     with av.open(str(path)) as container:
         ticks = round(seconds / container.streams.video[0].time_base)
@@ -140,7 +147,7 @@ def hide_beginning(path: Path, seconds: float) -> None:
 
 
 def spoil(path: Path) -> None:
-    """Overwrites what an MP4 holds of its pictures, and leaves all that stands around them."""
+    """Overwrites the video packets of an MP4 file without changing its structure."""
     data = bytearray(path.read_bytes())
     with av.open(str(path)) as container:
         for packet in container.demux(video=0):
@@ -150,18 +157,18 @@ def spoil(path: Path) -> None:
 
 
 def every(seconds: float, fps: float) -> list[float]:
-    """The times of the frames of a video with a fixed rate."""
+    """Returns the timestamps of frames at a constant rate."""
     return [number / fps for number in range(round(seconds * fps))]
 
 
 def write_sound(path: Path, sound: np.ndarray, rate: int = 16_000) -> Path:
-    """Writes a file of sound; libsndfile knows its format by the suffix."""
+    """Writes an audio file in the format of its suffix."""
     soundfile.write(path, sound, rate)
     return path
 
 
 def tar(members: Sequence[tuple[str, bytes]]) -> bytes:
-    """An archive of some files."""
+    """Returns a TAR archive of the given files."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, data in members:

@@ -1,4 +1,4 @@
-"""PDFs for tests, written out by hand: every word stands where the test put it."""
+"""Minimal PDF documents with words at given positions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Page:
-    """A page: words (x, y, string) in points from the lower left corner, in 10 point Courier."""
+    """Page with words (x, y, string) in 10 pt Courier, in points from the lower left corner."""
 
     words: Sequence[tuple[float, float, str]] = ()
     size: tuple[float, float] = (200.0, 100.0)
     rotate: int = 0
     crop: tuple[float, float, float, float] | None = None
-    drawing: str = ""  # further operators
+    drawing: str = ""  # additional operators
 
     def content(self) -> bytes:
-        """The operators of the page."""
+        """Returns the content stream of the page."""
         shown = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in self.words)
         return f"{shown}{self.drawing}".encode()
 
 
 def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
-    """A document; `forms` are drawings that can be drawn by name, /X0, /X1, ..."""
+    """Builds a document; `forms` are form XObjects with the names /X0, /X1, ..."""
     num_forms = len(forms)
     first_page = 5 + num_forms
     kids = " ".join(f"{first_page + 2 * i} 0 R" for i in range(len(pages)))
@@ -57,12 +57,12 @@ def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
     return data + f"trailer << {trailer} >>\nstartxref\n{data.rfind(b'xref')}\n%%EOF".encode()
 
 
-def _stream(content: bytes, about: str = "") -> bytes:
-    return f"<< {about} /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream"
+def _stream(content: bytes, entries: str = "") -> bytes:
+    return f"<< {entries} /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream"
 
 
 def bomb(depth: int = 12, width: int = 10) -> bytes:
-    """A small document whose page draws width ** depth times: no renderer comes to its end."""
+    """Builds a small document whose page draws width ** depth forms, which never terminates."""
     forms = [" ".join([f"/X{i + 1} Do"] * width) for i in range(depth)]
     dot = "BT /F 1 Tf 5 5 Td (x) Tj ET 0 0 1 1 re f"
     return pdf(

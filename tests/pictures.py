@@ -1,4 +1,4 @@
-"""Pictures for tests."""
+"""Synthetic images and indexes of images."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pipeline.index.spec import IndexResources, IndexSpec
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A picture of which every patch is another."""
+    """Returns an image of random pixels."""
     pixels = np.random.default_rng([seed, width, height]).integers(0, 255, (height, width, 3))
     return Image.fromarray(pixels.astype(np.uint8))
 
 
 def png(picture: Image.Image) -> bytes:
-    """A picture as a file."""
+    """Encodes an image as PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
 
 
 def pictures(*sizes: tuple[int, int]) -> tuple[list[Image.Image], pa.Table]:
-    """Pictures, and the items that hold them."""
+    """Returns images and a table of items with them."""
     made = [noise(*size, seed=i) for i, size in enumerate(sizes)]
     names = [f"item-{i}" for i in range(len(made))]
     return made, pa.table({"item_id": names, "image": [png(picture) for picture in made]})
 
 
 def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> dict[str, bytes]:
-    """Indexes five photos in `folder/index`, in full and as eight vectors; gives them by id."""
+    """Indexes five images, uncompressed and as eight vectors, and returns them by id."""
     (folder / "photos").mkdir()
     photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
     for name, photo in photos.items():
@@ -59,13 +59,13 @@ def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> di
 def index_captioned(
     folder: Path, encoder: dict[str, Any], photos: dict[str, bytes], **fields: Any
 ) -> str:
-    """Indexes photos, all but the first with captions, in two fragments and as four vectors."""
+    """Indexes images as four vectors in two fragments; all but the first have captions."""
     folder.mkdir(exist_ok=True)
     lines = []
     for number, (name, photo) in enumerate(photos.items()):
         (folder / name).write_bytes(photo)
-        said = {"caption": f"a wing with {number} engines"} if number else {}
-        lines.append(json.dumps({"id": name, "image": name, **said}))
+        caption = {"caption": f"a wing with {number} engines"} if number else {}
+        lines.append(json.dumps({"id": name, "image": name, **caption}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     given = {
         "index": str(folder / "index"),

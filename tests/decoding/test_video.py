@@ -114,7 +114,7 @@ def test_no_more_frames_than_are_wanted(tmp_path):
 def test_scenes(tmp_path):
     brightness = [20] * 15 + [120] * 5 + [220] * 20 + [60] * 10  # at 10 frames a second
     still = [np.full((108, 192, 3), value, np.uint8) for value in brightness]
-    path = write_video(tmp_path / "a.mp4", every(5, 10), pictures=still)
+    path = write_video(tmp_path / "a.mp4", every(5, 10), frames=still)
     window = one(path, sampling="scenes", look_fps=10.0)
     assert window["indices"].tolist() == [7, 17, 30, 45]
     assert [round(float(p.mean()) / 20) for p in window["pixels"]] == [1, 6, 11, 3]
@@ -267,7 +267,7 @@ def test_a_cut_video_gives_what_is_there(tmp_path, name):
     for number, pixels in enumerate(pictures):
         pixels[54:] = np.roll(noise, number, axis=1)  # so that each frame takes its bytes
     options = {"movflags": "faststart"} if name == "a.mp4" else {}
-    path = write_video(tmp_path / name, every(8, 10), pictures=pictures, options=options)
+    path = write_video(tmp_path / name, every(8, 10), frames=pictures, options=options)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     duration = describe(str(path))["duration"]
     assert 2 < duration < 6

@@ -166,7 +166,7 @@ def test_one_digit_is_seen_through_compression(tmp_path, size, digits):
         ImageDraw.Draw(image).text((20, 40), f"Total {digit} of 9", (230, 230, 230), font)
         ImageDraw.Draw(image).ellipse((260, 10 * number, 280, 10 * number + 20), (200, 30, 30))
         images.append(np.asarray(image))
-    path = write_video(tmp_path / "a.mp4", every(6, 1), size=(320, 128), pictures=images)
+    path = write_video(tmp_path / "a.mp4", every(6, 1), size=(320, 128), frames=images)
     with av.open(str(path)) as container:
         shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     left, top, right, bottom = font.getbbox("Total 8 of 9")

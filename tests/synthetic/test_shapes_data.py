@@ -81,9 +81,9 @@ def test_layout_sets_sizes_of_scenes_and_objects():
 
 def test_rejects_invalid_layouts():
     for fields, message in (
-        ({"radii": [12, 6]}, "radii: "),
-        ({"radii": [6, 60]}, "radii: "),
-        ({"objects": [5, 4]}, "objects: "),
+        ({"radii": [12, 6]}, "radii must be "),
+        ({"radii": [6, 60]}, "radii must be "),
+        ({"objects": [5, 4]}, "objects must be "),
     ):
         with pytest.raises(SpecError, match=message):
             parse(Shapes.Spec, fields)

@@ -318,11 +318,11 @@ class Composed:
 
     Attributes:
         text: Text of the query.
-        picture: Image file in PNG, JPEG or WebP format.
+        image: Image file in PNG, JPEG or WebP format.
     """
 
     text: str
-    picture: bytes
+    image: bytes
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
     if images := [query for query in queries if isinstance(query, bytes)]:
         return encoder.encode_pictures(images)
     composed = [query for query in queries if isinstance(query, Composed)]
-    return encoder.encode_composed([q.text for q in composed], [q.picture for q in composed])
+    return encoder.encode_composed([q.text for q in composed], [q.image for q in composed])
 
 
 def _are_of_one_kind(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:

@@ -135,7 +135,7 @@ def _query(query: AnyQuery) -> wire.Query:
     if isinstance(query, bytes):
         return wire.Image(image=base64.b64encode(query).decode())
     if isinstance(query, Composed):
-        return wire.Composed(text=query.text, image=base64.b64encode(query.picture).decode())
+        return wire.Composed(text=query.text, image=base64.b64encode(query.image).decode())
     rows = query.tolist() if hasattr(query, "tolist") else [list(row) for row in query]
     return wire.Vectors(vectors=rows)
 

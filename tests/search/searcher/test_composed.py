@@ -35,7 +35,7 @@ def test_hits_are_those_of_the_encoded_query(photos):
     assert searcher.representation("full").encoder.query_kinds == ("text", "image", "composed")
     queries = [Composed(TEXT, of["3.png"]), Composed("x", of["1.png"])]
     encoder = searcher.encoder()
-    encoded = encoder.encode_composed([q.text for q in queries], [q.picture for q in queries])
+    encoded = encoder.encode_composed([q.text for q in queries], [q.image for q in queries])
     for name in ("full", "hpool_8"):
         for score in ("late", "single", "hybrid"):
             found = searcher.search(queries, name, score=score)

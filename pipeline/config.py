@@ -132,7 +132,7 @@ class RenamedField(SpecError):
 
 
 class MissingField(SpecError):
-    """A spec lacks a required field; `rule` says what it must be, where that is known."""
+    """A required field is missing; `rule` is what it must be, if known."""
 
     def _message(self) -> str:
         name = self.field.rpartition(".")[2]

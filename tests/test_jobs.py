@@ -69,7 +69,7 @@ def test_help_does_not_import_slow_modules():
         assert output.startswith("usage:"), command
 
 
-def test_the_help_of_search_states_the_values_of_the_schema():
+def test_search_help_equals_schema():
     assert get_args(Precision) == PRECISIONS
     (_, output, _) = run(["search", "--help"])[0]
     assert f"default: {DEFAULT_RERANK_DEPTH}\n" in output
@@ -227,8 +227,8 @@ RAY = Path(sys.executable).with_name("ray")
 
 @pytest.fixture
 def head() -> Iterator[tuple[str, dict[str, str]]]:
-    """A head node of its own: the address of its job server, and the environment of clients."""
-    folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie below it
+    """Separate head node: address of its job server and environment of its clients."""
+    folder = tempfile.mkdtemp(prefix="ray")  # short, because socket paths are limited
     environment = {
         **os.environ,
         "RAY_AUTH_MODE": "token",
@@ -298,7 +298,7 @@ def test_submits_the_index_job(head, tmp_path, collection):
         "representations": [{"compressor": "none"}],
     }
     (tmp_path / "code").mkdir()
-    for package in ("pipeline", "jobs"):  # what a user ships: the code and the spec
+    for package in ("pipeline", "jobs"):  # the code that a user submits
         ignored = shutil.ignore_patterns("__pycache__", "data")
         shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=ignored)
     (tmp_path / "code/spec.yaml").write_text(yaml.safe_dump(spec))

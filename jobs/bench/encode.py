@@ -403,7 +403,7 @@ def _built(fields: dict[str, Any]) -> Retrieval[Any]:
 
 
 def _read(encoder: Retrieval[Any], pages: pa.Table) -> pa.Table:
-    return encoder.preparer(encoder.spec)(pages)
+    return encoder.preprocessor(encoder.spec)(pages)
 
 
 def _bare_inputs(encoder: Retrieval[Any], ready: pa.Table) -> list[dict[str, torch.Tensor]]:

@@ -208,7 +208,7 @@ def language_model(learner: Learner[Any]) -> PreTrainedModel:
     """
     if not isinstance(learner, Contrastive):
         raise TypeError(f"learner must be Contrastive, got {type(learner).__name__}")
-    return learner.encoder.attending()
+    return learner.encoder.attention_module()
 
 
 def matrix_rate(device: str) -> float:

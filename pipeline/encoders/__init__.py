@@ -1,4 +1,7 @@
-"""Encoders: items and queries -> token vectors, one file a model family."""
+"""Base classes of encoders, which map items and queries to token vectors.
+
+Each model family is one module of this package.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
-#: What a query may be, and what each is called.
+#: Kinds of queries, with their names in messages.
 QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
 
 
-class Attention(NamedTuple):
-    """What attention statistics an encoder can give, see `pipeline.taps`.
+class AttentionInfo(NamedTuple):
+    """Attention statistics that an encoder can compute; see `pipeline.taps`.
 
     Attributes:
-        statistics: their names.
-        num_layers: layers of the model.
+        statistics: Names of the statistics.
+        num_layers: Number of layers of the model.
     """
 
     statistics: tuple[str, ...]
@@ -34,11 +37,11 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedQueries:
-    """Queries as an encoder reads them.
+    """Token vectors of a batch of queries.
 
     Attributes:
-        tokens: a `TokenBatch` of B queries; `spans` are offsets into the query texts.
-        token_texts: for each query the text of each real token, for explanations.
+        tokens: Tokens of B queries. `spans` are character offsets into the query texts.
+        token_texts: Text of each real token of each query, used by explanations.
     """
 
     tokens: TokenBatch
@@ -46,87 +49,122 @@ class EncodedQueries:
 
 
 class Encoder(ABC, Generic[ComponentSpecT]):
-    """A model that gives each item one vector per token, and often one pooled vector.
+    """Base class of encoders: one vector per token, and for most models one pooled vector.
 
-    Subclasses carry a nested `Spec` (the constructor's whole argument) whose first field is
-    `name: Literal["..."]`. Constructing one may be slow; `check` is what a job calls first.
+    Subclasses define a nested `Spec`, the only constructor argument, whose first field is `name:
+    Literal["..."]`. Constructing an encoder may load a model; jobs call `check` before.
+
+    Attributes:
+        default_inputs: Names in `schema.PAYLOAD` of the inputs that every item must have, unless
+            `required_inputs` is overridden.
+        has_preprocessor: Whether `preprocessor` does any work.
+        supports_device_map: Whether the model can be distributed over the GPUs of an actor; see
+            `sequences`.
+        empty_reason: Reason recorded for items that are rejected because they have no tokens.
+        dim: Width D of the token vectors.
+        num_states: Number of hidden states concatenated in a token vector.
+        pooled_dim: Width P of the pooled vector; None if the model has none.
+        logit_scale: Factor by which the model was trained to multiply single-vector scores; None if
+            it has none.
+        normalised: Whether the token vectors have unit length.
+        has_spans: Whether tokens have character offsets.
+        has_extents: Whether tokens have boxes or times.
+        has_confidence: Whether tokens have the confidence of a recogniser.
+        fingerprint: Hash of the weights and of all settings that affect query vectors.
+        spec: Spec from which the encoder was built.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
-    needs: ClassVar[tuple[str, ...]]  # what every item must bring, see `schema.PAYLOAD`
-    prepares: ClassVar[bool] = False  # whether `preparer` does anything
-    can_be_spread: ClassVar[bool] = False  # over the GPUs of an actor, see `sequences`
-    nothing: ClassVar[str] = "no tokens"  # why an item cannot be indexed of which no token is left
+    default_inputs: ClassVar[tuple[str, ...]]
+    has_preprocessor: ClassVar[bool] = False
+    supports_device_map: ClassVar[bool] = False
+    empty_reason: ClassVar[str] = "no tokens"
 
-    dim: int  # D of the token vectors
-    num_states: int = 1  # hidden states that a token vector has side by side
-    pooled_dim: int | None  # P of the pooled vector, None if the model has none
-    #: Factor by which the model was trained to multiply single-vector scores; None: it has none.
+    dim: int
+    num_states: int = 1
+    pooled_dim: int | None
     logit_scale: float | None = None
-    normalised: bool  # whether the token vectors have unit length
-    has_spans: bool  # whether tokens carry character offsets
-    has_extents: bool  # whether tokens carry boxes or times
-    has_confidence: bool = False  # whether tokens carry the confidence of a recogniser
-    fingerprint: str  # hash of the weights and of every setting that changes a query vector
-    spec: ComponentSpecT  # what it was built from
+    normalised: bool
+    has_spans: bool
+    has_extents: bool
+    has_confidence: bool = False
+    fingerprint: str
+    spec: ComponentSpecT
 
     @classmethod
     @abstractmethod
     def check(cls, spec: ComponentSpecT) -> None:
-        """Raises `SpecError` if the encoder cannot be built here (missing folder, bad layer)."""
+        """Checks that the encoder can be built on this machine, without loading weights.
+
+        Raises:
+            SpecError: The encoder cannot be built, for example because a folder or a layer does not
+                exist.
+        """
 
     @classmethod
     def check_queries(cls, spec: ComponentSpecT) -> None:
-        """Raises `SpecError` if it cannot encode queries here, which may take less than items."""
+        """Checks that queries can be encoded on this machine, which may require less than items.
+
+        Raises:
+            SpecError: Queries cannot be encoded.
+        """
         cls.check(spec)
 
     @classmethod
-    def needs_of(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """What every item must bring; an encoder around another one asks that."""
-        return cls.needs
+    def required_inputs(cls, spec: ComponentSpecT) -> tuple[str, ...]:
+        """Returns the inputs that every item must have.
+
+        Encoders that wrap another encoder return those of the wrapped one.
+        """
+        return cls.default_inputs
 
     @classmethod
-    def wants(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """What `encode` reads of the items that bring it: what it needs, and what it can use."""
-        return cls.needs
+    def supported_inputs(cls, spec: ComponentSpecT) -> tuple[str, ...]:
+        """Returns the inputs that `encode` reads if an item has them, required and optional."""
+        return cls.default_inputs
 
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """What a query may be, of `QUERY_KINDS`; none: queries are vectors."""
+        """Returns the supported keys of `QUERY_KINDS`; empty if queries are precomputed vectors."""
         return ("text",)
 
     @classmethod
-    def attention(cls, spec: ComponentSpecT) -> Attention | None:
-        """The attention statistics it can give, without loading the model; None: it gives none."""
+    def attention(cls, spec: ComponentSpecT) -> AttentionInfo | None:
+        """Returns the supported attention statistics, or None, without loading the model."""
         return None
 
     @classmethod
-    def columns_prefix(cls, spec: ComponentSpecT) -> str:
-        """How the encoder's own columns begin. Encoders of one space of vectors share theirs."""
+    def column_prefix(cls, spec: ComponentSpecT) -> str:
+        """Returns the prefix of the encoder's index columns.
+
+        Encoders of one vector space share it.
+        """
         return spec.name
 
     @classmethod
-    def preparer(cls, spec: ComponentSpecT) -> Callable[[pa.Table], pa.Table]:
-        """What gives items all that `encode` reads, the stored `text` among it.
+    def preprocessor(cls, spec: ComponentSpecT) -> Callable[[pa.Table], pa.Table]:
+        """Returns a function that adds to items all columns that `encode` reads, including `text`.
 
-        Work apart from the model that gives the vectors, done without its weights: recognising
-        text and speech, bringing pictures into the model's form. It may run in processes of its
-        own, ahead of the model's.
+        It does the work that needs no model weights, such as text and speech recognition and image
+        preprocessing, and may run in separate processes ahead of the model.
         """
         return lambda items: items
 
     @classmethod
-    def has_remarks(cls, spec: ComponentSpecT) -> bool:
-        """Returns whether `remarks` may find anything; it runs in a task, which takes seconds."""
+    def has_warnings(cls, spec: ComponentSpecT) -> bool:
+        """Returns whether `warnings` may report anything.
+
+        If not, an index job skips the task that computes them, which takes seconds.
+        """
         return False
 
     @classmethod
-    def remarks(cls, spec: ComponentSpecT, ids: Callable[[], Iterable[str]]) -> list[str]:
-        """Returns remarks for the end of an index job, about inputs that were not used.
+    def warnings(cls, spec: ComponentSpecT, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """Returns warnings about unused inputs, which an index job prints at its end.
 
         Args:
             spec: Spec of the encoder.
-            ids: Streams the ids of all items of the index and of their parents.
+            ids: Function that streams the ids of all items of the index and of their parents.
         """
         return []
 
@@ -137,59 +175,77 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """Encodes items in batches formed by token count.
 
         Args:
-            items: Table of items with the columns that `wants` names.
-            taps: Attention statistics of one layer each to compute, for encoders with `attention`.
+            items: Table with the inputs of the items.
+            taps: Attention statistics of one layer each that the batches contain in `taps`, for
+                encoders that support `attention`.
 
         Yields:
-            (rows, batch): indices into `items`, each row once over all batches, and their tokens.
-            Batches depend only on `items`, so that equal input gives bit-identical output.
+            Tuples `(rows, batch)`: indices into `items`, each row once over all batches, and their
+            tokens. The batches depend only on `items`, so equal inputs give bit-identical outputs.
         """
 
     @abstractmethod
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order."""
-
-    def encode_pictures(self, pictures: Sequence[bytes]) -> EncodedQueries:
-        """Encodes pictures as queries, in order, for encoders whose `query_kinds` has "image".
+        """Encodes query texts, in order.
 
         Args:
-            pictures: files of PNG, JPEG or WebP.
+            texts: Queries, at least one.
 
         Raises:
-            SpecError: one is no picture, or the encoder reads none.
+            SpecError: A text is empty or too long, or the encoder does not support text queries.
+        """
+
+    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
+        """Encodes image queries, in order, for encoders whose `query_kinds` contain "image".
+
+        Args:
+            images: PNG, JPEG or WebP files.
+
+        Raises:
+            SpecError: An image cannot be read, or the encoder does not support image queries.
         """
         raise self._not_read("image")
 
-    def encode_composed(self, texts: Sequence[str], pictures: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and an image each, for `query_kinds` with "composed".
+    def encode_composed(self, texts: Sequence[str], images: Sequence[bytes]) -> EncodedQueries:
+        """Encodes queries of a text and an image, in order.
+
+        For encoders whose `query_kinds` contain "composed".
 
         Args:
             texts: Texts of the queries.
-            pictures: Contents of PNG, JPEG or WebP files, one per text.
+            images: PNG, JPEG or WebP files, one per text.
 
         Raises:
-            SpecError: A part of a query is invalid, or the encoder reads no such queries.
+            SpecError: A text or an image is invalid, or the encoder does not support composed
+                queries.
         """
         raise self._not_read("composed")
 
     def _not_read(self, kind: str) -> SpecError:
-        return not_read(kind, self.query_kinds(self.spec), type(self).__name__)
+        return unsupported_query(kind, self.query_kinds(self.spec), type(self).__name__)
 
 
 class Trainable(Encoder[ComponentSpecT]):
-    """An encoder whose model can be trained: it gives tokens with gradients.
+    """Base class of encoders whose model can be trained: it computes tokens with gradients.
 
-    Reading is work for the CPU, apart from the model, and may be done ahead of it.
+    Preprocessing runs on the CPU, needs no weights, and may be done ahead of the model.
+
+    Attributes:
+        model: Model of the transformers library.
+        device: Device of the model.
+        has_projection: Whether the model has a `projection`, which the field `projection` of the
+            spec can replace.
+        checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
+            that are a submodule of the checkpoint's model.
+        lora_target_modules: Pattern of the linear layers that LoRA adapts by default: those of the
+            language model, not of the vision tower.
     """
 
-    model: Any  # of the transformers library
-    device: Any  # of the model
-    has_projection: ClassVar[bool] = False  # has `projection`, which the spec can replace
-    #: How the names of the model's weights begin in its checkpoint, of which it may be a part.
-    part_of_checkpoint: ClassVar[str] = ""
-    #: The linear layers that LoRA is put beside if nothing else is said: of the language model,
-    #: and not of the tower of its pictures.
-    lora_layers: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    model: Any
+    device: Any
+    has_projection: ClassVar[bool] = False
+    checkpoint_prefix: ClassVar[str] = ""
+    lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 
     @property
     def projection(self) -> torch.nn.Module:
@@ -198,47 +254,66 @@ class Trainable(Encoder[ComponentSpecT]):
 
     @abstractmethod
     def read_queries(self, texts: Sequence[str]) -> list[Any]:
-        """Query texts as the model reads them."""
+        """Returns the model inputs of query texts."""
 
     @abstractmethod
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Items, by the names of their columns, as the model reads them."""
+        """Returns the model inputs of items.
+
+        Args:
+            items: Items as mappings from column names to values.
+        """
 
     @abstractmethod
     def tokens(self, inputs: Sequence[Any], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """The tokens of what was read, in order, with gradients."""
+        """Computes the tokens of preprocessed inputs, in order and with gradients.
+
+        Args:
+            inputs: Results of `read_queries` or `read_items`.
+            taps: Attention statistics of one layer each that the batch contains in `taps`.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the model with all that it reads by, as the field `model` names it."""
+        """Saves the model and its preprocessing files.
+
+        Args:
+            folder: Existing folder, which the field `model` of a spec can then name.
+        """
 
 
-def not_read(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
-    """The error of a query of a kind that an encoder does not read.
+def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
+    """Returns the error for a kind of query that an encoder does not support.
 
-    >>> str(not_read("composed", ["text", "image"], "X"))
+    Args:
+        kind: Key of `QUERY_KINDS`.
+        kinds: Supported kinds.
+        encoder: Name of the encoder.
+
+    >>> str(unsupported_query("composed", ["text", "image"], "X"))
     "query must be a text or an image, got 'a text with an image', which is not supported by X"
     """
-    rule = " or ".join(QUERY_KINDS[each] for each in kinds) or "query vectors"
+    rule = " or ".join(QUERY_KINDS[supported] for supported in kinds) or "query vectors"
     return SpecError("query", QUERY_KINDS[kind], rule, f"is not supported by {encoder}")
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Groups items of like size so that a padded batch stays within `budget` tokens.
+    """Groups items of similar size so that a padded batch has at most `budget` tokens.
 
     Args:
-        sizes: (B,) the number of tokens of each item.
-        budget: the most that number of items x longest item may be; an item longer than this is a
+        sizes: Number of tokens of each item, (B,).
+        budget: Maximum number of items times the size of the longest item. A longer item forms a
             batch by itself.
 
     Yields:
-        Indices of the items of a batch, short items first, equal sizes in their order.
+        Indices of the items of a batch. Sizes ascend over the batches; items of equal size keep
+        their order.
 
     >>> [rows.tolist() for rows in batches_by_size(np.array([3, 1, 9, 1, 2]), budget=6)]
     [[1, 3, 4], [0], [2]]
     """
     batch: list[int] = []
-    for row in np.argsort(sizes, kind="stable"):  # ascending: `row` is the longest so far
+    for row in np.argsort(sizes, kind="stable"):  # ascending, so `row` is the longest so far
         if batch and (len(batch) + 1) * sizes[row] > budget:
             yield np.array(batch)
             batch = []

@@ -1,9 +1,9 @@
-"""Attention statistics of a model's layers, from each layer's own queries and keys.
+"""Attention statistics, recomputed from the queries and keys of each layer.
 
-A recording wraps the attention function of the transformers library: the forward pass goes through
-the fused attention as before, bit for bit, and for the layers that are asked for the probabilities
-are computed once more in blocks, summed up, and forgotten. No matrix of N x N numbers for all heads
-and layers ever exists, as `output_attentions` would make it.
+A recording wraps the attention function of transformers. The forward pass uses the fused kernel and
+is bit-identical to one without recording. For the recorded layers, attention probabilities are
+computed a second time in blocks and reduced immediately. Unlike `output_attentions`, this never
+materialises the N x N attention matrix of all heads and layers.
 """
 
 from __future__ import annotations
@@ -23,105 +23,121 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, TEXT, VISUAL
 
-#: Numbers of the largest block of probabilities: on a CPU one that stays in its caches.
-BLOCK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
+#: Maximum number of elements per block of probabilities. On a CPU the block fits into the caches.
+MAX_BLOCK_SIZE = {"cpu": 1 << 20, "cuda": 1 << 27}
 
-#: The logit of what is not attended to: its probability is 0.
-NOWHERE = -1e30
-#: What some models add to the logits, and `weighted_rows` does not.
-UNKNOWN = ("position_bias", "softcap", "s_aux")
+#: Logit of masked positions, whose probability is 0.
+MASKED_LOGIT = -1e30
+#: Arguments of attention functions that modify the logits, which `weighted_rows` does not support.
+UNSUPPORTED = ("position_bias", "softcap", "s_aux")
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class Recording:
-    """What the layers of one forward pass have seen.
+    """Attention statistics recorded during one forward pass.
+
+    Args:
+        row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
 
     Attributes:
-        sums: by layer, (S, B, heads, N) float32: for each of S weightings of the rows, and each
-            head, the weighted sum over rows i of the probabilities A_ij.
+        sums: By layer, (S, B, heads, N) float32: for each of the S weightings and each head, the
+            weighted sum over rows i of the probabilities A_ij.
     """
 
     def __init__(self, row_weights: dict[int, torch.Tensor]):
-        """Records the layers of `row_weights`, each with its (S, B, N) weights of the rows."""
         self._row_weights = row_weights
-        self._num_seen = 0
+        self._num_layers = 0
         self.sums: dict[int, torch.Tensor] = {}
 
-    def see(
+    def record(
         self,
         query_BHND: torch.Tensor,
         key_BGND: torch.Tensor,
         mask: torch.Tensor | None,
         **options: Any,
     ) -> None:
-        """Called by each attention layer in turn, with its queries and keys after positions."""
-        layer, self._num_seen = self._num_seen, self._num_seen + 1
+        """Records the next attention layer.
+
+        Args:
+            query_BHND: Queries, after positional encoding.
+            key_BGND: Keys, after positional encoding.
+            mask: Attention mask of the layer; see `weighted_rows`.
+            options: Keyword arguments of `weighted_rows`.
+        """
+        layer, self._num_layers = self._num_layers, self._num_layers + 1
         if layer in self._row_weights:
             weights = self._row_weights[layer]
             self.sums[layer] = weighted_rows(query_BHND, key_BGND, mask, weights, **options)
 
 
 def can_record(model_config: PretrainedConfig) -> bool:
-    """Whether the attention of a model goes through the transformers library's interface."""
+    """Returns whether the model's attention uses the attention interface of transformers."""
     model_class = MODEL_MAPPING.get(type(model_config), None)
     return getattr(model_class, "_supports_attention_backend", False)
 
 
 @contextlib.contextmanager
 def recording(model: PreTrainedModel, row_weights: dict[int, torch.Tensor]) -> Iterator[Recording]:
-    """Records while `model` runs one forward pass.
+    """Records attention statistics while `model` runs one forward pass.
+
+    Args:
+        model: Model whose attention layers are recorded.
+        row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
 
     Raises:
-        ValueError: a layer that was asked for did not pass by: the model's attention does not go
-            through the transformers library's interface.
+        ValueError: A requested layer was not recorded, because the model's attention does not use
+            the attention interface of transformers.
     """
-    this = Recording(row_weights)
+    recorded = Recording(row_weights)
     name = model.config._attn_implementation
-    token = _recording.set(this)
-    model.config._attn_implementation = _wrapped(name)
+    token = _recording.set(recorded)
+    model.config._attn_implementation = _register_recorded(name)
     try:
-        yield this
+        yield recorded
     finally:
         model.config._attn_implementation = name
         _recording.reset(token)
-    if missing := row_weights.keys() - this.sums.keys():
+    if missing := row_weights.keys() - recorded.sums.keys():
         raise ValueError(
-            f"{type(model).__name__} showed no attention of the layers"
-            f" {', '.join(map(str, sorted(missing)))}: its attention is not the library's"
+            f"cannot record the attention of layers {', '.join(map(str, sorted(missing)))} of"
+            f" {type(model).__name__}: it does not use the attention interface of transformers"
         )
 
 
-def _wrapped(name: str) -> str:
-    """The registered name of an attention implementation with the recording around it."""
-    wrapped = f"recorded_{name}"
-    if wrapped not in ALL_ATTENTION_FUNCTIONS:
+def _register_recorded(name: str) -> str:
+    """Registers an attention implementation with recording and returns its name."""
+    recorded_name = f"recorded_{name}"
+    if recorded_name not in ALL_ATTENTION_FUNCTIONS:
 
         def attention(module, query, key, value, attention_mask, **options):
-            if unknown := [o for o in UNKNOWN if options.get(o) is not None]:
-                raise ValueError(f"{type(module).__name__} has a {unknown[0]} in its attention")
+            if unsupported := [o for o in UNSUPPORTED if options.get(o) is not None]:
+                raise ValueError(
+                    f"cannot record the attention of {type(module).__name__}:"
+                    f" {unsupported[0]} is not supported"
+                )
             is_causal = options.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
             current = _recording.get()
             assert current is not None, "used outside of `recording`"
-            current.see(
+            current.record(
                 query,
                 key,
                 attention_mask,
                 scaling=options.get("scaling"),
                 is_causal=bool(is_causal),
             )
-            # The eager function is each model's own.
+            # Each model module defines its own eager function.
             eager: Any = getattr(
                 sys.modules[type(module).__module__], "eager_attention_forward", None
             )
             inner = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
             return inner(module, query, key, value, attention_mask, **options)
 
-        ALL_ATTENTION_FUNCTIONS.register(wrapped, attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(wrapped, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    return wrapped
+        ALL_ATTENTION_FUNCTIONS.register(recorded_name, attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(recorded_name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return recorded_name
 
 
 @torch.no_grad()
@@ -134,21 +150,23 @@ def weighted_rows(
     scaling: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Computes `sum_i w_i softmax(q_i k^T scaling)_j` for S weightings w of the rows.
+    """Computes weighted sums over the rows of the attention matrix.
 
-    A weighting that is 1 on some rows gives SAP's column sums (its equation 2), one that is 1 on a
-    single row that row (equation 11). Rows that no weighting counts in any item are not computed.
+    The sum of column j is `sum_i w_i softmax(q_i k^T scaling)_j`. Weights of 1 on all content rows
+    give the column sums of SAP (its equation 2); a weight of 1 on a single row gives that row
+    (equation 11). Rows with zero weight in all items are skipped.
 
     Args:
-        query_BHND: Queries of H heads, after rotary positions if the model has them.
-        key_BGND: Keys of G heads; G divides H, and each is shared by H / G heads.
-        mask: bool (B, 1, N or 1, N), True where to attend, or a float mask that is added; or None.
-        weights_SBN: Weights of the rows.
-        scaling: Factor of the logits; None for the inverse square root of the head dimension.
-        is_causal: Without a mask, rows attend only to columns up to their own.
+        query_BHND: Queries of H heads, after rotary position embedding if the model has it.
+        key_BGND: Keys of G heads, where G divides H: each is shared by H / G query heads.
+        mask: Boolean mask (B, 1, N or 1, N), True where attention is allowed, or a float mask that
+            is added to the logits; None for no mask.
+        weights_SBN: S weightings of the rows.
+        scaling: Factor of the logits; None for one over the square root of the head width.
+        is_causal: Whether, without a mask, each row attends only to columns up to its own position.
 
     Returns:
-        (S, B, H, N) float32 weighted sums of attention rows.
+        Sums (S, B, H, N) float32.
     """
     num_items, num_heads, _, dim = query_BHND.shape
     query_BHND = query_BHND.float() * (dim**-0.5 if scaling is None else scaling)
@@ -162,43 +180,45 @@ def weighted_rows(
         columns_N = torch.arange(num_columns, device=sums.device)
         mask = (columns_N <= columns_N.unsqueeze(1)).expand(num_items, 1, -1, -1)
     if mask is not None and mask.dtype == torch.bool and (mask == mask[:, :, :1]).all():
-        # Equal for all rows, as that of padding is: a number more in each key adds it to the
-        # logits, where a mask would be a pass over all of them.
+        # A mask that is equal for all rows, like that of padding, is added to the logits through
+        # one additional dimension of the keys, which saves a pass over all logits.
         query_BHND = torch.nn.functional.pad(query_BHND, (0, 1), value=1.0)
-        closed_B11N = torch.where(mask[:, :, :1], 0.0, NOWHERE)
-        key_BHDN = torch.cat([key_BHDN, closed_B11N.expand(-1, num_heads, -1, -1)], dim=2)
+        bias_B11N = torch.where(mask[:, :, :1], 0.0, MASKED_LOGIT)
+        key_BHDN = torch.cat([key_BHDN, bias_B11N.expand(-1, num_heads, -1, -1)], dim=2)
         mask = None
-    limit = BLOCK_NUMBERS.get(sums.device.type, BLOCK_NUMBERS["cpu"])
-    rows_a_block = max(1, min(len(rows_N), limit // (num_heads * num_columns)))
-    items_a_block = max(1, limit // (num_heads * num_columns * rows_a_block))
-    # Two blocks for all: fresh memory for each would cost as much as the arithmetic.
-    room = sums.new_empty(2, min(items_a_block, num_items) * num_heads * rows_a_block * num_columns)
-    for first in range(0, num_items, items_a_block):
-        items = slice(first, first + items_a_block)
-        for rows_R in rows_N.split(rows_a_block):
+    limit = MAX_BLOCK_SIZE.get(sums.device.type, MAX_BLOCK_SIZE["cpu"])
+    rows_per_block = max(1, min(len(rows_N), limit // (num_heads * num_columns)))
+    items_per_block = max(1, limit // (num_heads * num_columns * rows_per_block))
+    # Two reused blocks: allocating memory for each block would cost as much as the arithmetic.
+    buffers = sums.new_empty(
+        2, min(items_per_block, num_items) * num_heads * rows_per_block * num_columns
+    )
+    for first in range(0, num_items, items_per_block):
+        items = slice(first, first + items_per_block)
+        for rows_R in rows_N.split(rows_per_block):
             query_bHRD = query_BHND[items, :, rows_R]
             shape = (*query_bHRD.shape[:3], num_columns)
-            logits, probabilities = (part[: math.prod(shape)].view(shape) for part in room)
+            logits, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
             torch.matmul(query_bHRD, key_BHDN[items], out=logits)
             if mask is not None:
-                own = mask[items]
-                own = own if own.shape[2] == 1 else own[:, :, rows_R]
-                # Not -inf: a row of padding may attend to nothing, and NaN times no weight is NaN.
-                if own.dtype == torch.bool:
-                    logits.masked_fill_(~own, NOWHERE)
+                block_mask = mask[items]
+                block_mask = block_mask if block_mask.shape[2] == 1 else block_mask[:, :, rows_R]
+                # Not -inf: a fully masked row of padding would be NaN, even with weight 0.
+                if block_mask.dtype == torch.bool:
+                    logits.masked_fill_(~block_mask, MASKED_LOGIT)
                 else:
-                    logits.add_(own.float().clamp_min(NOWHERE))
+                    logits.add_(block_mask.float().clamp_min(MASKED_LOGIT))
             torch.softmax(logits, dim=3, out=probabilities)
             sums[items] += weights_BSN[items][:, :, rows_R].unsqueeze(1) @ probabilities
     return sums.permute(2, 0, 1, 3)
 
 
-#: Kinds of tokens that are an item's content, as distinct from prompts and special tokens.
+#: Kinds of content tokens, as opposed to prompts and special tokens.
 CONTENT = (VISUAL, AUDIO, TEXT)
 
 
 def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
-    """Returns the statistics that taps need of a layer, each once and in a fixed order."""
+    """Returns the distinct statistics that taps need of a layer, in a fixed order."""
     return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
 
 
@@ -209,7 +229,15 @@ def tap_rows(
     taps: Sequence[Tap],
     pooled_position: Literal["first", "last"] = "last",
 ) -> dict[int, torch.Tensor]:
-    """Returns the weight of each row of the attention for each statistic, (S, B, L), by layer."""
+    """Returns the weights (S, B, L) of attention rows for S statistics, by layer.
+
+    Args:
+        kind_BL: Codes of `tokens.KINDS`.
+        mask_BL: False at padding.
+        is_left: Whether padding is on the left.
+        taps: Attention statistics, of one layer each.
+        pooled_position: Position whose hidden state the model pools.
+    """
     lengths = mask_BL.sum(dim=1, keepdim=True)
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     content = torch.isin(kind_BL, kind_BL.new_tensor(CONTENT)) & mask_BL

@@ -1,4 +1,4 @@
-"""Batches of encoders: grouped by a token budget, prefetched, and joined again."""
+"""Prefetching, grouping and concatenation of encoder batches."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ R = TypeVar("R")
 def prefetch(values: Iterable[T], function: Callable[[T], R]) -> Iterator[tuple[T, R]]:
     """Yields `(value, function(value))`, computing one value ahead in a background thread.
 
+    Args:
+        values: Inputs of `function`.
+        function: Function called in the background thread.
+
     >>> list(prefetch([1, 2, 3], str))
     [(1, '1'), (2, '2'), (3, '3')]
     """
     with ThreadPoolExecutor(1) as pool:
-        waiting: deque[tuple[T, Future[R]]] = deque()
+        pending: deque[tuple[T, Future[R]]] = deque()
         for value in values:
-            waiting.append((value, pool.submit(function, value)))
-            if len(waiting) > 1:
-                earlier, result = waiting.popleft()
+            pending.append((value, pool.submit(function, value)))
+            if len(pending) > 1:
+                earlier, result = pending.popleft()
                 yield earlier, result.result()
-        for value, result in waiting:
+        for value, result in pending:
             yield value, result.result()
 
 
@@ -37,8 +41,9 @@ def group_passes(inputs: Sequence[ModelInput], max_tokens: int) -> Iterator[Sequ
     """Yields the sequences of each forward pass, in order.
 
     Args:
-        inputs: Sequences of a batch.
-        max_tokens: Maximum of sequences x longest sequence; a longer sequence is passed alone.
+        inputs: Sequences to group.
+        max_tokens: Maximum number of sequences times the length of the longest. A longer sequence
+            forms a pass by itself.
     """
     start = 0
     while start < len(inputs):
@@ -52,31 +57,31 @@ def group_passes(inputs: Sequence[ModelInput], max_tokens: int) -> Iterator[Sequ
         start = stop
 
 
-def join(batches: Sequence[TokenBatch]) -> TokenBatch:
+def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     """Concatenates batches, padded to the longest."""
-    size = max(batch.mask.shape[1] for batch in batches)
+    longest = max(batch.mask.shape[1] for batch in batches)
 
-    def longer(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
-        shape = (len(tensor), size - tensor.shape[1], *tensor.shape[2:])
+    def pad_to_longest(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
+        shape = (len(tensor), longest - tensor.shape[1], *tensor.shape[2:])
         return torch.cat([tensor, tensor.new_full(shape, fill)], dim=1)
 
-    def joined(name: str, fill: float = 0) -> torch.Tensor | None:
+    def concatenate_field(name: str, fill: float = 0) -> torch.Tensor | None:
         values = [getattr(batch, name) for batch in batches]
         if values[0] is None:
             return None
-        return torch.cat([longer(tensor, fill) for tensor in values])
+        return torch.cat([pad_to_longest(tensor, fill) for tensor in values])
 
     pooled = [batch.pooled for batch in batches if batch.pooled is not None]
     return TokenBatch(
-        torch.cat([longer(batch.vectors) for batch in batches]),
-        torch.cat([longer(batch.mask) for batch in batches]),
+        torch.cat([pad_to_longest(batch.vectors) for batch in batches]),
+        torch.cat([pad_to_longest(batch.mask) for batch in batches]),
         normalised=batches[0].normalised,
-        extents=joined("extents", torch.nan),
-        spans=joined("spans", -1),
-        kind=joined("kind"),
+        extents=concatenate_field("extents", torch.nan),
+        spans=concatenate_field("spans", -1),
+        kind=concatenate_field("kind"),
         pooled=torch.cat(pooled) if pooled else None,
         taps={
-            name: torch.cat([longer(batch.taps[name]) for batch in batches])
+            name: torch.cat([pad_to_longest(batch.taps[name]) for batch in batches])
             for name in batches[0].taps
         },
     )

@@ -1,6 +1,6 @@
-"""ColPali: a page as 32 x 32 patches through PaliGemma, projected (Faysse et al., 2024).
+"""ColPali: pages as 32 x 32 patches through PaliGemma, projected (Faysse et al., 2024).
 
-Checkpoints are those of transformers' own class, such as `vidore/colpali-v1.3-hf`.
+Checkpoints are those of the transformers class, such as `vidore/colpali-v1.3-hf`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.tokens import PROMPT, VISUAL
 
 
 class ColPaliReader(RetrievalReader["ColPali.Spec"]):
-    """A picture is squeezed into a square, so that each patch is a cell of the whole of it."""
+    """Reader that resizes an image to a square, so its patches form a grid over the whole image."""
 
     processor_class = ColPaliProcessor
 
@@ -29,50 +29,49 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
         if self.processor.tokenizer.bos_token is None:
             rule = "a checkpoint whose tokenizer has a bos_token"
             raise SpecError("model", spec.model, rule, "has none")
-        self.query_ends = (self.processor.tokenizer.bos_token, "\n")
+        self.query_affixes = (self.processor.tokenizer.bos_token, "\n")
 
-    def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
-        """The patches row by row, and the prompt behind them."""
-        read = self.processor.process_images([picture], return_tensors="pt")
-        is_visual = read["input_ids"][0] == self.processor.image_token_id
+    def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
+        """Returns the patches in row-major order, followed by the prompt."""
+        output = self.processor.process_images([image], return_tensors="pt")
+        is_visual = output["input_ids"][0] == self.processor.image_token_id
         side = math.isqrt(int(is_visual.sum()))
         extents = torch.full((len(is_visual), 6), torch.nan)
         extents[is_visual] = grid_extents(side, side, (start, stop))
-        return ModelInput.of(
-            {name: read[name][0] for name in ("input_ids", "token_type_ids")},
-            {"pixel_values": read["pixel_values"]},
+        return ModelInput.create(
+            {name: output[name][0] for name in ("input_ids", "token_type_ids")},
+            {"pixel_values": output["pixel_values"]},
             torch.where(is_visual, VISUAL, PROMPT),
             keep=is_visual if self.spec.keep == "visual" else None,
             extents=extents,
         )
 
     def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tokens, and whether each sees those behind it."""
-        # Zeros see each other. Without this input transformers 5.23 masks causally where its
-        # attention is eager or a batch has padding, and else not at all.
+        """Returns the token ids and the token types, which select the attention mask."""
+        # Type 0 is bidirectional. Without token types, transformers 5.23 uses causal attention if
+        # the implementation is eager or the batch has padding, and bidirectional attention
+        # otherwise.
         types = torch.full_like(ids, 0 if self.spec.bidirectional_queries else 1)
         return {"input_ids": ids, "token_type_ids": types}
 
 
 class ColPali(Retrieval["ColPali.Spec"]):
-    """ColPali's patches and prompt, 128 numbers each."""
+    """Encoder with ColPali: patches and prompt tokens, 128 dimensions each."""
 
     class Spec(RetrievalSpec):
-        """Which checkpoint, and how queries and pictures are put to it.
+        """Checkpoint, the tokens that are kept, and the attention mask of queries.
 
-        The prefix of a checkpoint's queries is transformers' "Question: "; the public engine of the
-        paper's authors has none.
-
-        Attributes:
-            keep: "all" also keeps the tokens of the prompt, as the paper's model does; "visual"
-                the patches alone.
-            bidirectional_queries: whether a query's tokens see those behind them, which is
-                transformers' reading; the public engine reads them causally.
+        The default query prefix is "Question: ", as in transformers; the authors' public engine
+        uses none.
         """
 
         name: Literal["colpali"] = "colpali"
         keep: Literal["all", "visual"] = "all"
+        """"all" keeps patches and prompt tokens, as the paper does; "visual" only patches."""
         bidirectional_queries: bool = True
+        """Use bidirectional attention in queries, as transformers does; the authors' public engine
+        uses causal attention.
+        """
 
     model_class = ColPaliForRetrieval
     reader_class = ColPaliReader

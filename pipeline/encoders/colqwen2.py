@@ -1,8 +1,8 @@
-"""ColQwen2: a page in its own shape through Qwen2-VL, projected.
+"""ColQwen2: pages in their aspect ratio through Qwen2-VL, projected.
 
-Checkpoints are those of transformers' own class, such as `vidore/colqwen2-v1.0-hf`. As that class
-does, tokens have plain positions, one after the other; the public engine of the model's authors
-gives the patches of a picture positions in three dimensions.
+Checkpoints are those of the transformers class, such as `vidore/colqwen2-v1.0-hf`. As in that
+class, tokens have consecutive positions; the authors' public engine uses three-dimensional
+positions for image patches.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from pipeline.tokens import PROMPT, VISUAL
 
 
 class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
-    """A picture is scaled to sides that are multiples of its patches."""
+    """Reader that resizes an image to multiples of the patch size."""
 
     processor_class = ColQwen2Processor
-    query_ends = ("", "\n")
+    query_affixes = ("", "\n")
 
     def __init__(self, spec: ColQwen2.Spec):
-        bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
-        given = {name: value for name, value in bounds.items() if value is not None}
-        super().__init__(spec, **given)
+        limits = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
+        options = {name: value for name, value in limits.items() if value is not None}
+        super().__init__(spec, **options)
         check_patches(spec, self.processor.image_processor, self.settings.vision_config)
 
-    def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
-        """The merged patches row by row, between the parts of the prompt.
+    def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
+        """Returns the merged patches in row-major order, between the parts of the prompt.
 
         Raises:
-            Unreadable: the picture is too long and narrow.
+            Unreadable: The aspect ratio of the image is too extreme.
         """
         try:
-            read = self.processor.process_images([picture], return_tensors="pt")
+            output = self.processor.process_images([image], return_tensors="pt")
         except ValueError as error:
-            raise Unreadable("picture not legal for the model", str(error)) from None
-        ids = read["input_ids"][0]
+            raise Unreadable("image not supported by the model", str(error)) from None
+        ids = output["input_ids"][0]
         is_visual = ids == self.processor.image_token_id
         merge = self.processor.image_processor.merge_size
-        _, rows, columns = (read["image_grid_thw"][0] // torch.tensor([1, merge, merge])).tolist()
+        _, rows, columns = (output["image_grid_thw"][0] // torch.tensor([1, merge, merge])).tolist()
         extents = torch.full((len(ids), 6), torch.nan)
         extents[is_visual] = grid_extents(rows, columns, (start, stop))
-        return ModelInput.of(
+        return ModelInput.create(
             {"input_ids": ids},
-            {"pixel_values": read["pixel_values"][0], "image_grid_thw": read["image_grid_thw"]},
+            {"pixel_values": output["pixel_values"][0], "image_grid_thw": output["image_grid_thw"]},
             torch.where(is_visual, VISUAL, PROMPT),
             keep=is_visual if self.spec.keep == "visual" else None,
             extents=extents,
@@ -62,23 +62,20 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
 
 
 class ColQwen2(Retrieval["ColQwen2.Spec"]):
-    """ColQwen2's merged patches and prompt, 128 numbers each."""
+    """Encoder with ColQwen2: merged patches and prompt tokens, 128 dimensions each."""
 
     class Spec(RetrievalSpec):
-        """Which checkpoint, and how queries and pictures are put to it.
-
-        Attributes:
-            keep: "all" also keeps the tokens of the prompt, as transformers does; "visual" the
-                patches alone.
-            min_pixels, max_pixels: of a picture as the model sees it; null: the checkpoint's own.
-            bidirectional: whether all tokens see each other; the checkpoints are trained causally.
-        """
+        """Checkpoint, the tokens that are kept, the image size and the attention mask."""
 
         name: Literal["colqwen2"] = "colqwen2"
         keep: Literal["all", "visual"] = "all"
+        """"all" keeps patches and prompt tokens, as transformers does; "visual" only patches."""
         min_pixels: int | None = Field(None, ge=1)
+        """Minimum number of pixels per image after resizing; null: the checkpoint's value."""
         max_pixels: int | None = Field(None, ge=1)
+        """Maximum number of pixels per image after resizing; null: the checkpoint's value."""
         bidirectional: bool = False
+        """Use bidirectional attention; the checkpoints are trained with causal attention."""
 
     model_class = ColQwen2ForRetrieval
     reader_class = ColQwen2Reader
@@ -87,15 +84,15 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
     def __init__(self, spec: Spec, device_map: str | None = None):
         super().__init__(spec, device_map)
         if spec.bidirectional:
-            make_bidirectional(self.attending())
+            make_bidirectional(self.attention_module())
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """The pixels of all pictures, padded to the largest, which the model takes apart again."""
-        read = [one.media for one in inputs if one.media]
-        if not read:
+        """Stacks the pixels of all images, padded to the longest; the model removes the padding."""
+        images = [sequence.media for sequence in inputs if sequence.media]
+        if not images:
             return {}
-        pixels = [media["pixel_values"] for media in read]
+        pixels = [media["pixel_values"] for media in images]
         return {
             "pixel_values": torch.nn.utils.rnn.pad_sequence(pixels, batch_first=True),
-            "image_grid_thw": torch.cat([media["image_grid_thw"] for media in read]),
+            "image_grid_thw": torch.cat([media["image_grid_thw"] for media in images]),
         }

@@ -1,7 +1,7 @@
-"""Dual encoders of pictures and texts: SigLIP 2, SigLIP and CLIP.
+"""Dual encoders of images and texts: SigLIP 2, SigLIP and CLIP.
 
-Their single vectors find pictures by texts. The hidden states of the vision tower are what EDJE
-keeps of a picture for its joint encoder.
+Their single vectors retrieve images by text. EDJE stores the hidden states of the vision tower as
+input of its joint encoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import (
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import Attention
+from pipeline.encoders import AttentionInfo
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
@@ -36,7 +36,7 @@ from pipeline.encoders.loading import (
     TOKENIZER_FILES,
     CheckpointSpec,
     check_checkpoint,
-    fingerprint_of,
+    checkpoint_fingerprint,
     load_model,
     load_processor,
     require_one_of,
@@ -47,76 +47,79 @@ from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.encoders.tokenizing import text_kinds, token_names
 from pipeline.tokens import SPECIAL, TEXT, VISUAL
 
-#: By the type of a checkpoint: its classes.
+#: Model and processor classes, by model type.
 CLASSES = {
     "siglip": (SiglipModel, SiglipProcessor),
     "siglip2": (Siglip2Model, Siglip2Processor),
     "clip": (CLIPModel, CLIPProcessor),
 }
-#: By the type of a checkpoint: the hidden state that EDJE keeps (section 5.1).
+#: Hidden state that EDJE stores, by model type (section 5.1).
 EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
 
 class Dual(SequenceEncoder["Dual.Spec"]):
-    """The vision tower's state of each patch, and the model's own single vector.
+    """Encoder with the hidden state of each image patch and the model's single vector.
 
-    Checkpoints are SigLIP 2 of one resolution (which are of the class SigLIP) and NaFlex (which
-    keep a picture's shape), SigLIP, and CLIP. Of what has several pictures (the frames of a video)
-    each is read by itself.
+    Supported checkpoints are SigLIP 2 with fixed resolution (which uses the class SigLIP) and
+    NaFlex (which preserves the aspect ratio), SigLIP, and CLIP. Items with several images, such as
+    the frames of a video, are encoded one image at a time.
 
-    The score that these models are trained for is `single`: text and picture meet in the single
-    vectors alone. A text's token vectors are as good as its model lets them be: the states of the
-    text tower where both towers have one width; else the text's single vector, if that has the
-    width of the vision tower; else there is none, and of the scores `single` alone can be had.
-    Pictures as queries are read as items are.
+    These models are trained for the score `single`: only the single vectors of texts and images
+    share a space. The token vectors of a text are, in order of preference, the hidden states of the
+    text tower if both towers have the same width, the text's single vector if it has the width of
+    the vision tower, or none, which leaves only the score `single`. Image queries are encoded like
+    items.
     """
 
     class Spec(CheckpointSpec):
-        """Which checkpoint, and what of a picture becomes its tokens.
-
-        Attributes:
-            layer: the hidden state of the vision tower: 0 is the embeddings' output, -1 the last
-                layer's; null: the one that EDJE keeps, the last of SigLIP and the one before the
-                last of CLIP. SigLIP's last state is behind its final norm, all others before it.
-            keep_class: also keep CLIP's class token, as kind `SPECIAL`.
-            normalise: bring the token vectors to unit length.
-            max_patches: of a picture as a NaFlex model sees it; null: the checkpoint's own.
-            lowercase: whether queries are lowercased, as the texts were that these models are
-                trained on. The tokenizer of some checkpoints of SigLIP 2 leaves it to the caller.
-        """
+        """Checkpoint, and the token vectors of an image."""
 
         name: Literal["dual"] = "dual"
         attention: Literal["sdpa", "eager"] = "sdpa"
         layer: int | None = None
+        """Hidden state of the vision tower: 0 is the output of the embeddings, -1 that of the last
+        layer. Null: the layer that EDJE uses, the last of SigLIP and the second to last of CLIP.
+        The last state of SigLIP includes the final layer norm, all others do not.
+        """
         keep_class: bool = False
+        """Also keep the class token of CLIP, with kind `SPECIAL`."""
         normalise: bool = False
+        """Normalise the token vectors to unit length."""
         max_patches: int | None = Field(None, ge=1)
+        """Maximum number of patches per image of a NaFlex model; null: the checkpoint's value."""
         lowercase: bool = True
+        """Lowercase queries, like the training texts of these models. The tokenizers of some SigLIP
+        2 checkpoints do not.
+        """
 
-    nothing = "no picture"
+    empty_reason = "no image"
     pooled_position = "first"
 
     def __init__(self, spec: Spec, device_map: str | None = None):
         super().__init__(spec, device_map)
         settings = self.model.config
-        self._layer = layer_of(spec, settings)
+        self._layer = resolve_layer(spec, settings)
         self.dim = settings.vision_config.hidden_size
-        self.pooled_dim = pooled_dim_of(settings)
+        self.pooled_dim = single_vector_dim(settings)
         self.logit_scale = self.model.logit_scale.exp().item()
         self.normalised = spec.normalise
-        # Null and a number may name one layer.
-        self.fingerprint = fingerprint_of(
+        # The resolved layer is hashed, because null and a number can select the same one.
+        self.fingerprint = checkpoint_fingerprint(
             spec, ignored=(*NOT_IN_FINGERPRINTS, "layer"), layer=self._layer
         )
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the checkpoint is not there, is none, or lacks what is asked."""
+        """Checks that the checkpoint exists and supports the settings of the spec.
+
+        Raises:
+            SpecError: It does not.
+        """
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):
             rule = "a checkpoint whose vision tower has a pooling head"
             raise SpecError("model", spec.model, rule, "has none")
-        layer_of(spec, settings)
+        resolve_layer(spec, settings)
         if spec.keep_class and settings.model_type != "clip":
             rule = f"false (a {settings.model_type} has no class token)"
             raise SpecError("keep_class", True, rule)
@@ -126,15 +129,15 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         cls.reader(spec).check()
 
     @classmethod
-    def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Pictures, and the frames of videos."""
+    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns images and video frames."""
         return ("image", "frames")
 
     @classmethod
-    def attention(cls, spec: Spec) -> Attention:
-        """Column sums over the patches; of CLIP also the row of the class token.
+    def attention(cls, spec: Spec) -> AttentionInfo:
+        """Returns column sums over the patches and, for CLIP, the row of the class token.
 
-        SigLIP pools by a head of its own behind the layers.
+        SigLIP pools with an attention head after the last layer, which is not recorded.
         """
         settings = check_checkpoint(spec, *CLASSES)
         pooled = ("pooled_row",) if settings.model_type == "clip" else ()
@@ -142,70 +145,71 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """A picture is read as an item is."""
+        """Returns "text" and "image"."""
         return ("text", "image")
 
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
-        """The model."""
+        """Loads the model."""
         model_class, _ = CLASSES[check_checkpoint(spec, *CLASSES).model_type]
         return load_model(spec, model_class, device_map)
 
     @classmethod
     def reader(cls, spec: Spec) -> DualReader:
-        """What reads pictures and queries."""
+        """Returns the reader of images and queries."""
         return DualReader(spec)
 
-    def attending(self) -> PreTrainedModel:
-        """The vision tower."""
+    def attention_module(self) -> PreTrainedModel:
+        """Returns the vision tower."""
         return self.model.vision_model
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """The pixels of all pictures; those of NaFlex padded to the most patches."""
+        """Concatenates the pixels of all images; NaFlex images are padded to equal length."""
         if self.model.config.model_type != "siglip2" or not inputs[0].media:
             return super().join_media(inputs)
-        pixels = [one.media["pixel_values"] for one in inputs]
+        pixels = [sequence.media["pixel_values"] for sequence in inputs]
+        shapes = [sequence.media["spatial_shapes"] for sequence in inputs]
         return {
             "pixel_values": torch.nn.utils.rnn.pad_sequence(pixels, batch_first=True),
-            "spatial_shapes": torch.cat([one.media["spatial_shapes"] for one in inputs]),
+            "spatial_shapes": torch.cat(shapes),
         }
 
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states of a tower, and its projected pooled output."""
+        """Returns the hidden states of a tower and its projected pooled output."""
         if "pixel_values" in inputs:
-            return self._see(inputs)
-        return self._read(inputs["input_ids"])
+            return self._encode_images(inputs)
+        return self._encode_texts(inputs["input_ids"])
 
-    def _see(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_images(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         mask = inputs.pop("attention_mask")
         if "spatial_shapes" in inputs:
             inputs["pixel_attention_mask"] = mask
         num_layers = self.model.config.vision_config.num_hidden_layers
         is_last = self._layer == num_layers
-        seen = self.model.get_image_features(**inputs, output_hidden_states=not is_last)
-        states = seen.last_hidden_state if is_last else seen.hidden_states[self._layer]
-        return states, seen.pooler_output
+        output = self.model.get_image_features(**inputs, output_hidden_states=not is_last)
+        states = output.last_hidden_state if is_last else output.hidden_states[self._layer]
+        return states, output.pooler_output
 
-    def _read(self, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Without a mask: SigLIP's texts are padded by the reader, and trained so that the padding
-        # is seen; CLIP reads causally, so what is behind a text changes nothing in it.
-        read = self.model.get_text_features(ids_BL)
+    def _encode_texts(self, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # No attention mask: SigLIP is trained to attend to the padding, which the reader adds, and
+        # the causal attention of CLIP ignores it.
+        output = self.model.get_text_features(ids_BL)
         form = text_form(self.model.config)
         if form == "states":
-            return read.last_hidden_state, read.pooler_output
-        states = read.pooler_output.new_zeros(*ids_BL.shape, self.dim)
+            return output.last_hidden_state, output.pooler_output
+        states = output.pooler_output.new_zeros(*ids_BL.shape, self.dim)
         if form == "pooled":
-            states[:, 0] = read.pooler_output
-        return states, read.pooler_output
+            states[:, 0] = output.pooler_output
+        return states, output.pooler_output
 
 
-def layer_of(spec: Dual.Spec, settings: PretrainedConfig) -> int:
-    """The number from 0 of the vision tower's hidden state that gives the tokens.
+def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int:
+    """Returns the index from 0 of the vision tower's hidden state used as token vectors.
 
     Raises:
-        SpecError: there is no such one.
+        SpecError: The vision tower has no such layer.
     """
     num_layers = settings.vision_config.num_hidden_layers
     layer = EDJE_LAYERS[settings.model_type] if spec.layer is None else spec.layer
@@ -215,23 +219,23 @@ def layer_of(spec: Dual.Spec, settings: PretrainedConfig) -> int:
     return layer % (num_layers + 1)
 
 
-def pooled_dim_of(settings: PretrainedConfig) -> int:
-    """The width of the single vectors."""
+def single_vector_dim(settings: PretrainedConfig) -> int:
+    """Returns the width of the single vectors."""
     if settings.model_type == "clip":
         return settings.projection_dim
     return settings.vision_config.hidden_size
 
 
-def text_form(settings: PretrainedConfig) -> Literal["states", "pooled", "nothing"]:
-    """What the token vectors of a text are."""
+def text_form(settings: PretrainedConfig) -> Literal["states", "pooled", "none"]:
+    """Returns the origin of the token vectors of texts."""
     width = settings.vision_config.hidden_size
     if settings.text_config.hidden_size == width:
         return "states"
-    return "pooled" if pooled_dim_of(settings) == width else "nothing"
+    return "pooled" if single_vector_dim(settings) == width else "none"
 
 
 class DualReader(Reader["Dual.Spec"]):
-    """Pictures and queries through the checkpoint's image processor and tokenizer."""
+    """Reader of images and queries that uses the checkpoint's image processor and tokenizer."""
 
     def __init__(self, spec: Dual.Spec):
         super().__init__(spec)
@@ -242,66 +246,70 @@ class DualReader(Reader["Dual.Spec"]):
         self.processor = load_processor(spec, processor_class)
 
     def check(self) -> None:
-        """Raises `SpecError` if the model cannot see what the image processor gives."""
-        vision = self.settings.vision_config
-        read = self.processor.image_processor(images=[Image.new("RGB", (64, 64))])
-        given = np.shape(read["pixel_values"][0])
-        if self.settings.model_type == "siglip2":
-            what, given = "patches", given[1:]
-            fit: tuple[int, ...] = (vision.num_channels * vision.patch_size**2,)
-        else:
-            what, fit = "pictures", (vision.num_channels, vision.image_size, vision.image_size)
-        if given != fit:
-            wanted, made = (" x ".join(map(str, shape)) for shape in (fit, given))
-            rule = f"a checkpoint whose image processor makes {what} of {wanted} numbers"
-            problem = f"has one that makes {what} of {made} numbers"
-            raise SpecError("model", self.spec.model, rule, problem)
-
-    def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """A sequence a picture.
+        """Checks that the output of the image processor fits the vision tower.
 
         Raises:
-            Unreadable: a picture is too long and narrow to be scaled.
+            SpecError: The shapes differ.
         """
-        return [self._picture(*shown) for shown in item_images(item)]
+        vision = self.settings.vision_config
+        output = self.processor.image_processor(images=[Image.new("RGB", (64, 64))])
+        actual = np.shape(output["pixel_values"][0])
+        if self.settings.model_type == "siglip2":
+            unit, actual = "patches", actual[1:]
+            expected: tuple[int, ...] = (vision.num_channels * vision.patch_size**2,)
+        else:
+            unit, expected = "images", (vision.num_channels, vision.image_size, vision.image_size)
+        if actual != expected:
+            shapes = [" x ".join(map(str, shape)) for shape in (expected, actual)]
+            rule = f"a checkpoint whose image processor returns {unit} of shape {shapes[0]}"
+            problem = f"has one that returns {unit} of shape {shapes[1]}"
+            raise SpecError("model", self.spec.model, rule, problem)
 
-    def _picture(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
+    def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
+        """Returns one sequence per image.
+
+        Raises:
+            Unreadable: The aspect ratio of an image is too extreme to be resized.
+        """
+        return [self._read_image(*timed) for timed in item_images(item)]
+
+    def _read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         is_flexible = self.settings.model_type == "siglip2"
-        most = {"max_num_patches": self.spec.max_patches} if self.spec.max_patches else {}
+        limit = {"max_num_patches": self.spec.max_patches} if self.spec.max_patches else {}
         try:
-            read = self.processor.image_processor(images=[picture], return_tensors="pt", **most)
+            output = self.processor.image_processor(images=[image], return_tensors="pt", **limit)
         except ValueError as error:
-            raise Unreadable("picture not legal for the model", str(error)) from None
+            raise Unreadable("image not supported by the model", str(error)) from None
         if is_flexible:
-            rows, columns = read["spatial_shapes"][0].tolist()
+            rows, columns = output["spatial_shapes"][0].tolist()
             media = {
-                "pixel_values": read["pixel_values"][0, : rows * columns],
-                "spatial_shapes": read["spatial_shapes"],
+                "pixel_values": output["pixel_values"][0, : rows * columns],
+                "spatial_shapes": output["spatial_shapes"],
             }
         else:
             patch = self.settings.vision_config.patch_size
-            rows, columns = (size // patch for size in read["pixel_values"].shape[2:])
-            media = {"pixel_values": read["pixel_values"]}
+            rows, columns = (size // patch for size in output["pixel_values"].shape[2:])
+            media = {"pixel_values": output["pixel_values"]}
         extents = grid_extents(rows, columns, (start, stop))
-        extents[:, :4] = within_crop(extents[:, :4], self._crop(picture))
+        extents[:, :4] = boxes_in_image(extents[:, :4], self._crop(image))
         kind = torch.full((len(extents),), VISUAL)
         keep = torch.ones(len(extents), dtype=torch.bool)
-        if self.settings.model_type == "clip":  # its class token stands before the patches
+        if self.settings.model_type == "clip":  # the class token precedes the patches
             extents = torch.cat([torch.full((1, 6), torch.nan), extents])
             kind = torch.cat([torch.tensor([SPECIAL]), kind])
             keep = torch.cat([torch.tensor([self.spec.keep_class]), keep])
-        return ModelInput.of({}, media, kind, keep, extents)
+        return ModelInput.create({}, media, kind, keep, extents)
 
-    def _crop(self, picture: Image.Image) -> tuple[float, float, float, float]:
-        """The part x0 y0 x1 y1 of a picture that the model sees: the middle, or all of it."""
+    def _crop(self, image: Image.Image) -> tuple[float, float, float, float]:
+        """Returns the region x0 y0 x1 y1 of an image that the model sees after centre cropping."""
         images = self.processor.image_processor
         if not getattr(images, "do_center_crop", False):
             return (0.0, 0.0, 1.0, 1.0)
-        width, height = picture.size
+        width, height = image.size
         if images.do_resize and images.size.shortest_edge:
-            # As the library does it: the shorter side is exact, the longer one rounded down.
-            edge, shorter = images.size.shortest_edge, min(picture.size)
-            width, height = (int(edge * side / shorter) for side in picture.size)
+            # As in transformers, the shorter side is exact and the longer one is rounded down.
+            edge, shorter = images.size.shortest_edge, min(image.size)
+            width, height = (int(edge * side / shorter) for side in image.size)
         elif images.do_resize:
             width, height = images.size.width, images.size.height
         left = (width - images.crop_size.width) // 2
@@ -309,58 +317,63 @@ class DualReader(Reader["Dual.Spec"]):
         right, bottom = left + images.crop_size.width, top + images.crop_size.height
         return (left / width, top / height, right / width, bottom / height)
 
-    def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
-        """A query picture, read as an item is."""
-        read = self._picture(picture, torch.nan, torch.nan)
-        numbers = torch.zeros(len(read), dtype=torch.int64)  # it has none; patches go by place
-        named = dataclasses.replace(read, sequence={"input_ids": numbers})
-        names = token_names(self.processor.tokenizer, named)
+    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
+        """Returns the sequence of an image query, built like that of an item."""
+        inputs = self._read_image(image, torch.nan, torch.nan)
+        # Patches have no token ids; `token_names` names them by location.
+        ids = torch.zeros(len(inputs), dtype=torch.int64)
+        with_ids = dataclasses.replace(inputs, sequence={"input_ids": ids})
+        names = token_names(self.processor.tokenizer, with_ids)
         if self.spec.keep_class and self.settings.model_type == "clip":
             names[0] = "[CLASS]"
-        return read, names
+        return inputs, names
 
-    def text(self, text: str) -> tuple[ModelInput, list[str]]:
-        """A query; for SigLIP padded to the length of the text tower.
+    def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
+        """Returns the sequence of a text query, for SigLIP padded to the length of the text tower.
 
         Raises:
-            SpecError: it is longer than that.
+            SpecError: The query is longer than the text tower supports.
         """
         tokenizer = self.processor.tokenizer
-        most = self.settings.text_config.max_position_embeddings
+        max_length = self.settings.text_config.max_position_embeddings
         options = {} if self.settings.model_type == "clip" else {"padding": "max_length"}
-        read = tokenizer(
+        encoded = tokenizer(
             [text.lower() if self.spec.lowercase else text],
-            max_length=most,
+            max_length=max_length,
             truncation=False,
-            split_special_tokens=True,  # those spelled out in it are its own characters
+            split_special_tokens=True,  # special tokens spelled out in the text are plain text
             return_tensors="pt",
             return_attention_mask=True,
             verbose=False,
             **options,
         )
-        ids, is_text = read["input_ids"][0], read["attention_mask"][0].bool()
-        if len(ids) > most:
+        ids, is_text = encoded["input_ids"][0], encoded["attention_mask"][0].bool()
+        if len(ids) > max_length:
             raise SpecError(
-                "query", text, f"a text of at most {most} tokens", f"has {len(ids)} tokens"
+                "query", text, f"a text of at most {max_length} tokens", f"has {len(ids)} tokens"
             )
         form = text_form(self.settings)
         kind = torch.where(is_text, text_kinds(tokenizer, ids), SPECIAL)
         keep = torch.zeros_like(is_text)
         if form == "states":
             keep = is_text
-        elif form == "pooled":  # in the first place, see `Dual.forward`
+        elif form == "pooled":  # at position 0, see `Dual.forward`
             kind[0], keep[0] = TEXT, True
-        query = ModelInput.of({"input_ids": ids}, {}, kind, keep)
+        query = ModelInput.create({"input_ids": ids}, {}, kind, keep)
         return query, [text] if form == "pooled" else token_names(tokenizer, query)
 
 
-def within_crop(boxes_N4: torch.Tensor, crop: tuple[float, float, float, float]) -> torch.Tensor:
-    """Boxes in a part x0 y0 x1 y1 of a picture as boxes in the picture.
+def boxes_in_image(boxes_N4: torch.Tensor, crop: tuple[float, float, float, float]) -> torch.Tensor:
+    """Converts boxes relative to a crop to boxes relative to the image.
 
-    >>> within_crop(torch.tensor([[0, 0, 0.5, 1]]), (0.25, 0, 0.75, 1)).tolist()
+    Args:
+        boxes_N4: Boxes x0 y0 x1 y1 in [0, 1].
+        crop: Region x0 y0 x1 y1 of the image.
+
+    >>> boxes_in_image(torch.tensor([[0, 0, 0.5, 1]]), (0.25, 0, 0.75, 1)).tolist()
     [[0.25, 0.0, 0.5, 1.0]]
     """
     x0, y0, x1, y1 = crop
     origin = torch.tensor([x0, y0, x0, y0])
     size = torch.tensor([x1 - x0, y1 - y0, x1 - x0, y1 - y0])
-    return (origin + boxes_N4 * size).clamp(0, 1)  # a picture smaller than the crop gets a margin
+    return (origin + boxes_N4 * size).clamp(0, 1)  # an image smaller than the crop is padded

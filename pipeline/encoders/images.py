@@ -15,41 +15,41 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
 
 #: File formats of query images.
-PICTURES = ("PNG", "JPEG", "WEBP")
+QUERY_FORMATS = ("PNG", "JPEG", "WEBP")
 
-#: Maximum number of pixels of a query image as a model reads it, and of its file.
-MOST_PIXELS, MOST_INPUT_PIXELS = 4_000_000, 200_000_000
+#: Maximum number of pixels of a query image after downscaling, and of its file.
+MAX_PIXELS, MAX_INPUT_PIXELS = 4_000_000, 200_000_000
 
 
 def open_query_image(data: bytes) -> Image.Image:
-    """Decodes a query image as the source of images decodes items by default.
+    """Decodes a query image like the image source decodes items by default.
 
-    A query and an item of the same file are then equal: upright, on white where transparent, of
-    eight bits, and resized where large.
+    A query and an item of the same file are therefore identical: upright, 8-bit, on a white
+    background where transparent, and downscaled where large.
 
     Raises:
-        SpecError: The file is not an image, or cannot be read.
+        SpecError: The file is not a readable image.
     """
-    rule = f"an image file ({', '.join(PICTURES)})"
+    rule = f"an image file ({', '.join(QUERY_FORMATS)})"
     try:
-        Image.open(io.BytesIO(data), formats=PICTURES).close()
-        seen = decode(data, max_pixels=MOST_PIXELS, max_input_pixels=MOST_INPUT_PIXELS)
+        Image.open(io.BytesIO(data), formats=QUERY_FORMATS).close()
+        decoded = decode(data, max_pixels=MAX_PIXELS, max_input_pixels=MAX_INPUT_PIXELS)
     except Unreadable as error:
         raise SpecError("query", "the image", rule, f"cannot be read ({error})") from None
     except (OSError, ValueError, SyntaxError):
         raise SpecError("query", "the image", rule, "cannot be read") from None
-    with Image.open(io.BytesIO(seen["image"])) as picture:
-        return picture.convert("RGB")
+    with Image.open(io.BytesIO(decoded["image"])) as image:
+        return image.convert("RGB")
 
 
 def item_images(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:
     """Returns the images of an item in RGB, each with the start and end of its display, in seconds.
 
-    The image of a page or a photo has no times (NaN). A video frame is displayed until the next.
+    Images of pages and photos have no times (NaN). A video frame is displayed until the next one.
     """
     if item.get("image"):
-        with Image.open(io.BytesIO(item["image"])) as picture:
-            return [(picture.convert("RGB"), np.nan, np.nan)]
+        with Image.open(io.BytesIO(item["image"])) as image:
+            return [(image.convert("RGB"), np.nan, np.nan)]
     frames = item.get("frames") or []
     starts = [frame["seconds"] for frame in frames]
     span = item.get("span") or {}
@@ -57,17 +57,25 @@ def item_images(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float
     if end is None:
         end = starts[-1] if starts else 0.0
     ends = [*starts[1:], max(end, starts[-1])] if starts else []
-    shown = []
+    images = []
     for frame, start, stop in zip(frames, starts, ends, strict=True):
         size = (frame["width"], frame["height"])
-        shown.append((Image.frombytes("RGB", size, frame["pixels"]), start, stop))
-    return shown
+        images.append((Image.frombytes("RGB", size, frame["pixels"]), start, stop))
+    return images
 
 
 def grid_extents(
     rows: int, columns: int, times: tuple[float, float] = (np.nan, np.nan)
 ) -> torch.Tensor:
-    """Returns the extents of the cells of a grid over an image, (rows * columns, 6), row by row.
+    """Returns the extents of a grid of patches over an image, in row-major order.
+
+    Args:
+        rows: Number of rows of the grid.
+        columns: Number of columns of the grid.
+        times: Start and end of the display of the image, in seconds.
+
+    Returns:
+        Extents (rows * columns, 6).
 
     >>> grid_extents(1, 2)[:, :4].tolist()
     [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]

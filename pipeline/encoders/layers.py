@@ -1,4 +1,4 @@
-"""Hidden layers of a model, as specs name them, and the token vectors computed from them."""
+"""Selection of hidden layers, and the token vectors computed from them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ import torch
 from pydantic import BeforeValidator
 
 from pipeline.config import SpecError
-from pipeline.encoders import Attention
+from pipeline.encoders import AttentionInfo
 from pipeline.tokens import normalise
 
 
-def _are_numbers(layer: Any) -> Any:
-    each = layer if isinstance(layer, list | tuple) else [layer]
-    if not each or not all(type(number) is int for number in each):
+def _check_layer_type(layer: Any) -> Any:
+    numbers = layer if isinstance(layer, list | tuple) else [layer]
+    if not numbers or not all(type(number) is int for number in numbers):
         raise SpecError("", layer, "a layer number or a list of layer numbers")
     return layer
 
 
 #: Layers whose hidden states are the token vectors: one, or several concatenated.
-Layers = Annotated[int | tuple[int, ...], BeforeValidator(_are_numbers)]
+Layers = Annotated[int | tuple[int, ...], BeforeValidator(_check_layer_type)]
 
 
 def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
-    """Raises `SpecError` if a model of `depth` layers lacks one of these."""
+    """Checks that a model has the selected layers.
+
+    Args:
+        layer: Layer number or numbers; negative numbers count from the last layer.
+        depth: Number of layers of the model.
+
+    Raises:
+        SpecError: The model has no such layer.
+    """
     for number in (layer,) if isinstance(layer, int) else layer:
         if not -depth - 1 <= number <= depth:
             rule = f"from {-depth - 1} to {depth} (the model has {depth} layers)"
@@ -35,23 +43,31 @@ def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
 def layer_states(
     hidden_states: Sequence[torch.Tensor], layer: int | tuple[int, ...]
 ) -> torch.Tensor:
-    """Returns the states of a layer; of N layers (..., N D) float32, each of unit length.
+    """Returns the hidden states of one layer, or the concatenated states of several.
 
-    The cosine of two tokens is then the mean of the cosines of their layers.
+    With several layers each part is float32 and has unit length, so the cosine similarity of two
+    tokens is the mean of the cosine similarities of their layers.
+
+    Args:
+        hidden_states: States (..., D) of all layers, starting with the output of the embeddings.
+        layer: Layer number or N numbers.
+
+    Returns:
+        States (..., D), or (..., N * D).
     """
     if isinstance(layer, int):
         return hidden_states[layer]
     return torch.cat([normalise(hidden_states[number].float()) for number in layer], dim=-1)
 
 
-def attention_info(settings: Any, statistics: Sequence[str]) -> Attention:
-    """Returns the attention statistics of a model whose language model has these settings."""
-    return Attention(tuple(statistics), settings.num_hidden_layers)
+def attention_info(settings: Any, statistics: Sequence[str]) -> AttentionInfo:
+    """Returns the attention info of a model whose language model has this configuration."""
+    return AttentionInfo(tuple(statistics), settings.num_hidden_layers)
 
 
 def make_bidirectional(language_model: Any) -> None:
-    """Lets every position of a causal model attend to all others."""
-    language_model.config.is_causal = False  # read by the library to build its masks
+    """Lets all positions of a causal model attend to each other."""
+    language_model.config.is_causal = False  # used by transformers to build attention masks
     for module in language_model.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = False

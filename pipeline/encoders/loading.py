@@ -1,4 +1,4 @@
-"""Checkpoints of the transformers library: found, checked, hashed and loaded."""
+"""Finding, checking, hashing and loading checkpoints of the transformers library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 
 WEIGHTS = ["*.safetensors"]
-#: Everything else of a checkpoint that bears on the vectors.
+#: Patterns of all other files of a checkpoint that affect the vectors.
 SETTINGS = [
     "config.json",
     "model.safetensors.index.json",
@@ -38,43 +38,40 @@ SETTINGS = [
     "chat_template.json",
     "chat_template.jinja",
 ]
-#: Of a LoRA adapter as peft writes it.
+#: Files of a LoRA adapter in the format of peft.
 ADAPTER_SETTINGS = ["adapter_config.json"]
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: One of each must be there: the library would else take an image processor, or a tokenizer without
-#: words, of no model at all.
+#: One of each is required. Without them transformers falls back to the default image processor, or
+#: to a tokenizer with an empty vocabulary.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 MODEL_RULE = "the path of an existing folder, or the hub name of a model"
 
 
 class CheckpointFields(config.Spec):
-    """Fields of the specs of all models with weights of the transformers library.
-
-    Attributes:
-        model: a hub name, or a local folder as `save_pretrained` writes it.
-        revision: branch, tag or commit of a model from the hub.
-        adapter: a LoRA adapter as peft writes it, a hub name or a folder; its weights are merged
-            into the model's.
-        dtype: of the weights and of what is computed.
-        attention: the implementation; `flash_attention_2` needs its package and a GPU.
-        max_batch_tokens: padded tokens of one forward pass.
-        trust_remote_code: whether code may run that comes with a checkpoint. The families here are
-            transformers' own classes and need none.
-    """
+    """Fields of the specs of all models with weights of the transformers library."""
 
     model: str
+    """Hub name, or local folder as `save_pretrained` writes it."""
     revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
     adapter: str | None = None
+    """LoRA adapter in the format of peft, a hub name or a folder. Its weights are merged into the
+    model.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of the weights and activations."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation; `flash_attention_2` needs the package flash-attn and a GPU."""
     max_batch_tokens: int = Field(16384, ge=1)
+    """Maximum number of padded tokens per forward pass."""
     trust_remote_code: Literal[False] = False
+    """Always false: code in checkpoints is never executed."""
 
     @field_validator("model", "adapter")
     @classmethod
     def _make_folder_absolute(cls, model: str | None) -> str | None:
-        # Actors run in other working directories.
+        # Actors have other working directories.
         return config.absolute(model) if model and Path(model).expanduser().is_dir() else model
 
 
@@ -82,12 +79,12 @@ class CheckpointSpec(CheckpointFields, config.ComponentSpec):
     """Base of the specs of encoders with weights of the transformers library."""
 
 
-#: Fields that change no query vector: where files came from, and what a batch is.
+#: Fields that do not affect query vectors: the origin of the files, and batching.
 NOT_IN_FINGERPRINTS = ("model", "revision", "adapter", "max_batch_tokens", "trust_remote_code")
 
 
 class Checkpoint(Protocol):
-    """Fields of a spec that name a checkpoint and say how it is loaded."""
+    """Fields of a spec that identify a checkpoint and configure its loading."""
 
     @property
     def model(self) -> str:
@@ -115,24 +112,32 @@ class Checkpoint(Protocol):
         ...
 
 
-#: Type of the specs of a family of checkpoints.
+#: Spec type of a model family.
 CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
 
 
-def folder_of(spec: Checkpoint, files: Iterable[str]) -> Path:
-    """The checkpoint's folder; `files` of a model on the hub are downloaded if need be.
+def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
+    """Returns the checkpoint's folder; missing `files` of a hub model are downloaded.
+
+    Args:
+        spec: Spec that names the checkpoint.
+        files: Patterns of file names.
 
     Raises:
-        SpecError: for `model`: it is no folder, and the hub does not give it.
+        SpecError: `model` is neither a folder nor a model that can be downloaded from the hub.
     """
     return find_checkpoint(spec.model, spec.revision, list(files), MODEL_RULE)
 
 
-def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, which may be on the hub; None for none.
+def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
+    """Returns the folder of an adapter, a hub name or a path; None if `adapter` is None.
+
+    Args:
+        adapter: Hub name or folder.
+        files: Patterns of file names to download from the hub.
 
     Raises:
-        SpecError: For `adapter`: it does not exist, is not in peft's form, or its weights are not
+        SpecError: For `adapter`: it does not exist, is not in peft's format, or its weights are not
             safetensors.
     """
     if adapter is None:
@@ -143,43 +148,48 @@ def adapter_of(adapter: str | None, files: Iterable[str]) -> Path | None:
     except SpecError as error:
         raise error.at("adapter") from None
     if not (folder / "adapter_config.json").is_file():
-        rule = "a LoRA adapter as peft writes it"
+        rule = "a LoRA adapter in the format of peft"
         raise SpecError("adapter", adapter, rule, "has no adapter_config.json")
-    # Of an adapter on the hub they may not be there yet. peft would read a pickle instead.
-    are_there = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
-    if are_there and not (folder / ADAPTER_WEIGHTS).is_file():
+    # Checked because peft falls back to pickled weights. Those of a hub adapter may not have been
+    # downloaded yet.
+    has_weights = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
+    if has_weights and not (folder / ADAPTER_WEIGHTS).is_file():
         rule = "an adapter with safetensors (pickled weights are not loaded)"
         raise SpecError("adapter", adapter, rule, f"has no {ADAPTER_WEIGHTS}")
     return folder
 
 
 def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
-    """Checks that a checkpoint can be loaded and returns its settings, without loading weights.
+    """Returns the configuration of a checkpoint after checking it, without loading weights.
 
     Args:
         spec: Spec that names the checkpoint.
         model_types: Model types that the family supports.
 
     Raises:
-        SpecError: The checkpoint is missing, of another type, or has no safetensors files.
+        SpecError: The checkpoint does not exist, has another type, or has no safetensors weights.
     """
-    folder = folder_of(spec, SETTINGS)
-    settings = settings_of(spec, folder)
+    folder = checkpoint_folder(spec, SETTINGS)
+    settings = load_model_config(spec, folder)
     if settings.model_type not in model_types:
         rule = f"a checkpoint of the type {' or '.join(model_types)}"
         raise SpecError("model", spec.model, rule, f"is a {settings.model_type}")
     if Path(spec.model).is_dir() and not any(folder.glob("*.safetensors")):
         rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
         raise SpecError("model", spec.model, rule, "has no safetensors file")
-    adapter_of(spec.adapter, ADAPTER_SETTINGS)
+    adapter_folder(spec.adapter, ADAPTER_SETTINGS)
     return settings
 
 
-def settings_of(spec: Checkpoint, folder: Path) -> PretrainedConfig:
-    """What its config.json says.
+def load_model_config(spec: Checkpoint, folder: Path) -> PretrainedConfig:
+    """Loads the configuration of a checkpoint from its config.json.
+
+    Args:
+        spec: Spec that names the checkpoint.
+        folder: Folder of the checkpoint.
 
     Raises:
-        SpecError: there is none, or the library does not know the class.
+        SpecError: The file does not exist, or transformers does not support the model.
     """
     if not (folder / "config.json").is_file():
         rule = "a checkpoint with a config.json"
@@ -187,35 +197,47 @@ def settings_of(spec: Checkpoint, folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        rule, problem = "a model that transformers can load", f"cannot be loaded ({_said(error)})"
+        rule, problem = (
+            "a model that transformers can load",
+            f"cannot be loaded ({_summary(error)})",
+        )
         raise SpecError("model", spec.model, rule, problem) from None
 
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
-    """Raises `SpecError` if a checkpoint has none of these files."""
-    folder = folder_of(spec, SETTINGS)
+    """Checks that a checkpoint has at least one of the named files.
+
+    Raises:
+        SpecError: It has none of them.
+    """
+    folder = checkpoint_folder(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):
         rule = f"a checkpoint with one of {', '.join(names)}"
         raise SpecError("model", spec.model, rule, "has none of them")
 
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
-    """The processor of a checkpoint.
+    """Loads the processor of a checkpoint.
+
+    Args:
+        spec: Spec that names the checkpoint.
+        processor_class: Processor, tokenizer or feature extractor class of transformers.
+        options: Keyword arguments of the processor.
 
     Raises:
-        SpecError: its files are not there, or not of this class.
+        SpecError: The files of the processor are missing or belong to another class.
     """
-    folder = folder_of(spec, SETTINGS)
+    folder = checkpoint_folder(spec, SETTINGS)
     try:
         return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
     except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
         rule = f"a checkpoint with a {processor_class.__name__}"
-        problem = f"has no usable processor ({_said(error)})"
+        problem = f"has no usable processor ({_summary(error)})"
         raise SpecError("model", spec.model, rule, problem) from None
 
 
 class BoundedSpec(Checkpoint, Protocol):
-    """A checkpoint whose images are bounded in size."""
+    """Fields of a checkpoint spec that limits the size of images."""
 
     @property
     def max_pixels(self) -> int | None:
@@ -224,60 +246,65 @@ class BoundedSpec(Checkpoint, Protocol):
 
 
 def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> None:
-    """Checks an image processor of Qwen2-VL's kind against the tower that sees its patches.
+    """Checks that the patches of a Qwen2-VL image processor match the vision tower.
+
+    Args:
+        spec: Spec of the model.
+        images: Image processor, with the pixel limits of the spec applied.
+        vision: Configuration of the vision tower.
 
     Raises:
-        SpecError: it is one of another model, or `min_pixels` is more than `max_pixels`; of those
-            the spec may have one and the checkpoint the other.
+        SpecError: The image processor belongs to another model, or the minimum number of pixels
+            exceeds the maximum; each may come from the spec or the checkpoint.
     """
-    for own, of_model in (
+    for field, model_field in (
         ("patch_size", "patch_size"),
         ("merge_size", "spatial_merge_size"),
         ("temporal_patch_size", "temporal_patch_size"),
     ):
-        given, wanted = getattr(images, own), getattr(vision, of_model)
-        if given != wanted:
-            rule = f"a checkpoint whose image processor has the model's {own}, {wanted}"
-            raise SpecError("model", spec.model, rule, f"has {own} {given}")
-    least, most = images.size["shortest_edge"], images.size["longest_edge"]
-    if least > most:
+        actual, expected = getattr(images, field), getattr(vision, model_field)
+        if actual != expected:
+            rule = f"a checkpoint whose image processor has the model's {field}, {expected}"
+            raise SpecError("model", spec.model, rule, f"has {field} {actual}")
+    low, high = images.size["shortest_edge"], images.size["longest_edge"]
+    if low > high:
         if spec.max_pixels is None:
-            raise SpecError("min_pixels", least, f"at most {most} (the checkpoint's max_pixels)")
-        raise SpecError("max_pixels", most, f"at least {least} (min_pixels)")
+            raise SpecError("min_pixels", low, f"at most {high} (the checkpoint's max_pixels)")
+        raise SpecError("max_pixels", high, f"at least {low} (min_pixels)")
 
 
 def load_model(
     spec: Checkpoint,
     model_class: Any,
     device_map: str | None = None,
-    may_lack: tuple[str, ...] = (),
+    optional_weights: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> PreTrainedModel:
     """Loads a model in evaluation mode, with its adapter merged, on the GPU if there is one.
 
     Args:
         spec: Spec that names the checkpoint.
-        model_class: Class of the transformers library.
-        device_map: "auto" spreads the model over the GPUs of this process.
-        may_lack: Prefixes of weights that are not used and may be missing.
-        folder: Folder of the checkpoint, if it is known.
+        model_class: Model class of transformers.
+        device_map: "auto" distributes the model over the visible GPUs.
+        optional_weights: Name prefixes of unused weights, which may be missing.
+        folder: Folder of the checkpoint, if it is already known.
 
     Raises:
-        SpecError: the weights cannot be loaded.
+        SpecError: The weights cannot be loaded.
     """
-    # Where the weights go, which may be another machine than the one that checked the spec.
+    # Checked here because the spec may have been checked on a machine without a GPU.
     if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
         problem = "needs the package flash-attn and a GPU"
         raise SpecError("attention", spec.attention, "sdpa or eager", problem)
     if device_map:
         extras.require("accelerate")
-    folder = folder or folder_of(spec, [*WEIGHTS, *SETTINGS])
+    folder = folder or checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     try:
         model, found = model_class.from_pretrained(
             folder,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=spec.attention,
@@ -288,32 +315,39 @@ def load_model(
         if "out of memory" in str(error).lower():
             raise
         rule = f"a {model_class.__name__} checkpoint"
-        raise SpecError("model", spec.model, rule, f"cannot be loaded ({_said(error)})") from None
-    # In the place of both the library makes random ones up.
-    missing = sorted(key for key in found["missing_keys"] if not key.startswith(may_lack))
+        raise SpecError(
+            "model", spec.model, rule, f"cannot be loaded ({_summary(error)})"
+        ) from None
+    # transformers initialises missing and mismatched weights at random.
+    missing = sorted(key for key in found["missing_keys"] if not key.startswith(optional_weights))
     if missing:
         rule = f"a {model_class.__name__} checkpoint"
         problem = f"has no weights {', '.join(missing[:3])}"
         raise SpecError("model", spec.model, rule, problem)
     if found["mismatched_keys"]:
-        name, there, wanted = min(found["mismatched_keys"])
-        there, wanted = (" x ".join(map(str, shape)) for shape in (there, wanted))
-        rule = f"a checkpoint whose weights match its config.json ({wanted})"
-        raise SpecError("model", spec.model, rule, f"has {name} of shape {there}")
-    adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        name, actual, expected = min(found["mismatched_keys"])
+        actual, expected = (" x ".join(map(str, shape)) for shape in (actual, expected))
+        rule = f"a checkpoint whose weights match its config.json ({expected})"
+        raise SpecError("model", spec.model, rule, f"has {name} of shape {actual}")
+    adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
-        model = merged(model, adapter, spec)
+        model = merge_adapter(model, adapter, spec)
     if not device_map:
         model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval()
 
 
-def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTrainedModel:
-    """A model with the weights of a LoRA adapter added to its own.
+def merge_adapter(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTrainedModel:
+    """Merges the weights of a LoRA adapter into a model.
+
+    Args:
+        model: Model that the adapter was trained on.
+        adapter: Folder of the adapter.
+        spec: Spec of the model, used in messages.
 
     Raises:
         MissingExtra: peft is not installed.
-        SpecError: The adapter is of another model.
+        SpecError: The adapter does not fit the model.
     """
     extras.require("peft")
     from peft import PeftConfig, PeftModel
@@ -328,8 +362,10 @@ def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTraine
         tuned = PeftModel(model, settings)
         found = tuned.load_adapter(str(adapter), tuned.active_adapter)
     except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise SpecError("adapter", spec.adapter, rule, f"cannot be read ({_said(error)})") from None
-    # Layers without a weight would stay as they are, and weights without a layer be left out.
+        raise SpecError(
+            "adapter", spec.adapter, rule, f"cannot be read ({_summary(error)})"
+        ) from None
+    # peft ignores both without an error.
     for keys, problem in (
         (found.missing_keys, "has no weights"),
         (found.unexpected_keys, "has weights of an unknown layer:"),
@@ -339,22 +375,22 @@ def merged(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTraine
     return tuned.merge_and_unload()
 
 
-def linear_in(
+def load_linear(
     folder: Path, width: int, field: str, value: str, prefix: str = ""
 ) -> torch.nn.Linear:
-    """Loads a linear layer, `weight` and optionally `bias`, from a folder's safetensors files.
+    """Loads a linear layer from the safetensors files of a folder: `weight` and optionally `bias`.
 
     Args:
-        folder: Folder of the files.
-        width: Expected input dimension.
-        field: Field of the spec that names the folder, for error messages.
-        value: Value of the field.
+        folder: Folder to read.
+        width: Required number of input features.
+        field: Spec field that names the folder, used in messages.
+        value: Value of that field.
         prefix: Prefix of the names of the weights.
 
     Raises:
-        SpecError: There is no such layer, or it has another input dimension.
+        SpecError: The files contain no such layer, or its number of input features differs.
     """
-    check_unchanged(folder, field)
+    check_training_hashes(folder, field)
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -378,60 +414,67 @@ def linear_in(
     return layer
 
 
-def fingerprint_of(
+def checkpoint_fingerprint(
     spec: CheckpointSpec, ignored: Iterable[str] = NOT_IN_FINGERPRINTS, **more: Any
 ) -> str:
-    """Hashes the files of a checkpoint and the settings that change a query vector.
+    """Computes the hash of a checkpoint's files and of the settings that affect query vectors.
 
-    The origin of the files and the batching of documents do not count. `attention` does: its
+    The origin of the files and the batching of documents do not. `attention` does, because the
     implementations differ visibly in half precision.
 
     Args:
         spec: Spec of the encoder.
-        ignored: Fields of the spec that do not change a vector.
-        more: Further values that change one.
+        ignored: Fields of the spec that do not affect query vectors.
+        more: Additional values that do.
     """
-    folder = folder_of(spec, [*WEIGHTS, *SETTINGS])
-    adapter = adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    files = hashed(folder, [*WEIGHTS, *SETTINGS])
+    folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
+    adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+    files = hash_files(folder, [*WEIGHTS, *SETTINGS])
     if adapter:
-        files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     ignored = set(ignored)
     settings = {name: value for name, value in config.dump(spec).items() if name not in ignored}
     return config.digest({"files": files, "settings": settings, **more})
 
 
-def hashed(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """The hashes of a folder's files by name."""
+def hash_files(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """Returns the SHA-256 of the files of a folder that match the patterns, by file name."""
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return {path.name: sha256(path) for path in paths}
 
 
-def check_unchanged(folder: Path | str, field: str) -> None:
-    """Raises `SpecError` if a folder's weights are not what its `training.json` says was trained.
+def check_training_hashes(folder: Path | str, field: str) -> None:
+    """Checks that a folder's weights have the hashes recorded in its `training.json`.
 
-    A folder without that file may have any.
+    Folders without that file pass.
+
+    Args:
+        folder: Folder of the weights.
+        field: Spec field that names the folder, used in messages.
+
+    Raises:
+        SpecError: The weights differ from those that training wrote.
     """
-    about = Path(folder) / "training.json"
-    if not about.is_file():
+    record = Path(folder) / "training.json"
+    if not record.is_file():
         return
     try:
-        trained = json.loads(about.read_text("utf-8"))["sha256"]
+        hashes = json.loads(record.read_text("utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
-        trained = None
-    if hashed(Path(folder), ["*.safetensors"]) != trained:
+        hashes = None
+    if hash_files(Path(folder), ["*.safetensors"]) != hashes:
         rule = "an unmodified output folder of training"
         raise SpecError(field, str(folder), rule, "has modified or corrupted weights")
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _said(error: Exception) -> str:
-    """The first line of what an error says; of torch's, which only announces, the first two."""
+def _summary(error: Exception) -> str:
+    """Returns the first line of an error message, or two lines if the first ends with a colon."""
     first, second, *_ = [*str(error).splitlines(), "", ""]
-    said = f"{first} {second.strip()}" if first.endswith(":") else first
-    return said or type(error).__name__
+    summary = f"{first} {second.strip()}" if first.endswith(":") else first
+    return summary or type(error).__name__

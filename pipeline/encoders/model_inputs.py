@@ -1,4 +1,4 @@
-"""Sequences as a model reads them: one at a time, serialised, and padded into batches."""
+"""Model inputs of single sequences: serialisation, and collation into padded batches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One sequence of L positions as a model reads it, without a batch axis or padding.
+    """Model inputs of one sequence of L positions, without batch axis or padding.
 
     Attributes:
-        sequence: (L,) tensors that a batch pads, such as `input_ids` and `token_type_ids`.
-        media: Tensors that a batch joins along their first axis, such as pixels and grids.
-        kind: (L,) int8 codes of `tokens.KINDS`.
-        keep: (L,) bool, True for positions that become tokens of the item.
-        extents: (L, 6) float32 x0 y0 x1 y1 t0 t1; NaN: none.
-        spans: (L, 2) int32 character offsets in the item's text; -1: none.
+        sequence: Tensors (L,) that collation pads, such as `input_ids` and `token_type_ids`.
+        media: Tensors that collation concatenates along the first axis, such as pixels and grids.
+        kind: Codes of `tokens.KINDS`, (L,) int8.
+        keep: True for positions that become tokens of the item, (L,) bool.
+        extents: Boxes and times x0 y0 x1 y1 t0 t1, (L, 6) float32; NaN if unknown.
+        spans: Character offsets in the item's text, (L, 2) int32; -1 if none.
     """
 
     sequence: dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class ModelInput:
         return len(self.kind)
 
     @classmethod
-    def of(
+    def create(
         cls,
         sequence: Mapping[str, torch.Tensor],
         media: Mapping[str, torch.Tensor],
@@ -42,7 +42,7 @@ class ModelInput:
         extents: torch.Tensor | None = None,
         spans: torch.Tensor | None = None,
     ) -> ModelInput:
-        """Returns an input; by default all positions are kept, and none has extents or a span."""
+        """Creates an input; by default all positions are kept and have no extents or spans."""
         length = len(kind)
         return cls(
             dict(sequence),
@@ -62,49 +62,49 @@ class ModelInput:
         return named
 
     @classmethod
-    def of_tensors(cls, named: Mapping[str, torch.Tensor]) -> ModelInput:
-        """Returns the input whose `tensors` these are."""
-        parts: dict[str, dict[str, torch.Tensor]] = {"sequence": {}, "media": {}}
-        rest = {}
+    def from_tensors(cls, named: Mapping[str, torch.Tensor]) -> ModelInput:
+        """Creates an input from the result of `tensors`."""
+        groups: dict[str, dict[str, torch.Tensor]] = {"sequence": {}, "media": {}}
+        fields = {}
         for name, tensor in named.items():
-            part, _, own = name.partition(".")
-            if own:
-                parts[part][own] = tensor
+            group, _, key = name.partition(".")
+            if key:
+                groups[group][key] = tensor
             else:
-                rest[name] = tensor
-        return cls(parts["sequence"], parts["media"], **rest)
+                fields[name] = tensor
+        return cls(groups["sequence"], groups["media"], **fields)
 
 
 def pack(inputs: Iterable[ModelInput]) -> bytes:
-    """Serialises the sequences of an item in the format of safetensors."""
+    """Serialises the sequences of an item in the safetensors format."""
     named = {
         f"{number}.{name}": tensor.contiguous()
-        for number, read in enumerate(inputs)
-        for name, tensor in read.tensors().items()
+        for number, sequence in enumerate(inputs)
+        for name, tensor in sequence.tensors().items()
     }
     return safetensors.torch.save(named)
 
 
 def unpack(data: bytes) -> list[ModelInput]:
-    """Returns the sequences that `pack` serialised."""
-    parts: dict[int, dict[str, torch.Tensor]] = {}
+    """Deserialises the sequences of an item."""
+    sequences: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in safetensors.torch.load(data).items():
-        number, _, own = name.partition(".")
-        parts.setdefault(int(number), {})[own] = tensor
-    return [ModelInput.of_tensors(parts[number]) for number in sorted(parts)]
+        number, _, key = name.partition(".")
+        sequences.setdefault(int(number), {})[key] = tensor
+    return [ModelInput.from_tensors(sequences[number]) for number in sorted(sequences)]
 
 
 @dataclass(frozen=True)
 class Collated:
-    """B sequences of one forward pass, padded to L positions.
+    """Model inputs of one forward pass: B sequences padded to L positions.
 
     Attributes:
-        given: Arguments of the model.
-        mask_BL: True for positions that are not padding.
-        kind, keep, extents, spans: As in `ModelInput`, with a first axis of B.
+        kwargs: Keyword arguments of the model.
+        mask_BL: False at padding.
+        kind, keep, extents, spans: As in `ModelInput`, with a leading batch axis.
     """
 
-    given: dict[str, torch.Tensor]
+    kwargs: dict[str, torch.Tensor]
     mask_BL: torch.Tensor
     kind: torch.Tensor
     keep: torch.Tensor
@@ -112,35 +112,37 @@ class Collated:
     spans: torch.Tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Collated:
-        """Returns the same with a function applied to every tensor."""
+        """Returns a copy with `function` applied to every tensor."""
         names = ("mask_BL", "kind", "keep", "extents", "spans")
-        given = {name: function(tensor) for name, tensor in self.given.items()}
-        return Collated(given, *(function(getattr(self, name)) for name in names))
+        kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
+        return Collated(kwargs, *(function(getattr(self, name)) for name in names))
 
 
 def collate(
     inputs: Sequence[ModelInput], media: Mapping[str, torch.Tensor], padding_side: str
 ) -> Collated:
-    """Pads sequences to one batch.
+    """Pads sequences and collates them into one batch.
 
     Args:
-        inputs: Sequences of the batch.
-        media: The media of the batch, joined as the model reads them.
+        inputs: B sequences.
+        media: Media inputs of the batch.
         padding_side: Side on which short sequences are padded: "left" or "right".
     """
 
-    def padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
+    def pad(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(
             list(values), batch_first=True, padding_value=fill, padding_side=padding_side
         )
 
-    mask_BL = padded([torch.ones(len(read), dtype=torch.bool) for read in inputs])
-    given = {name: padded([read.sequence[name] for read in inputs]) for name in inputs[0].sequence}
+    mask_BL = pad([torch.ones(len(sequence), dtype=torch.bool) for sequence in inputs])
+    kwargs = {
+        name: pad([sequence.sequence[name] for sequence in inputs]) for name in inputs[0].sequence
+    }
     return Collated(
-        {**given, "attention_mask": mask_BL.long(), **media},
+        {**kwargs, "attention_mask": mask_BL.long(), **media},
         mask_BL,
-        kind=padded([read.kind for read in inputs]),
-        keep=padded([read.keep for read in inputs]),
-        extents=padded([read.extents for read in inputs], torch.nan),
-        spans=padded([read.spans for read in inputs], -1),
+        kind=pad([sequence.kind for sequence in inputs]),
+        keep=pad([sequence.keep for sequence in inputs]),
+        extents=pad([sequence.extents for sequence in inputs], torch.nan),
+        spans=pad([sequence.spans for sequence in inputs], -1),
     )

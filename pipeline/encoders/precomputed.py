@@ -1,4 +1,4 @@
-"""Vectors that the user's own model made: the items carry them, and so must the queries."""
+"""Encoder for precomputed vectors: items contain them, and queries must be vectors."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
 
 
 class Precomputed(Encoder["Precomputed.Spec"]):
-    """Hands on the vectors in the items' column `vectors`; an item with none has no token."""
+    """Encoder that returns the vectors in the items' column `vectors`.
+
+    An item without vectors has no tokens.
+    """
 
     class Spec(config.ComponentSpec):
-        """What the vectors are.
-
-        Attributes:
-            dim: numbers in each vector.
-            label: the user's own name for the model that made them. It stands for the weights in
-                the fingerprint: vectors of different models need different labels.
-            normalise: bring items' and queries' vectors to unit length. Without it they are handed
-                on as they are, and a method that works on unit vectors makes them so by itself.
-            max_batch_tokens: padded vectors of one batch.
-        """
+        """Width, origin and normalisation of the vectors."""
 
         name: Literal["precomputed"] = "precomputed"
         dim: int = Field(ge=1)
+        """Width of the vectors."""
         label: str = Field(min_length=1)
+        """User-defined name of the model that computed the vectors. It replaces the weights in the
+        fingerprint, so vectors of different models need different labels.
+        """
         normalise: bool = True
+        """Normalise the vectors of items and queries to unit length. Otherwise they are used
+        unchanged, and compressors that need unit vectors normalise them.
+        """
         max_batch_tokens: int = Field(65536, ge=1)
+        """Maximum number of padded vectors per batch."""
 
-    needs = ("vectors",)
+    default_inputs = ("vectors",)
     pooled_dim = None
     has_spans = False
     has_extents = False
@@ -50,20 +52,20 @@ class Precomputed(Encoder["Precomputed.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Nothing can be wrong here: the widths are checked where the vectors are."""
+        """Accepts every spec: `encode` checks the width of the vectors."""
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """None: queries are vectors."""
+        """Returns no kinds: queries are vectors."""
         return ()
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Pads the column `vectors`, `list<fixed_size_list<float>[dim]>`; null is no vector.
+        """Batches the column `vectors`, `list<fixed_size_list<float>[dim]>`; null means no vectors.
 
         Raises:
-            ValueError: the vectors have another width, or one of an item's vectors is null.
+            SpecError: The vectors have another width, or a list contains a null vector.
         """
         column = items["vectors"]
         if not _is_list_of_vectors(column.type, self.dim):
@@ -74,14 +76,14 @@ class Precomputed(Encoder["Precomputed.Spec"]):
             raise SpecError("vectors", None, "lists without null vectors")
         ends = np.cumsum(lengths)
         for rows in batches_by_size(lengths, self.spec.max_batch_tokens):
-            parts = [flat[ends[row] - lengths[row] : ends[row]] for row in rows]
-            yield rows, self._batch(np.concatenate(parts), lengths[rows])
+            vectors = [flat[ends[row] - lengths[row] : ends[row]] for row in rows]
+            yield rows, self._batch(np.concatenate(vectors), lengths[rows])
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Always an error: the model that made the vectors is not here.
+        """Raises an error, because the model that computed the vectors is not available.
 
         Raises:
-            SpecError: always.
+            SpecError: Always.
         """
         problem = "cannot be encoded (the index was built from precomputed vectors)"
         raise SpecError("query", texts[0] if len(texts) else "", "query vectors", problem)

@@ -15,7 +15,7 @@ from transformers import (
 
 from pipeline.encoders.loading import CheckpointSpec, check_checkpoint, load_model
 
-#: Language models by type; the model of hidden states is a part of each.
+#: Model classes by model type; the backbone is the submodule `model` of each.
 MODELS = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
@@ -28,16 +28,21 @@ def load_backbone(
     device_map: str | None,
     models: Mapping[str, type[PreTrainedModel]] = MODELS,
 ) -> PreTrainedModel:
-    """Loads the model of hidden states of a checkpoint, saved with or without its head.
+    """Loads the backbone of a checkpoint, which may be saved with or without its head.
+
+    Args:
+        spec: Spec that names the checkpoint.
+        device_map: "auto" distributes the model over the visible GPUs.
+        models: Supported model classes, by model type.
 
     Raises:
         SpecError: The weights cannot be loaded, or some are missing.
     """
-    # Names of weights have changed over the versions: only the whole model knows all of them, and
-    # adapters are trained around it. The head is not used.
-    whole = models[check_checkpoint(spec, *models).model_type]
-    model = load_model(spec, whole, device_map, may_lack=("lm_head.",)).model
-    if device_map:  # as in the whole model, the output moves to the device of the input
+    # The full model is loaded because only its class maps the weight names of older versions, and
+    # because adapters are trained on it. The head is unused.
+    model_class = models[check_checkpoint(spec, *models).model_type]
+    model = load_model(spec, model_class, device_map, optional_weights=("lm_head.",)).model
+    if device_map:  # moves the output to the device of the input, as in the full model
         from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
@@ -45,17 +50,17 @@ def load_backbone(
 
 
 def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """Runs a model of hidden states with positions counted from the first real token.
+    """Runs a backbone with explicit position ids, counted from the first token that is not padding.
 
-    They are passed explicitly because the model counts those of a batch of texts from its padding.
+    By default the model counts the positions of text-only batches from the padding.
     """
     grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    whole: Any = model  # of a class that counts positions
-    positions, _ = whole.get_rope_index(
+    backbone: Any = model  # PreTrainedModel does not declare get_rope_index
+    positions, _ = backbone.get_rope_index(
         inputs["input_ids"],
         mm_token_type_ids=inputs.pop("mm_token_type_ids"),
         attention_mask=inputs["attention_mask"],
         **{name: inputs[name] for name in grids if name in inputs},
     )
-    inputs.pop("second_per_grid_ts", None)  # it has no other use
+    inputs.pop("second_per_grid_ts", None)  # only used by get_rope_index
     return model(**inputs, position_ids=positions, use_cache=False, **options)

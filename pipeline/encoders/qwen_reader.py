@@ -1,4 +1,4 @@
-"""Sequences of texts, images and videos for the Qwen models."""
+"""Preprocessing of texts, images and videos for the Qwen models."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ from pipeline.encoders.reader import Reader
 from pipeline.encoders.tokenizing import token_names
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 
-#: Special tokens, whether or not a tokenizer lists them as such; SMART's code drops them.
+#: Tokens treated as special even if a tokenizer does not list them; SMART's code drops them.
 BOUNDARIES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),  # of Qwen2.5-Omni
+    *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),  # Qwen2.5-Omni
 )
 
 #: Codes of `mm_token_type_ids`.
-OF_TEXT, OF_IMAGES, OF_VIDEOS = range(3)
+TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = range(3)
 
 #: An image with the start and end of its display, in seconds.
-Shown = tuple[Image.Image, float, float]
+TimedImage = tuple[Image.Image, float, float]
 
 
 class QwenReader(Reader[QwenSpecT]):
-    """Builds sequences of texts, images and videos, without the parts that need torchvision."""
+    """Reader of texts, images and videos that needs no torchvision.
 
-    #: Tokens around images, and placeholder tokens with the setting that holds their id.
-    VISION_ENDS: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
+    Attributes:
+        VISION_BOUNDARIES: Boundary tokens of images and videos.
+        PADS: Placeholder tokens, with the configuration field that holds their id.
+    """
+
+    VISION_BOUNDARIES: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
     PADS: ClassVar[dict[str, str]] = {
         "<|image_pad|>": "image_token_id",
         "<|video_pad|>": "video_token_id",
@@ -51,9 +55,9 @@ class QwenReader(Reader[QwenSpecT]):
 
     def __init__(self, spec: QwenSpecT, settings: PretrainedConfig):
         super().__init__(spec)
-        bounds = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
-        given = {name: value for name, value in bounds.items() if value is not None}
-        self.images = load_processor(spec, Qwen2VLImageProcessorPil, **given)
+        limits = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
+        options = {name: value for name, value in limits.items() if value is not None}
+        self.images = load_processor(spec, Qwen2VLImageProcessorPil, **options)
         check_patches(spec, self.images, settings.vision_config)
         self.tokenizer = load_processor(spec, AutoTokenizer)
         self.settings = settings
@@ -62,19 +66,19 @@ class QwenReader(Reader[QwenSpecT]):
             self.tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False)
         )
         #: Token ids that the tokenizer appends to every text.
-        self.ending = whole[whole.index(plain[-1]) + 1 :]
+        self.suffix_ids = whole[whole.index(plain[-1]) + 1 :]
         names = self._marker_ids = self.tokenizer.get_added_vocab()
-        self.vision_ends = self.ids_of(self.VISION_ENDS)
-        self.ids_of(self.PADS)
+        self.vision_boundaries = self.token_ids(self.VISION_BOUNDARIES)
+        self.token_ids(self.PADS)
         if not self.tokenizer.is_fast:
-            rule = "a model with a fast tokenizer (one that gives character offsets)"
+            rule = "a model with a fast tokenizer (which provides character offsets)"
             raise SpecError("model", spec.model, rule, "has none")
         pads = {getattr(settings, field) for field in self.PADS.values()}
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads
         self._markers = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
-    def ids_of(self, names: Iterable[str]) -> list[int]:
+    def token_ids(self, names: Iterable[str]) -> list[int]:
         """Returns the ids of added tokens.
 
         Raises:
@@ -85,14 +89,14 @@ class QwenReader(Reader[QwenSpecT]):
             raise SpecError("model", self.spec.model, rule, f"has no token {missing[0]}")
         return [self._marker_ids[name] for name in names]
 
-    def content_of(self, item: Mapping[str, Any]) -> tuple[list[Shown], str]:
-        """The pictures and the text of an item that are read, as `documents` of the spec says."""
+    def item_content(self, item: Mapping[str, Any]) -> tuple[list[TimedImage], str]:
+        """Returns the images and the text of an item that `documents` of the spec selects."""
         documents = self.spec.documents
-        shown = [] if documents == "text" else item_images(item)
-        text = (item.get("text") or "") if documents in ("text", "both") or not shown else ""
-        return shown, text if text.strip() else ""
+        images = [] if documents == "text" else item_images(item)
+        text = (item.get("text") or "") if documents in ("text", "both") or not images else ""
+        return images, text if text.strip() else ""
 
-    def pieces(self, template: str) -> Iterable[int | str]:
+    def split_prompt(self, template: str) -> Iterable[int | str]:
         """Yields the parts of a prompt: the ids of its special tokens and the text between them."""
         start = 0
         for found in self._markers.finditer(template):
@@ -103,110 +107,121 @@ class QwenReader(Reader[QwenSpecT]):
         if start < len(template):
             yield template[start:]
 
-    def grid(self, picture: Image.Image) -> tuple[int, int]:
+    def grid(self, image: Image.Image) -> tuple[int, int]:
         """Returns the rows and columns of tokens of an image.
 
         Raises:
-            Unreadable: The image is too long and narrow.
+            Unreadable: The aspect ratio of the image is too extreme.
         """
         factor = self.images.patch_size * self.images.merge_size
         size = self.images.size
         try:
             height, width = smart_resize(
-                picture.height, picture.width, factor, size["shortest_edge"], size["longest_edge"]
+                image.height, image.width, factor, size["shortest_edge"], size["longest_edge"]
             )
         except ValueError as error:
-            raise Unreadable("picture not legal for the model", str(error)) from None
+            raise Unreadable("image not supported by the model", str(error)) from None
         return height // factor, width // factor
 
     def write(
         self,
         prompt: str,
         text: str = "",
-        images: Sequence[Shown] = (),
-        video: Sequence[Sequence[Shown]] = (),
+        images: Sequence[TimedImage] = (),
+        video: Sequence[Sequence[TimedImage]] = (),
     ) -> SequenceWriter:
-        """Builds the sequence of a prompt with images, a video and a text in it.
+        """Builds the sequence of a prompt with images, a video and a text.
 
         Args:
-            prompt: A text that contains `{content}`.
+            prompt: Prompt that contains `{content}`.
             text: Text of the content.
             images: Images of the content.
-            video: Frames of a video, grouped by the grid that they form.
+            video: Frames of the content's video, grouped by temporal patch.
         """
         before, after = prompt.split(CONTENT)
         writer = SequenceWriter(self)
-        writer.prompt(before)
-        for picture, start, stop in images:
-            cells = grid_extents(*self.grid(picture), (start, stop))
-            writer.vision(self.settings.image_token_id, OF_IMAGES, cells)
-        grids = [grid_extents(*self.grid(own[0][0]), (own[0][1], own[-1][2])) for own in video]
-        if self.settings.model_type == "qwen3_vl":  # says when each grid is seen
-            for own, cells in zip(video, grids, strict=True):
-                seconds = (own[0][1] + own[-1][1]) / 2 - video[0][0][1]
-                writer.plain(f"<{seconds:.1f} seconds>")
-                writer.vision(self.settings.video_token_id, OF_VIDEOS, cells)
+        writer.add_prompt(before)
+        for image, start, stop in images:
+            extents = grid_extents(*self.grid(image), (start, stop))
+            writer.add_vision(self.settings.image_token_id, IMAGE_TYPE, extents)
+        grids = [
+            grid_extents(*self.grid(frames[0][0]), (frames[0][1], frames[-1][2]))
+            for frames in video
+        ]
+        if self.settings.model_type == "qwen3_vl":  # a timestamp precedes each grid
+            for frames, extents in zip(video, grids, strict=True):
+                seconds = (frames[0][1] + frames[-1][1]) / 2 - video[0][0][1]
+                writer.add_text(f"<{seconds:.1f} seconds>")
+                writer.add_vision(self.settings.video_token_id, VIDEO_TYPE, extents)
         elif grids:
-            writer.vision(self.settings.video_token_id, OF_VIDEOS, torch.cat(grids))
-        writer.plain(text, is_own=True)
-        writer.prompt(after)
-        writer.end()
+            writer.add_vision(self.settings.video_token_id, VIDEO_TYPE, torch.cat(grids))
+        writer.add_text(text, is_content=True)
+        writer.add_prompt(after)
+        writer.finish()
         return writer
 
-    def fitting(
-        self, most: int, write: Callable[[int], SequenceWriter]
+    def fit_to_limit(
+        self, maximum: int, write: Callable[[int], SequenceWriter]
     ) -> tuple[int, SequenceWriter]:
-        """Finds the largest number up to `most` for which the sequence does not exceed the limit.
+        """Finds the largest number up to `maximum` whose sequence does not exceed the token limit.
+
+        Args:
+            maximum: Largest number to consider, at least 1.
+            write: Function that builds the sequence of a number, which grows with it.
+
+        Returns:
+            The number and its sequence.
 
         Raises:
-            Unreadable: Even the sequence of one exceeds the limit.
+            Unreadable: Even the sequence for 1 exceeds the limit.
         """
-        written = write(most)
-        if len(written.ids) <= self.limit:
-            return most, written
-        numbers = range(1, most)
+        writer = write(maximum)
+        if len(writer.ids) <= self.limit:
+            return maximum, writer
+        numbers = range(1, maximum)
         number = bisect.bisect_right(numbers, self.limit, key=lambda n: len(write(n).ids))
         if not number:
             detail = f"{len(write(1).ids)} tokens, at most {self.limit}"
             raise Unreadable("too many tokens", detail)
         return number, write(number)
 
-    def named(self, read: ModelInput, text: str = "") -> tuple[ModelInput, list[str]]:
-        """Returns a query with the names of its tokens: text tokens by their own characters."""
-        names = token_names(self.tokenizer, read)
-        for number, (start, stop) in enumerate(read.spans[read.keep].tolist()):
+    def with_token_names(self, inputs: ModelInput, text: str = "") -> tuple[ModelInput, list[str]]:
+        """Returns a query with the names of its tokens; text tokens are named by their text."""
+        names = token_names(self.tokenizer, inputs)
+        for number, (start, stop) in enumerate(inputs.spans[inputs.keep].tolist()):
             if start >= 0:
                 names[number] = text[start:stop]
-        return read, names
+        return inputs, names
 
-    def pixels_of(self, images: Sequence[Shown]) -> dict[str, torch.Tensor]:
-        """Returns the inputs of the vision tower for images, each its own grid."""
+    def image_inputs(self, images: Sequence[TimedImage]) -> dict[str, torch.Tensor]:
+        """Returns the inputs of the vision tower for images, one grid per image."""
         if not images:
             return {}
-        read = self.images([picture for picture, _, _ in images], return_tensors="pt")
-        return {name: read[name] for name in ("pixel_values", "image_grid_thw")}
+        output = self.images([image for image, _, _ in images], return_tensors="pt")
+        return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
 
-    def pixels_of_video(self, video: Sequence[Sequence[Shown]]) -> dict[str, torch.Tensor]:
+    def video_inputs(self, video: Sequence[Sequence[TimedImage]]) -> dict[str, torch.Tensor]:
         """Returns the inputs of the vision tower for a video.
 
-        A patch holds the same location in two consecutive frames; that of an image holds it twice.
-        The patches of a pair of frames are therefore halves of those of the two images.
+        A patch covers the same location in two consecutive frames; a patch of an image contains the
+        image twice. The patches of a pair of frames are therefore halves of those of the two
+        images.
         """
         depth, size = self.images.temporal_patch_size, self.images.patch_size
         # An incomplete last grid repeats its last frame.
-        full = [[*own, *[own[-1]] * (depth - len(own))] for own in video]
-        read = self.pixels_of([shown for own in full for shown in own])
-        patches = read["pixel_values"].view(len(video), depth, -1, 3, depth, size * size)
+        grids = [[*frames, *[frames[-1]] * (depth - len(frames))] for frames in video]
+        inputs = self.image_inputs([frame for frames in grids for frame in frames])
+        patches = inputs["pixel_values"].view(len(video), depth, -1, 3, depth, size * size)
         halves = [patches[:, half, :, :, half] for half in range(depth)]
-        _, rows, columns = read["image_grid_thw"][0].tolist()
+        _, rows, columns = inputs["image_grid_thw"][0].tolist()
         media = {
             "pixel_values_videos": torch.stack(halves, dim=3).flatten(2).flatten(0, 1),
             "video_grid_thw": torch.tensor([[len(video), rows, columns]]),
         }
-        if self.settings.model_type == "qwen2_5_vl":  # counts positions in time by it
-            starts = [start for own in video for _, start, _ in own]
-            apart = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
-            media["second_per_grid_ts"] = torch.tensor([apart * depth], dtype=torch.float32)
+        if self.settings.model_type == "qwen2_5_vl":  # scales the positions in time
+            starts = [start for frames in video for _, start, _ in frames]
+            interval = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
+            media["second_per_grid_ts"] = torch.tensor([interval * depth], dtype=torch.float32)
         return media
 
 
@@ -214,77 +229,89 @@ class SequenceWriter:
     """Builder of a sequence, from its first token to its last.
 
     Attributes:
-        ids, kinds, types, spans: Values of its tokens; `types` are `mm_token_type_ids`.
-        cells: Start of each image, and the extents of its tokens.
+        ids, kinds, types, spans: Values per token; `types` are `mm_token_type_ids`.
+        extents: Start index of each image, and the extents of its tokens.
     """
 
     def __init__(self, reader: QwenReader):
         self._reader = reader
-        self._run: list[str] = []  # text between two special tokens, tokenised as one
-        self._own = (0, 0)  # its part that is the item's own text
+        self._pending: list[str] = []  # text since the last special token, tokenised as a whole
+        self._content = (0, 0)  # range of the item's text within the pending text
         self.ids: list[int] = []
         self.kinds: list[int] = []
         self.types: list[int] = []
         self.spans: list[tuple[int, int]] = []
-        self.cells: list[tuple[int, torch.Tensor]] = []
+        self.extents: list[tuple[int, torch.Tensor]] = []
 
-    def prompt(self, template: str) -> None:
+    def add_prompt(self, template: str) -> None:
         """Appends a part of a prompt."""
-        for piece in self._reader.pieces(template):
+        for piece in self._reader.split_prompt(template):
             if isinstance(piece, str):
-                self.plain(piece)
+                self.add_text(piece)
             else:
                 self.flush()
                 self._add([piece], SPECIAL if piece in self._reader.special else PROMPT)
 
-    def plain(self, text: str, is_own: bool = False) -> None:
-        """Appends text without special tokens."""
-        if is_own:
-            start = sum(map(len, self._run))
-            self._own = (start, start + len(text))
-        self._run.append(text)
+    def add_text(self, text: str, is_content: bool = False) -> None:
+        """Appends text without special tokens.
 
-    def vision(self, pad: int, type: int, cells: torch.Tensor) -> None:
-        """Appends the tokens of an image or a video, `pad` for each cell, and their boundaries."""
+        Args:
+            text: Text to append.
+            is_content: Whether this is the item's text, whose tokens have spans.
+        """
+        if is_content:
+            start = sum(map(len, self._pending))
+            self._content = (start, start + len(text))
+        self._pending.append(text)
+
+    def add_vision(self, pad: int, type: int, extents: torch.Tensor) -> None:
+        """Appends the tokens of an image or a video and their boundaries.
+
+        Args:
+            pad: Placeholder token, repeated once per cell.
+            type: Code of `mm_token_type_ids`.
+            extents: Extents of the tokens, (n, 6).
+        """
         self.flush()
-        start, end = self._reader.vision_ends
+        start, end = self._reader.vision_boundaries
         self._add([start], SPECIAL)
-        self.cells.append((len(self.ids), cells))
-        self._add([pad] * len(cells), VISUAL, type)
+        self.extents.append((len(self.ids), extents))
+        self._add([pad] * len(extents), VISUAL, type)
         self._add([end], SPECIAL)
 
-    def end(self) -> None:
-        """Appends the tokenizer's own ending, unless the prompt contains it."""
+    def finish(self) -> None:
+        """Appends the tokens that the tokenizer adds to every text, unless already present."""
         self.flush()
-        ending = self._reader.ending
-        if self.ids[len(self.ids) - len(ending) :] != ending:
-            self._add(ending, SPECIAL)
+        suffix_ids = self._reader.suffix_ids
+        if self.ids[len(self.ids) - len(suffix_ids) :] != suffix_ids:
+            self._add(suffix_ids, SPECIAL)
 
     def flush(self) -> None:
         """Tokenises the text since the last special token."""
-        text, (first, last) = "".join(self._run), self._own
-        self._run, self._own = [], (0, 0)
+        text, (first, last) = "".join(self._pending), self._content
+        self._pending, self._content = [], (0, 0)
         if not text:
             return
-        read = self._reader.tokenizer(
+        encoded = self._reader.tokenizer(
             text,
             add_special_tokens=False,
             split_special_tokens=True,
             return_offsets_mapping=True,
             verbose=False,  # the reader reports texts that are too long
         )
-        for number, (start, stop) in zip(read["input_ids"], read["offset_mapping"], strict=True):
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        for token_id, (start, stop) in zip(ids, offsets, strict=True):
             if start < last and stop > first:
                 span = (max(start, first) - first, min(stop, last) - first)
-                self._add([number], TEXT, span=span)
+                self._add([token_id], TEXT, span=span)
             else:
-                self._add([number], PROMPT)
+                self._add([token_id], PROMPT)
 
     def _add(
         self,
         ids: list[int],
         kind: int,
-        type: int = OF_TEXT,
+        type: int = TEXT_TYPE,
         span: tuple[int, int] = (-1, -1),
     ) -> None:
         self.ids += ids
@@ -292,26 +319,33 @@ class SequenceWriter:
         self.types += [type] * len(ids)
         self.spans += [span] * len(ids)
 
-    def columns(self) -> dict[str, torch.Tensor]:
-        """Returns the model's inputs of each position."""
+    def position_inputs(self) -> dict[str, torch.Tensor]:
+        """Returns the model inputs per position."""
         return {
             "input_ids": torch.tensor(self.ids),
             "mm_token_type_ids": torch.tensor(self.types),
         }
 
-    def read(
+    def build(
         self,
         media: dict[str, torch.Tensor],
         keep: torch.Tensor | None = None,
         kind: torch.Tensor | None = None,
         **sequence: torch.Tensor,
     ) -> ModelInput:
-        """Returns the finished sequence."""
+        """Returns the finished sequence.
+
+        Args:
+            media: Media inputs of the sequence.
+            keep: True for positions that become tokens; None keeps all.
+            kind: Codes of `tokens.KINDS` that replace those of the builder.
+            sequence: Additional model inputs per position.
+        """
         extents = torch.full((len(self.ids), 6), torch.nan)
-        for start, cells in self.cells:
-            extents[start : start + len(cells)] = cells
-        return ModelInput.of(
-            {**self.columns(), **sequence},
+        for start, values in self.extents:
+            extents[start : start + len(values)] = values
+        return ModelInput.create(
+            {**self.position_inputs(), **sequence},
             media,
             torch.tensor(self.kinds) if kind is None else kind,
             keep=keep,

@@ -1,4 +1,4 @@
-"""Specs and prompts that the embedders on Qwen-VL and Qwen-Omni share."""
+"""Specs and prompts shared by the embedders based on Qwen-VL and Qwen-Omni."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ QUERY_PROMPT = CHAT.replace(
     "{instruction}", "Retrieve images or text relevant to the user's query."
 )
 
-#: Placeholder tokens of images and audio, one per token: of Qwen-VL, and of Qwen2.5-Omni.
-PLACES = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>")
+#: Placeholder tokens of images and audio in Qwen-VL and Qwen2.5-Omni.
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>")
 
 
 def _check_prompt(prompt: str) -> str:
     if prompt.count(CONTENT) != 1:
         raise SpecError("", prompt, f"a text that contains {CONTENT} exactly once")
-    for place in PLACES:
-        if place in prompt:
+    for placeholder in PLACEHOLDERS:
+        if placeholder in prompt:
             rule = f"a text without other placeholders than {CONTENT}"
-            raise SpecError("", prompt, rule, f"contains {place}")
+            raise SpecError("", prompt, rule, f"contains {placeholder}")
     return prompt
 
 
@@ -43,52 +43,54 @@ Prompt = Annotated[str, AfterValidator(_check_prompt)]
 
 
 class QwenSpec(CheckpointSpec):
-    """Base of the specs of all families on these models.
+    """Base of the specs of all families on these models."""
 
-    Attributes:
-        min_pixels, max_pixels: Bounds of an image as the model reads it; null: the checkpoint's
-            own. Those of Qwen3-VL allow 16384 tokens per image; the code of Qwen3-VL-Embedding sets
-            4096 and 1843200, which is at most 1800 tokens.
-        max_item_tokens: Maximum number of tokens of an item or a query, prompt included, if the
-            model's window is not shorter.
-    """
-
-    if TYPE_CHECKING:  # a field of every subclass, with values of its own
+    if TYPE_CHECKING:  # defined by each subclass with different values
         documents: str
 
     min_pixels: int | None = Field(None, ge=1)
+    """Minimum number of pixels per image after resizing; null: the checkpoint's value.
+    Qwen3-VL-Embedding uses 4096.
+    """
     max_pixels: int | None = Field(None, ge=1)
+    """Maximum number of pixels per image after resizing; null: the checkpoint's value. Qwen3-VL
+    allows 16384 tokens per image; Qwen3-VL-Embedding uses 1843200, at most 1800 tokens.
+    """
     max_item_tokens: int = Field(8192, ge=1)
+    """Maximum number of tokens per item or query, including the prompt, further limited by the
+    context length of the model.
+    """
 
 
 class StatesSpec(QwenSpec):
     """Base of the specs of single-vector embedders whose hidden states are token vectors (SMART).
 
-    The default prompts are those of Qwen3-VL-Embedding. Other models need others, which contain
-    `{content}`: GME has "You are a helpful assistant." as its system prompt before items, and
-    `<|endoftext|>` as the last token, which must be written at the end of the prompt. Tokens that
-    the checkpoint's tokenizer appends to every text need not be.
-
-    Attributes:
-        layer: The hidden state that gives the token vectors: 0 is the output of the embeddings, -1
-            that of the last layer; or a list of layers, which are concatenated. The pooled vector
-            is always the last layer's.
-        document_prompt, query_prompt: Prompts of items and queries, which replace `{content}`.
-        mask_composed: Whether the image tokens of a query of a text and an image are dropped
-            (SMART, appendix B). The text tokens have attended to them.
-        bidirectional: Whether all tokens attend to each other.
-        max_frames: Maximum number of frames per video.
+    The default prompts are those of Qwen3-VL-Embedding. Other models need their own, which contain
+    `{content}`. GME, for example, uses the system prompt "You are a helpful assistant." for items
+    and `<|endoftext|>` as the last token, which the prompt must end with. Tokens that the
+    checkpoint's tokenizer appends to every text need not be included.
     """
 
-    if TYPE_CHECKING:  # likewise
+    if TYPE_CHECKING:  # defined by each subclass with different values
         keep: str
 
     layer: Layers = -1
+    """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the last
+    layer. The states of a list of layers are concatenated. The pooled vector always uses the
+    last layer.
+    """
     document_prompt: Prompt = DOCUMENT_PROMPT
+    """Prompt of items; `{content}` is replaced with the item."""
     query_prompt: Prompt = QUERY_PROMPT
+    """Prompt of queries; `{content}` is replaced with the query."""
     mask_composed: bool = True
+    """Drop the image tokens of composed queries (SMART, appendix B); the text tokens have attended
+    to them.
+    """
     bidirectional: bool = False
+    """Use bidirectional attention."""
     max_frames: int = Field(64, ge=1)
+    """Maximum number of frames per video."""
 
 
 QwenSpecT = TypeVar("QwenSpecT", bound=QwenSpec)

@@ -1,4 +1,4 @@
-"""Embedders on Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one pooled vector, and the states before it."""
+"""Embedders based on Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 
 
 class QwenVL(StatesEncoder["QwenVL.Spec"]):
-    """Hidden states of an embedder of images, videos and texts, see `StatesEncoder`."""
+    """Encoder with hidden states of an image, video and text embedder, see `StatesEncoder`."""
 
     class Spec(StatesSpec):
-        """Which checkpoint, how items and queries are put to it, and what is kept.
-
-        Attributes:
-            keep: "paper" drops the token that is pooled alone (SMART, eq. 4); "code" drops special
-                tokens and keeps those of pictures, as SMART's public code does; "visual" is "code"
-                of what has no picture, and of what has one keeps its tokens alone.
-            documents: what is read of an item: "pictures", and the text of those that have none;
-                its "text"; or "both" in one sequence, the text behind the pictures.
-            frames: whether the frames of a video are read as a "video", where two make one grid of
-                tokens, or one by one as "images" in one sequence.
-        """
+        """Checkpoint, the content and prompts of items, and the tokens that are kept."""
 
         name: Literal["qwen_vl"] = "qwen_vl"
         keep: Literal["code", "paper", "visual"] = "code"
+        """"paper" drops only the pooled token (SMART, eq. 4); "code" drops special tokens and keeps
+        image tokens, as SMART's public code does; "visual" keeps only image tokens, or for
+        inputs without images the same as "code".
+        """
         documents: Literal["pictures", "text", "both"] = "pictures"
+        """Content of an item that is encoded: `images` (the images, or the text of items without
+        images), "text", or "both" in one sequence, the text after the images.
+        """
         frames: Literal["video", "images"] = "video"
+        """Encode the frames of a video as a "video", where two frames form one grid of tokens, or
+        as separate "images" in one sequence.
+        """
 
-    OF_ITEMS = ("documents", "frames", "document_prompt", "max_frames", "max_item_tokens")
-    nothing = "no picture and no text"
+    ITEM_FIELDS = ("documents", "frames", "document_prompt", "max_frames", "max_item_tokens")
+    empty_reason = "no image and no text"
 
     @classmethod
     def settings(cls, spec: Spec) -> PretrainedConfig:
-        """The settings of the model.
+        """Returns the configuration of the model.
 
         Raises:
-            SpecError: the checkpoint is not there, or another.
+            SpecError: The checkpoint does not exist or has another type.
         """
         return check_checkpoint(spec, *MODELS)
 
     @classmethod
-    def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """What `documents` says; the text of an item needs no work."""
+    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns the inputs selected by `documents`."""
         return ("text",) if spec.documents == "text" else ("text", "image", "frames")
 
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
-        """The model without the layer that would name the next word."""
+        """Loads the model without its language modelling head."""
         return load_backbone(spec, device_map)
 
     @classmethod
     def reader(cls, spec: Spec) -> QwenVLReader:
-        """What reads pictures, videos, texts and queries."""
+        """Returns the reader of images, videos, texts and queries."""
         return QwenVLReader(spec, cls.settings(spec))
 
     def run(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-        """The model's output."""
+        """Runs the model and returns its output."""
         return run(self.model, inputs, **options)
 
 
 class QwenVLReader(StatesReader["QwenVL.Spec"]):
-    """Items and queries in their prompts."""
+    """Reader of items and queries with prompts."""
 
     @property
     def _as_images(self) -> bool:

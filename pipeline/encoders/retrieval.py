@@ -1,7 +1,7 @@
-"""What transformers' classes for visual retrieval have in common: `ColPaliForRetrieval` and others.
+"""Base classes for the visual retrieval models of transformers, such as `ColPaliForRetrieval`.
 
-Each is a vision-language model with a projection (`embedding_proj_layer`), whose output has the
-token vectors as `embeddings`, and a processor with `process_images` and `process_queries`.
+Each is a vision-language model with a projection (`embedding_proj_layer`), which returns the token
+vectors as `embeddings`, and a processor with `process_images` and `process_queries`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders import Attention
+from pipeline.encoders import AttentionInfo
 from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
@@ -29,14 +29,14 @@ from pipeline.encoders.loading import (
     WEIGHTS,
     CheckpointSpec,
     check_checkpoint,
-    fingerprint_of,
-    folder_of,
-    hashed,
-    linear_in,
+    checkpoint_fingerprint,
+    checkpoint_folder,
+    hash_files,
+    load_linear,
     load_model,
+    load_model_config,
     load_processor,
     require_one_of,
-    settings_of,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
@@ -45,18 +45,16 @@ from pipeline.encoders.tokenizing import ids_between, text_kinds, token_names
 
 
 class RetrievalSpec(CheckpointSpec):
-    """How queries are put to a model.
-
-    Attributes:
-        query_prefix: put before each query; null: the checkpoint's own.
-        num_augmentation: tokens put behind each query, which count in MaxSim.
-        projection: a folder with another projection in a safetensors file, `weight` and perhaps
-            `bias`, as training writes it; null: the checkpoint's own.
-    """
+    """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
+    """Prefix of each query; null: the checkpoint's prefix."""
     num_augmentation: int = Field(10, ge=0)
+    """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim."""
     projection: str | None = None
+    """Folder with a projection in a safetensors file, `weight` and optionally `bias`, as training
+    writes it. Null: the checkpoint's projection.
+    """
 
     @field_validator("projection")
     @classmethod
@@ -68,106 +66,115 @@ RetrievalSpecT = TypeVar("RetrievalSpecT", bound=RetrievalSpec)
 
 
 class Retrieval(SequenceEncoder[RetrievalSpecT]):
-    """One vector a token of a picture, and one a token of the prompt around it.
+    """Encoder with one vector per image patch and per token of the prompt around the image.
 
-    Of what has several pictures, such as the frames of a video, each is read by itself. A picture
-    as a query is read as a page is.
+    Items with several images, such as the frames of a video, are encoded one image at a time. Image
+    queries are encoded like pages.
     """
 
-    model_class: ClassVar[Any]  # of the transformers library
+    model_class: ClassVar[Any]  # model class of transformers
     reader_class: ClassVar[type[RetrievalReader[Any]]]
 
     normalised = True
     pooled_dim = None
-    nothing = "no picture"
+    empty_reason = "no image"
     has_projection = True
 
     def __init__(self, spec: RetrievalSpecT, device_map: str | None = None):
         super().__init__(spec, device_map)
         self.dim = self.projection.out_features
-        own = {"projection": hashed(Path(spec.projection), WEIGHTS)} if spec.projection else {}
-        # Without one the hash is that of a spec which does not know of projections.
-        self.fingerprint = fingerprint_of(spec, (*NOT_IN_FINGERPRINTS, "projection"), **own)
+        hashes = (
+            {"projection": hash_files(Path(spec.projection), WEIGHTS)} if spec.projection else {}
+        )
+        # Without a projection the fingerprint equals that of specs that predate the field.
+        self.fingerprint = checkpoint_fingerprint(
+            spec, (*NOT_IN_FINGERPRINTS, "projection"), **hashes
+        )
 
     @classmethod
     def check(cls, spec: RetrievalSpecT) -> None:
-        """Raises `SpecError` if the checkpoint is not there, or is one of another class."""
+        """Checks that the checkpoint exists and has the expected model class.
+
+        Raises:
+            SpecError: It does not, or the projection does not fit the model.
+        """
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         if spec.projection:
             width = settings.vlm_config.text_config.hidden_size
-            linear_in(Path(spec.projection), width, "projection", spec.projection)
+            load_linear(Path(spec.projection), width, "projection", spec.projection)
         cls.reader(spec)
 
     @classmethod
-    def wants(cls, spec: RetrievalSpecT) -> tuple[str, ...]:
-        """Pictures, and the frames of videos."""
+    def supported_inputs(cls, spec: RetrievalSpecT) -> tuple[str, ...]:
+        """Returns images and video frames."""
         return ("image", "frames")
 
     @classmethod
-    def attention(cls, spec: RetrievalSpecT) -> Attention:
-        """Column sums, and the row of the last token; it has no pooled vector."""
+    def attention(cls, spec: RetrievalSpecT) -> AttentionInfo:
+        """Returns column sums and the row of the last token; the model has no pooled vector."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"))
 
     @classmethod
     def query_kinds(cls, spec: RetrievalSpecT) -> tuple[str, ...]:
-        """Texts and pictures."""
+        """Returns "text" and "image"."""
         return ("text", "image")
 
     @classmethod
     def load(cls, spec: RetrievalSpecT, device_map: str | None) -> PreTrainedModel:
-        """The model, with the spec's projection if it names one."""
+        """Loads the model, with the spec's projection if it names one."""
         model = load_model(spec, cls.model_class, device_map)
         if spec.projection:
-            own: Any = model.embedding_proj_layer
+            old: Any = model.embedding_proj_layer
             folder = Path(spec.projection)
-            layer = linear_in(folder, own.in_features, "projection", spec.projection)
-            model.embedding_proj_layer = layer.to(own.weight.device, own.weight.dtype).eval()
+            layer = load_linear(folder, old.in_features, "projection", spec.projection)
+            model.embedding_proj_layer = layer.to(old.weight.device, old.weight.dtype).eval()
         return model
 
     @classmethod
     def reader(cls, spec: RetrievalSpecT) -> RetrievalReader[RetrievalSpecT]:
-        """What reads pictures and queries."""
+        """Returns the reader of images and queries."""
         return cls.reader_class(spec)
 
-    def attending(self) -> PreTrainedModel:
-        """The language model, behind the vision tower."""
+    def attention_module(self) -> PreTrainedModel:
+        """Returns the language model."""
         return self.model.vlm.language_model
 
     @property
     def projection(self) -> torch.nn.Linear:
-        """Behind the language model."""
+        """Linear layer that maps the language model's hidden states to token vectors."""
         return self.model.embedding_proj_layer
 
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """The projected states."""
+        """Returns the projected hidden states."""
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         return self.model(**inputs).embeddings, None
 
 
 class RetrievalReader(Reader[RetrievalSpecT]):
-    """Pictures and queries through the checkpoint's processor.
+    """Reader of images and queries that uses the checkpoint's processor.
 
-    A query is put together as the processor does it, but for this: special tokens that are spelled
-    out in it are its own characters. The processor would take a picture's for a picture.
+    Queries are formatted as the processor does, except that special tokens spelled out in a query
+    are plain text. The processor would accept an image placeholder as an image.
 
     Args:
-        options: of the processor.
+        spec: Spec of the encoder.
+        options: Keyword arguments of the processor.
     """
 
     processor_class: ClassVar[type[ProcessorMixin]]
-    #: What stands before the prefix of a query, and behind its augmentation tokens.
-    query_ends: tuple[str, str] = ("", "")
+    #: Texts before the prefix of a query and after its augmentation tokens.
+    query_affixes: tuple[str, str] = ("", "")
 
     def __init__(self, spec: RetrievalSpecT, **options: Any):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
-        self.settings = settings_of(spec, folder_of(spec, SETTINGS)).vlm_config
-        self.most = self.settings.text_config.max_position_embeddings
+        self.settings = load_model_config(spec, checkpoint_folder(spec, SETTINGS)).vlm_config
+        self.max_positions = self.settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
@@ -176,42 +183,47 @@ class RetrievalReader(Reader[RetrievalSpecT]):
             raise SpecError("model", spec.model, rule, "has none")
 
     @abstractmethod
-    def shown(self, picture: Image.Image, start: float, stop: float) -> ModelInput:
-        """A picture that is shown from one second to another, NaN if it has no time.
+    def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
+        """Returns the model input of an image.
+
+        Args:
+            image: Image in RGB.
+            start: Start of its display, in seconds; NaN if it has no time.
+            stop: End of its display, likewise.
 
         Raises:
-            Unreadable: it is none for this model.
+            Unreadable: The model cannot read the image.
         """
 
-    def item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """A sequence a picture.
+    def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
+        """Returns one sequence per image.
 
         Raises:
-            Unreadable: one is none for this model.
+            Unreadable: The model cannot read one of the images.
         """
-        return [self.shown(*shown) for shown in item_images(item)]
+        return [self.read_image(*timed) for timed in item_images(item)]
 
-    def picture(self, picture: Image.Image) -> tuple[ModelInput, list[str]]:
-        """A query picture, read as a page is."""
-        read = self.shown(picture, torch.nan, torch.nan)
-        return read, token_names(self.processor.tokenizer, read)
+    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
+        """Returns the sequence of an image query, built like that of a page."""
+        inputs = self.read_image(image, torch.nan, torch.nan)
+        return inputs, token_names(self.processor.tokenizer, inputs)
 
-    def text(self, text: str) -> tuple[ModelInput, list[str]]:
-        """A query with its prefix, and augmentation tokens behind it.
+    def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
+        """Returns the sequence of a text query, with its prefix and augmentation tokens.
 
         Raises:
-            SpecError: the model has no place for that many tokens.
+            SpecError: The query exceeds the maximum number of positions of the model.
         """
-        processor, (first, last) = self.processor, self.query_ends
-        suffix = processor.query_augmentation_token * self.spec.num_augmentation
+        processor, (start, end) = self.processor, self.query_affixes
+        augmentation = processor.query_augmentation_token * self.spec.num_augmentation
         tokenizer = processor.tokenizer
-        ids = ids_between(tokenizer, first + processor.query_prefix, text, suffix + last)
-        if len(ids) > self.most:
-            rule = f"a text of at most {self.most} tokens with the prompt"
+        ids = ids_between(tokenizer, start + processor.query_prefix, text, augmentation + end)
+        if len(ids) > self.max_positions:
+            rule = f"a text of at most {self.max_positions} tokens with the prompt"
             raise SpecError("query", text, rule, f"has {len(ids)} tokens")
-        query = ModelInput.of(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
+        query = ModelInput.create(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
         return query, token_names(tokenizer, query)
 
     def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model reads of a query, by name."""
+        """Returns the model inputs of a query, by name."""
         return {"input_ids": ids}

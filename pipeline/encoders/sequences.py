@@ -1,7 +1,7 @@
-"""Base of the encoders that read images, audio and text as one sequence of tokens.
+"""Base class of encoders that process images, audio and text as one token sequence.
 
-A `Reader` turns items into model inputs without the model's weights, so that this may run in
-processes ahead of the GPU. A `SequenceEncoder` runs the model over batches of those inputs.
+A `Reader` turns items into model inputs without loading weights, so it can run in processes ahead
+of the GPU. A `SequenceEncoder` runs the model over batches of those inputs.
 """
 
 from __future__ import annotations
@@ -23,35 +23,40 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import EncodedQueries, Trainable, batches_by_size
 from pipeline.encoders.attention import recording, tap_rows, tap_values
-from pipeline.encoders.batching import group_passes, join, prefetch
+from pipeline.encoders.batching import concatenate, group_passes, prefetch
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack
-from pipeline.encoders.reader import READ, Reader
+from pipeline.encoders.reader import MODEL_INPUTS, Reader
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
 
 class SequenceEncoder(Trainable[CheckpointSpecT]):
-    """A model of the transformers library over sequences of images, audio and text.
+    """Encoder around a transformers model over sequences of images, audio and text.
 
-    Subclasses define how items are read (`reader`), how the model computes hidden states
-    (`forward`) and which of its modules computes attention (`attending`).
+    Subclasses define the preprocessing (`reader`), the computation of hidden states (`forward`) and
+    the module whose attention is recorded (`attention_module`).
 
-    An item may consist of several sequences, such as the frames of a video for a model that reads
-    one image at a time: its tokens are theirs in order, its pooled vector is the normalised mean.
+    An item may consist of several sequences, such as the frames of a video for a model that
+    processes one image at a time. Its tokens are those of its sequences in order; its pooled vector
+    is the normalised mean of theirs.
 
-    The next batch is collated, in pinned memory, while the model runs. A batch that exceeds the
-    memory of the GPU is halved; an item that exceeds it alone raises an error, upon which the job
-    rejects that item.
+    The next batch is collated in pinned memory while the model runs. A batch that exceeds the GPU
+    memory is split in half. An item that exceeds it by itself raises an error, and the job rejects
+    the item.
+
+    Attributes:
+        padding_side: Side on which sequences are padded.
+        pooled_position: Position whose hidden state the model pools, used by the tap `pooled_row`.
     """
 
     padding_side: ClassVar[str] = "right"
     #: Position of a sequence that the model pools, for the tap `pooled_row`.
     pooled_position: ClassVar[Literal["first", "last"]] = "last"
-    needs: ClassVar[tuple[str, ...]] = ()
-    prepares = True
-    can_be_spread = True
+    default_inputs: ClassVar[tuple[str, ...]] = ()
+    has_preprocessor = True
+    supports_device_map = True
     has_spans = False
     has_extents = True
 
@@ -65,69 +70,84 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     @classmethod
     @abstractmethod
     def load(cls, spec: CheckpointSpecT, device_map: str | None) -> Any:
-        """Loads the model."""
+        """Loads the model.
+
+        Args:
+            spec: Spec of the encoder.
+            device_map: "auto" distributes the model over the visible GPUs; None uses one device.
+        """
 
     @classmethod
     @abstractmethod
     def reader(cls, spec: CheckpointSpecT) -> Reader[CheckpointSpecT]:
-        """Returns the reader of items and queries, without loading the weights."""
+        """Returns the reader of items and queries, without loading weights."""
 
     @abstractmethod
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the states (B, L, D) of all positions and the pooled vectors (B, P), if any."""
+        """Computes the token vectors and the pooled vectors of a padded batch.
 
-    def attending(self) -> PreTrainedModel:
-        """Returns the module whose attention the taps describe: by default the whole model."""
+        Args:
+            inputs: Keyword arguments of the model, by name.
+            mask_BL: False at padding.
+
+        Returns:
+            Vectors (B, L, D) of all positions, and pooled vectors (B, P) or None.
+        """
+
+    def attention_module(self) -> PreTrainedModel:
+        """Returns the module whose attention layers the taps number: by default the whole model."""
         return self.model
 
     # -- items -------------------------------------------------------------------------------------
 
     @classmethod
-    def preparer(cls, spec: CheckpointSpecT) -> Callable[[pa.Table], pa.Table]:
-        """Returns the reader's `prepare`."""
+    def preprocessor(cls, spec: CheckpointSpecT) -> Callable[[pa.Table], pa.Table]:
+        """Returns the `prepare` method of the reader."""
         return cls.reader(spec).prepare
 
     @functools.cached_property
-    def _read_by(self) -> Reader[CheckpointSpecT]:
+    def _reader(self) -> Reader[CheckpointSpecT]:
         return self.reader(self.spec)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes items, those of similar length together."""
-        if READ not in items.column_names:
-            items = self._read_by.prepare(items)
-        every = [unpack(data.as_py()) for data in items[READ]]
-        sizes = np.array([sum(map(len, inputs)) for inputs in every], dtype=np.int64)
+        """Encodes items, batching those of similar length."""
+        if MODEL_INPUTS not in items.column_names:
+            items = self._reader.prepare(items)
+        inputs = [unpack(data.as_py()) for data in items[MODEL_INPUTS]]
+        sizes = np.array([sum(map(len, sequences)) for sequences in inputs], dtype=np.int64)
         batches = batches_by_size(sizes, self.spec.max_batch_tokens)
-        for rows, passes in prefetch(batches, lambda rows: self._passes([every[r] for r in rows])):
-            yield from self._encode(every, rows, passes, taps)
+        for rows, passes in prefetch(
+            batches, lambda rows: self._collate_passes([inputs[r] for r in rows])
+        ):
+            yield from self._encode(inputs, rows, passes, taps)
 
     def _encode(
         self,
-        every: Sequence[Sequence[ModelInput]],
+        inputs: Sequence[Sequence[ModelInput]],
         rows: np.ndarray,
         passes: Sequence[Collated],
         taps: Sequence[Tap],
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Yields a batch, or its halves where the memory does not suffice."""
+        """Yields a batch, or its halves if it exceeds the GPU memory."""
         batch = None
         try:
-            batch = self._embed([every[row] for row in rows], passes, taps)
+            batch = self._embed([inputs[row] for row in rows], passes, taps)
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
         if batch is not None:
             yield rows, batch
             return
-        if self.device.type == "cuda":  # what the failed pass left
+        if self.device.type == "cuda":  # frees the memory of the failed pass
             torch.cuda.empty_cache()
-        half = len(rows) // 2
-        for part in (rows[:half], rows[half:]):
-            passes = self._passes([every[row] for row in part])
-            yield from self._encode(every, part, passes, taps)
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            passes = self._collate_passes([inputs[row] for row in half])
+            yield from self._encode(inputs, half, passes, taps)
 
     # -- queries -----------------------------------------------------------------------------------
 
@@ -135,46 +155,46 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """Encodes query texts, in order.
 
         Raises:
-            SpecError: There is no query, or one is empty or too long.
+            SpecError: `texts` is empty, or a query is empty or too long.
         """
         if not texts:
             raise SpecError("query", [], "at least one text")
         for text in texts:
             if not text.strip():
                 raise SpecError("query", text, "a text with at least one word")
-        return self._queries([self._read_by.text(text) for text in texts])
+        return self._encode_inputs([self._reader.read_text_query(text) for text in texts])
 
-    def encode_pictures(self, pictures: Sequence[bytes]) -> EncodedQueries:
-        """Encodes query images, in order.
+    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
+        """Encodes image queries, in order.
 
         Raises:
-            SpecError: One is not an image, or the model reads no image queries.
+            SpecError: An image cannot be read, or the model does not support image queries.
         """
-        read = []
-        for data in pictures:
-            picture = open_query_image(data)
+        queries = []
+        for data in images:
+            image = open_query_image(data)
             try:
-                read.append(self._read_by.picture(picture))
+                queries.append(self._reader.read_image_query(image))
             except Unreadable as error:
                 note = f" ({error.detail})"
                 raise SpecError("query", "the image", "a readable image", note=note) from None
-        return self._queries(read)
+        return self._encode_inputs(queries)
 
-    def _queries(self, read: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:
-        sizes = np.array([len(inputs) for inputs, _ in read])
-        parts, order = [], []
+    def _encode_inputs(self, queries: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:
+        sizes = np.array([len(inputs) for inputs, _ in queries])
+        batches, order = [], []
         for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
-            own = [[read[row][0]] for row in rows]
-            parts.append(self._embed(own, self._passes(own), ()))
+            inputs = [[queries[row][0]] for row in rows]
+            batches.append(self._embed(inputs, self._collate_passes(inputs), ()))
             order += rows.tolist()
-        joined = join(parts).take(torch.from_numpy(np.argsort(order)))
-        return EncodedQueries(joined, [names for _, names in read])
+        tokens = concatenate(batches).take(torch.from_numpy(np.argsort(order)))
+        return EncodedQueries(tokens, [names for _, names in queries])
 
     # -- the model ---------------------------------------------------------------------------------
 
-    def _passes(self, items: Sequence[Sequence[ModelInput]]) -> list[Collated]:
-        """Returns the sequences of items, in order, as forward passes within the budget."""
-        inputs = [read for sequences in items for read in sequences]
+    def _collate_passes(self, items: Sequence[Sequence[ModelInput]]) -> list[Collated]:
+        """Collates the sequences of items into forward passes within the token budget."""
+        inputs = [sequence for sequences in items for sequence in sequences]
         passes = []
         for group in group_passes(inputs, self.spec.max_batch_tokens):
             collated = collate(group, self.join_media(group), self.padding_side)
@@ -187,38 +207,39 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
     def read_queries(self, texts: Sequence[str]) -> list[list[ModelInput]]:
         """Returns one sequence per query."""
-        return [[self._read_by.text(text)[0]] for text in texts]
+        return [[self._reader.read_text_query(text)[0]] for text in texts]
 
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[ModelInput]]:
         """Returns the sequences of each item."""
-        return [self._read_by.item(item) for item in items]
+        return [self._reader.read_item(item) for item in items]
 
     def tokens(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """Returns the tokens of items, each of several sequences, in order and with gradients."""
-        return self._tokens(items, self._passes(items), taps)
+        """Computes the tokens of items of several sequences each, in order and with gradients."""
+        return self._compute_tokens(items, self._collate_passes(items), taps)
 
     def save(self, folder: Path) -> None:
         """Saves the model and its processor."""
         self.model.save_pretrained(folder)
-        self._read_by.processor.save_pretrained(folder)
+        self._reader.processor.save_pretrained(folder)
 
     @torch.no_grad()
     def states(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """Returns `tokens` with the inputs of the projection in place of its outputs.
+        """Returns `tokens` with the inputs of the projection instead of its outputs.
 
-        They can be cached where only the projection is trained: the rest of the model is constant.
+        They can be cached if only the projection is trained, because the rest of the model is
+        frozen.
         """
-        seen: list[torch.Tensor] = []
-        handle = self.projection.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        recorded: list[torch.Tensor] = []
+        handle = self.projection.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
         try:
-            passes = self._passes(items)
-            batch = self._tokens(items, passes, taps)
+            passes = self._collate_passes(items)
+            batch = self._compute_tokens(items, passes, taps)
         finally:
             handle.remove()
         states = torch.cat(
             [
-                given[collated.keep.to(given.device)]
-                for given, collated in zip(seen, passes, strict=True)
+                states_BLD[collated.keep.to(states_BLD.device)]
+                for states_BLD, collated in zip(recorded, passes, strict=True)
             ]
         )
         lengths = batch.lengths.cpu().numpy()
@@ -231,10 +252,10 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         passes: Sequence[Collated],
         taps: Sequence[Tap],
     ) -> TokenBatch:
-        """Returns the tokens of items, without gradients."""
-        return self._tokens(items, passes, taps)
+        """Computes the tokens of items without gradients."""
+        return self._compute_tokens(items, passes, taps)
 
-    def _tokens(
+    def _compute_tokens(
         self,
         items: Sequence[Sequence[ModelInput]],
         passes: Sequence[Collated],
@@ -242,9 +263,10 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     ) -> TokenBatch:
         flat: dict[str, list[torch.Tensor]] = {}
         for collated in passes:
-            for name, tensor in self._pass(collated, taps).items():
+            for name, tensor in self._run_pass(collated, taps).items():
                 flat.setdefault(name, []).append(tensor)
-        return self._assemble(items, {name: torch.cat(own) for name, own in flat.items()}, taps)
+        values = {name: torch.cat(tensors) for name, tensors in flat.items()}
+        return self._assemble(items, values, taps)
 
     def _assemble(
         self,
@@ -252,9 +274,11 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         flat: Mapping[str, torch.Tensor],
         taps: Sequence[Tap],
     ) -> TokenBatch:
-        """Assembles the tokens of all passes by item."""
-        lengths = np.array([sum(int(read.keep.sum()) for read in own) for own in items])
-        if not flat:  # no item has anything to be read
+        """Assembles the outputs of all passes into one batch of items."""
+        lengths = np.array(
+            [sum(int(sequence.keep.sum()) for sequence in sequences) for sequences in items]
+        )
+        if not flat:  # no item has content
             empty = torch.zeros(len(items), 0, self.dim, device=self.device)
             pooled = None
             if self.pooled_dim is not None:
@@ -279,7 +303,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         _, mask = pad(flat["kind"], lengths)
         pooled = None
         if self.pooled_dim is not None:
-            sums, _ = pad(flat["pooled"], np.array([len(own) for own in items]))
+            sums, _ = pad(flat["pooled"], np.array([len(sequences) for sequences in items]))
             pooled = normalise(sums.sum(dim=1))
         return TokenBatch(
             padded["vectors"],
@@ -292,20 +316,24 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
             taps={tap.name: padded[tap.name] for tap in taps},
         )
 
-    def _pass(self, collated: Collated, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+    def _run_pass(self, collated: Collated, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
         """Runs one forward pass and returns values (T, ...) of the kept positions, by name."""
-        read = collated.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-        keep = read.keep
+        batch = collated.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+        keep = batch.keep
         is_left = self.padding_side == "left"
-        rows = tap_rows(read.kind, read.mask_BL, is_left, taps, self.pooled_position)
-        with recording(self.attending(), rows) if taps else contextlib.nullcontext() as recorded:
-            states_BLD, pooled_BP = self.forward(dict(read.given), read.mask_BL)
+        rows = tap_rows(batch.kind, batch.mask_BL, is_left, taps, self.pooled_position)
+        with (
+            recording(self.attention_module(), rows)
+            if taps
+            else contextlib.nullcontext() as recorded
+        ):
+            states_BLD, pooled_BP = self.forward(dict(batch.kwargs), batch.mask_BL)
         vectors = states_BLD[keep].float()
         result = {
             "vectors": normalise(vectors) if self.normalised else vectors,
-            "kind": read.kind[keep],
-            "extents": read.extents[keep],
-            "spans": read.spans[keep],
+            "kind": batch.kind[keep],
+            "extents": batch.extents[keep],
+            "spans": batch.spans[keep],
         }
         if pooled_BP is not None:
             result["pooled"] = normalise(pooled_BP.float())
@@ -314,9 +342,9 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         return result
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Returns the media of a batch: by default those of its sequences, concatenated."""
-        names = {name for read in inputs for name in read.media}
+        """Returns the media inputs of a batch: by default, those of its sequences concatenated."""
+        names = {name for sequence in inputs for name in sequence.media}
         return {
-            name: torch.cat([read.media[name] for read in inputs if name in read.media])
+            name: torch.cat([sequence.media[name] for sequence in inputs if name in sequence.media])
             for name in sorted(names)
         }

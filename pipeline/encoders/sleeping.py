@@ -1,4 +1,4 @@
-"""An encoder that only takes time: for measuring the pipeline around a model, without the model."""
+"""Encoder without a model that sleeps, for benchmarks of the pipeline around the encoder."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ from pipeline.tokens import TokenBatch, normalise, pad
 
 
 class Sleeping(Encoder["Sleeping.Spec"]):
-    """Sleeps a fixed time a batch and gives vectors that follow from the item ids.
+    """Encoder that sleeps for each batch and derives vectors from the item ids.
 
-    One random matrix is shared by all items; each has its rows and columns rolled by a hash of the
-    item's id, which costs a copy. The results of a search mean nothing.
+    All items share one random matrix, whose rows and columns are rolled by a hash of the item id,
+    which costs one copy. Search results are meaningless.
     """
 
     class Spec(config.ComponentSpec):
-        """How slow the model is and how much it gives; the defaults give 264 kB an item.
-
-        Attributes:
-            seconds: sleep for each batch.
-            batch_size: items of a batch.
-            num_tokens: vectors of each item.
-            dim: float16 numbers in each vector.
-        """
+        """Latency and output size of the encoder; the defaults yield 264 kB per item."""
 
         name: Literal["sleeping"] = "sleeping"
         seconds: float = Field(0.1, ge=0)
+        """Sleep per batch, in seconds."""
         batch_size: int = Field(8, ge=1)
+        """Number of items per batch."""
         num_tokens: int = Field(1030, ge=1)
+        """Number of vectors per item."""
         dim: int = Field(128, ge=1)
+        """Width of the vectors, which are float16."""
 
-    needs = ("item_id",)
+    default_inputs = ("item_id",)
     pooled_dim = None
     normalised = True
     has_spans = False
@@ -56,17 +53,17 @@ class Sleeping(Encoder["Sleeping.Spec"]):
         )
         generator = torch.Generator().manual_seed(0)
         matrix_ND = normalise(torch.randn(spec.num_tokens, spec.dim, generator=generator)).half()
-        # Twice along both axes: a rolled matrix is then a plain slice.
+        # Tiled twice along both axes, so that a rolled matrix is a slice.
         self._tiled = matrix_ND.repeat(2, 2)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Nothing can be wrong: there is no model."""
+        """Accepts every spec, because no model is loaded."""
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Gives `batch_size` items at a time, in order."""
+        """Yields `batch_size` items at a time, in order."""
         item_ids = items["item_id"].to_pylist()
         for start in range(0, len(item_ids), self.spec.batch_size):
             batch_ids = item_ids[start : start + self.spec.batch_size]
@@ -77,10 +74,10 @@ class Sleeping(Encoder["Sleeping.Spec"]):
             yield rows, TokenBatch(vectors_BND, mask_BN, normalised=True)
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Gives one vector for each word, without sleeping.
+        """Returns one vector per word, without sleeping.
 
         Raises:
-            ValueError: there is no query, or one is empty.
+            SpecError: `texts` is empty, or a query is empty.
         """
         if not texts:
             raise SpecError("query", [], "at least one text")
@@ -92,7 +89,7 @@ class Sleeping(Encoder["Sleeping.Spec"]):
         return EncodedQueries(TokenBatch(vectors_BQD, mask_BQ, normalised=True), words)
 
     def _rolled(self, name: str) -> torch.Tensor:
-        """The matrix (N, D) rolled along both axes by a hash of `name`: a view."""
+        """Returns a view of the matrix (N, D), rolled along both axes by a hash of `name`."""
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
         row, column = number % self.spec.num_tokens, number // self.spec.num_tokens % self.dim
         return self._tiled[row : row + self.spec.num_tokens, column : column + self.dim]

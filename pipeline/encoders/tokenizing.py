@@ -1,4 +1,4 @@
-"""Token ids, kinds and names, and prompts around text without special tokens."""
+"""Token ids, kinds and names, and tokenisation of text inside prompts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.tokens import SPECIAL, TEXT, VISUAL
 
 
-def token_names(tokenizer: Any, read: ModelInput) -> list[str]:
-    """Returns a name for each kept position of a query: its text, or the location of its patch.
+def token_names(tokenizer: Any, inputs: ModelInput) -> list[str]:
+    """Returns the name of each kept position of a query: its text, or the location of its patch.
 
-    The name of a patch is the centre of its cell, x and y in hundredths of the image.
+    A patch is named by the coordinates x and y of its centre, in percent of the image size.
     """
     names = []
-    ids = read.sequence["input_ids"].tolist()
-    for number, kind, kept, box in zip(ids, read.kind, read.keep, read.extents, strict=True):
-        if not kept:
+    ids = inputs.sequence["input_ids"].tolist()
+    for number, kind, keep, box in zip(ids, inputs.kind, inputs.keep, inputs.extents, strict=True):
+        if not keep:
             continue
         if kind == VISUAL:
             x, y = (50 * (box[0] + box[2])).round(), (50 * (box[1] + box[3])).round()
@@ -36,20 +36,26 @@ def text_kinds(tokenizer: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Tensor:
-    """Returns the token ids of a text between two parts of a prompt, (L,).
+    """Returns the token ids (L,) of a text between the two parts of a prompt.
 
-    The prompt may contain special tokens; those spelled out in the text are plain text.
+    The prompt may contain special tokens. Special tokens spelled out in the text are plain text.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        before: Part of the prompt before the text.
+        text: Text to insert.
+        after: Part of the prompt after the text.
     """
     names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     special = re.compile("|".join(map(re.escape, names)) or "(?!)")
     begin = max((found.end() for found in special.finditer(before)), default=0)
     found = special.search(after)
     end = found.start() if found else len(after)
-    # Plain text of the prompt is tokenised with the text: a token may span both.
-    own = before[begin:] + text + after[:end]
+    # Plain text of the prompt is tokenised together with the text, because a token may span both.
+    plain_text = before[begin:] + text + after[:end]
     ids = []
-    for part, is_own in ((before[:begin], False), (own, True), (after[end:], False)):
-        options = {"add_special_tokens": False, "split_special_tokens": is_own, "verbose": False}
+    for part, is_plain in ((before[:begin], False), (plain_text, True), (after[end:], False)):
+        options = {"add_special_tokens": False, "split_special_tokens": is_plain, "verbose": False}
         ids += tokenizer(part, **options)["input_ids"]
     whole, plain = (tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False))
     start = whole.index(plain[0])

@@ -1,7 +1,7 @@
-"""The embedded default for every modality: what is written or said, as text, and MiniLM over it.
+"""The default encoder of all modalities: text recognised by OCR and ASR, encoded with MiniLM.
 
-It needs no hub and no GPU, and finds words only: printed text and clear English speech by the
-default recognisers. A photo without text has nothing to index.
+It needs neither the hub nor a GPU. It finds only words: printed text, and clear English speech with
+the default recognisers. A photo without text cannot be indexed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError, within
-from pipeline.encoders import Attention, EncodedQueries, Encoder
+from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
@@ -25,38 +25,35 @@ from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
 from pipeline.transcribe import Line, Recogniser
 
-#: What recognisers read, and nobody behind them.
+#: Columns that only recognisers read.
 PAYLOAD = ("scan", "frames", "audio")
 
 
 class Transcript(Encoder["Transcript.Spec"]):
-    """Words from text layers, pictures and sound, and MiniLM's vectors of their tokens.
+    """Encoder of the words in text layers, images and audio, with MiniLM's token vectors.
 
-    `preparer` turns an item into text: its own text if it has one, else what the OCR reads in it;
-    then, behind an empty line, what is said. `encode` gives the vectors of that text, each token
-    with the box and the times of its word, and of kind `TEXT` or `AUDIO`. An item without a word
-    has no token.
+    `preprocessor` converts an item to text: its own text if it has any, otherwise the text that OCR
+    recognises, followed by an empty line and the recognised speech. `encode` encodes that text.
+    Each token has the box and times of its word and the kind `TEXT` or `AUDIO`. An item without
+    words has no tokens.
 
-    The vectors are MiniLM's, of one space with those of the encoder `minilm` of equal settings.
+    The vectors are in the same space as those of the encoder `minilm` with equal settings.
     """
 
     class Spec(config.ComponentSpec):
-        """Which model encodes the words, and what finds them.
-
-        Attributes:
-            text: the settings of the text encoder.
-            ocr: what finds text to be seen; None: nothing.
-            speech: what finds speech; None: nothing.
-        """
+        """The text encoder and the recognisers."""
 
         name: Literal["transcript"] = "transcript"
         text: MiniLM.Spec = MiniLM.Spec()
+        """Settings of the text encoder."""
         ocr: OcrSpec = Field("rapidocr", validate_default=True)
+        """Text recogniser (OCR) of images and video frames; null disables OCR."""
         speech: SpeechSpec = Field("pocketsphinx", validate_default=True)
+        """Speech recogniser (ASR) of audio; null disables speech recognition."""
 
-    needs = ()
-    prepares = True
-    nothing = "no text, no speech"
+    default_inputs = ()
+    has_preprocessor = True
+    empty_reason = "no text, no speech"
     has_spans = True
     has_extents = True
     has_confidence = True
@@ -70,48 +67,61 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the model or a recogniser is not there, or none is named."""
-        if not _parts(spec):
+        """Checks that the model and at least one recogniser are available.
+
+        Raises:
+            SpecError: One of them is not available, or both recognisers are null.
+        """
+        if not _recognisers(spec):
             rule = "a recogniser, unless `speech` is set or the encoder is minilm"
             raise SpecError("ocr", None, rule, "leaves nothing to encode")
         cls.check_queries(spec)
-        for field, part in _parts(spec):
+        for field, part in _recognisers(spec):
             with within(field):
                 _registry(field).load(part.name).check(part)
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the model is not there: queries need no recogniser."""
+        """Checks that the model is available; queries need no recogniser.
+
+        Raises:
+            SpecError: It is not available.
+        """
         with within("text"):
             MiniLM.check(spec.text)
 
     @classmethod
-    def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Text, and what the recognisers read; of those that look items up, the ids."""
-        wanted = [_registry(field).load(part.name).wants(part) for field, part in _parts(spec)]
+    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns `text` and the inputs of the recognisers.
+
+        Recognisers that look results up by id read only `item_id`.
+        """
+        wanted = [
+            _registry(field).load(part.name).wants(part) for field, part in _recognisers(spec)
+        ]
         read = [name for names in wanted for name in names or ("item_id",)]
         return tuple(dict.fromkeys(["text", *read]))
 
     @classmethod
-    def attention(cls, spec: Spec) -> Attention | None:
-        """That of the text encoder."""
+    def attention(cls, spec: Spec) -> AttentionInfo | None:
+        """Returns the attention statistics of the text encoder."""
         return MiniLM.attention(spec.text)
 
     @classmethod
-    def columns_prefix(cls, spec: Spec) -> str:
-        """That of the text encoder, whose vectors these are."""
+    def column_prefix(cls, spec: Spec) -> str:
+        """Returns the prefix of the text encoder, which computes the vectors."""
         return spec.text.name
 
     @classmethod
-    def has_remarks(cls, spec: Spec) -> bool:
-        """Returns whether files stand in for a recogniser."""
-        return any(_registry(field).load(part.name).has_ids for field, part in _parts(spec))
+    def has_warnings(cls, spec: Spec) -> bool:
+        """Returns whether a recogniser reads precomputed results from files."""
+        return any(_registry(field).load(part.name).has_ids for field, part in _recognisers(spec))
 
     @classmethod
-    def remarks(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
-        """Reports the ids in files of precomputed text or speech that belong to no item."""
+    def warnings(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
+        """Returns warnings about ids in files of precomputed results that match no item."""
         found = []
-        for field, part in _parts(spec):
+        for field, part in _recognisers(spec):
             number, some = _registry(field).load(part.name).unmatched(part, ids())
             if number:
                 path = getattr(part, "path", part.name)
@@ -122,14 +132,14 @@ class Transcript(Encoder["Transcript.Spec"]):
         return found
 
     @classmethod
-    def preparer(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
-        """Gives items their words in `text` and the columns of `Words`, and drops their payload."""
+    def preprocessor(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
+        """Returns a function that replaces media columns with `text` and the columns of `Words`."""
         return _Recognition(spec).recognise
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """MiniLM's tokens of the column `text`; an item without a word has none."""
+        """Encodes the column `text` with MiniLM; an item without words has no tokens."""
         if "text" not in items.column_names:
             items = pa.table({"text": pa.nulls(items.num_rows, pa.string())})
         for rows, batch in self._minilm.encode(items, taps):
@@ -137,7 +147,7 @@ class Transcript(Encoder["Transcript.Spec"]):
                 shape = (*batch.mask.shape, 6)
                 extents = torch.full(shape, torch.nan, device=batch.mask.device)
                 batch = dataclasses.replace(batch, extents=extents)
-            # Of a text without a word MiniLM keeps its pooled vector.
+            # For a text without words, MiniLM returns the pooled vector as a token.
             is_word = batch.mask
             if batch.spans is not None:
                 is_word = is_word & (batch.spans[..., 0] >= 0)
@@ -145,16 +155,16 @@ class Transcript(Encoder["Transcript.Spec"]):
             yield rows, dataclasses.replace(batch, mask=batch.mask & has_words.unsqueeze(1))
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order, as MiniLM does.
+        """Encodes query texts with MiniLM, in order.
 
         Raises:
-            ValueError: there is no query, or one is empty or has no token.
+            SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
         return self._minilm.encode_queries(texts)
 
 
-def _parts(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
-    """The recognisers of a spec, by their fields."""
+def _recognisers(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
+    """Returns the recognisers of a spec, with their fields."""
     return [(f, part) for f in ("ocr", "speech") if (part := getattr(spec, f)) is not None]
 
 
@@ -163,7 +173,7 @@ def _registry(field: str) -> Registry[Recogniser[Any]]:
 
 
 class _Recognition:
-    """The recognisers of a spec over items."""
+    """Recognition of the words of items with the recognisers of a spec."""
 
     def __init__(self, spec: Transcript.Spec):
         self._ocr, self._speech = (
@@ -172,10 +182,10 @@ class _Recognition:
         )
 
     def recognise(self, items: pa.Table) -> pa.Table:
-        """The items with their words in `text` and the columns of `Words`, payload left out."""
-        # Row by row: the pictures of one item may be large.
-        read = (*ITEM.names, "word_spans", "word_boxes", *PAYLOAD)
-        columns = [name for name in read if name in items.column_names]
+        """Replaces the media columns of items with `text` and the columns of `Words`."""
+        # One row at a time, because the images of one item may be large.
+        names = (*ITEM.names, "word_spans", "word_boxes", *PAYLOAD)
+        columns = [name for name in names if name in items.column_names]
         transcripts = [
             self._transcribe({name: items[name][row].as_py() for name in columns})
             for row in range(items.num_rows)
@@ -207,9 +217,9 @@ class _Recognition:
 
 
 class _Transcript:
-    """The text of an item and its words: characters, boxes, times, kinds and confidences.
+    """Text of an item and the spans, boxes, times, kinds and confidences of its words.
 
-    Begins with what the item brings itself: its text, and where its words are if it tells that.
+    It starts with the text of the item and, if known, the locations of its words.
     """
 
     def __init__(self, item: dict[str, Any]):
@@ -217,19 +227,19 @@ class _Transcript:
         self._parts = [text] if text.strip() else []
         self._length = len(text) if self._parts else 0
         self.spans = list(item.get("word_spans") or []) if self._parts else []
-        nowhere = [[np.nan] * 4] * len(self.spans)
-        self.boxes = list(item.get("word_boxes") or nowhere) if self.spans else []
+        no_boxes = [[np.nan] * 4] * len(self.spans)
+        self.boxes = list(item.get("word_boxes") or no_boxes) if self.spans else []
         self.times: list[Sequence[float]] = [[np.nan] * 2] * len(self.spans)
         self.kinds = [TEXT] * len(self.spans)
         self.confidences = [np.nan] * len(self.spans)
 
     @property
     def text(self) -> str:
-        """What has been put together so far."""
+        """Text appended so far."""
         return "".join(self._parts)
 
     def add(self, lines: Sequence[Line]) -> None:
-        """Puts lines behind the text, with an empty line between."""
+        """Appends lines to the text, separated by an empty line."""
         gap = "\n\n" if self._parts else ""
         for line in lines:
             for word in line.words:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from pipeline.config import SpecError, within
-from pipeline.encoders import Attention
+from pipeline.encoders import AttentionInfo
 from pipeline.index.columns import aspects_of, every_representation, needed_taps
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import Index, check_location
@@ -35,7 +35,7 @@ def check(spec: IndexSpec) -> None:
             raise SpecError("rerank", spec.rerank, rule)
         edje_of(spec.rerank)
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
-    if "vectors" in encoder.needs and source_dim and encoder_dim != source_dim:
+    if "vectors" in encoder.default_inputs and source_dim and encoder_dim != source_dim:
         raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, the value of source.dim")
     _check_taps(spec, encoder.attention(spec.encoder))
     for source in filter(None, (spec.source, spec.fit.source)):
@@ -45,7 +45,7 @@ def check(spec: IndexSpec) -> None:
 
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
     """Raises `SpecError` if the profile spreads an encoder over GPUs that cannot be spread."""
-    if resources.device_map and not ENCODERS.load(spec.encoder.name).can_be_spread:
+    if resources.device_map and not ENCODERS.load(spec.encoder.name).supports_device_map:
         rule = f"null (the encoder {spec.encoder.name} runs on one GPU)"
         raise SpecError("device_map", resources.device_map, rule)
 
@@ -76,7 +76,7 @@ def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
             )
 
 
-def _check_taps(spec: IndexSpec, attention: Attention | None) -> None:
+def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
     """Raises `SpecError` if the encoder cannot give a wanted attention statistic."""
     wanted = {"keep_taps": tuple(Tap.parse(name) for name in spec.keep_taps)}
     needed = needed_taps(every_representation(spec))
@@ -97,13 +97,13 @@ def _check_source(spec: IndexSpec, source: str) -> None:
     gives = SOURCES.load(source).gives
     aspects = aspects_of(every_representation(spec))
     encoder = ENCODERS.load(spec.encoder.name)
-    reads = encoder.wants(spec.encoder)
+    reads = encoder.supported_inputs(spec.encoder)
     if "caption" in gives and "caption" in aspects:
         return
     if "content" not in aspects:
         problem = f"is not provided by the source {source}"
         raise SpecError("representations.of", "caption", "content", problem)
-    missing = set(encoder.needs_of(spec.encoder)) - set(gives)
+    missing = set(encoder.required_inputs(spec.encoder)) - set(gives)
     if missing or not set(reads) & set(gives):
         rule = f"an encoder of {' or '.join(gives)}, as provided by the source {source}"
         problem = f"reads {', '.join(sorted(missing or reads))}"

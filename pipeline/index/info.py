@@ -64,7 +64,7 @@ class EncoderInfo:
             normalised=encoder.normalised,
             has_spans=encoder.has_spans,
             has_extents=encoder.has_extents,
-            prefix=encoder.columns_prefix(spec),
+            prefix=encoder.column_prefix(spec),
             num_layers=attention.num_layers if attention else None,
             query_kinds=encoder.query_kinds(spec),
             has_confidence=encoder.has_confidence,

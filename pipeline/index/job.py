@@ -275,7 +275,7 @@ def finish(context: Context) -> None:
     if truncated:
         names = ", ".join(truncated[:5]) + (", ..." if len(truncated) > 5 else "")
         report(f"truncated files, indexed as far as they can be read: {len(truncated):,}: {names}")
-    if ENCODERS.load(spec.encoder.name).has_remarks(spec.encoder):
+    if ENCODERS.load(spec.encoder.name).has_warnings(spec.encoder):
         report("looking for ids in the recognisers' files that belong to no item")
         for sentence in ray.get(tasks.remarks.remote(spec)):
             report(sentence)

@@ -71,7 +71,7 @@ class IndexSpec(Spec):
         """Returns the fields of the items that are read, see `schema.PAYLOAD`."""
         aspects = aspects_of(every_representation(self))
         encoder = ENCODERS.load(self.encoder.name)
-        content = encoder.wants(self.encoder) if "content" in aspects else ()
+        content = encoder.supported_inputs(self.encoder) if "content" in aspects else ()
         return (*content, *(aspect for aspect in aspects if aspect != "content"))
 
     def build_source(self) -> Source:

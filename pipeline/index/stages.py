@@ -68,7 +68,7 @@ class EncodedRows(NamedTuple):
 
 def needs_preparing(spec: ComponentSpec, aspects: Sequence[str]) -> bool:
     """Returns whether items of these aspects are prepared before the encoder reads them."""
-    return "content" in aspects and ENCODERS.load(spec.name).prepares
+    return "content" in aspects and ENCODERS.load(spec.name).has_preprocessor
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Prepare(Stage):
 
     def load(self) -> Preparer:
         """Builds the encoder's preparer."""
-        return Preparer(ENCODERS.load(self.spec.name).preparer(self.spec))
+        return Preparer(ENCODERS.load(self.spec.name).preprocessor(self.spec))
 
 
 class Preparer(LoadedStage):
@@ -125,7 +125,7 @@ class Encode(Stage):
         """Columns that the items must have."""
         if "content" not in self.aspects:
             return ("caption",)
-        return ENCODERS.load(self.spec.name).needs_of(self.spec)
+        return ENCODERS.load(self.spec.name).required_inputs(self.spec)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Encode(Stage):
         """Loads the encoder, and the adapter of the EDJE if one is named."""
         encoder = ENCODERS.build(self.spec, **self.placement)
         prepares = self.prepare and needs_preparing(self.spec, self.aspects)
-        preparer = encoder.preparer(self.spec) if prepares else None
+        preparer = encoder.preprocessor(self.spec) if prepares else None
         adapter = None
         if self.rerank is not None:
             from pipeline.rerank.edje import load_adapter
@@ -175,7 +175,7 @@ class TokenEncoder(LoadedStage):
     ):
         self.stage, self._encoder = stage, encoder
         self._prepare, self._adapter = prepare, adapter
-        reason = encoder.nothing if "content" in stage.aspects else "no caption"
+        reason = encoder.empty_reason if "content" in stage.aspects else "no caption"
         self.nothing = f"{NOTHING}: {reason}"
 
     def prepare(self, items: pa.Table) -> tuple[pa.Table, dict[str, float]]:

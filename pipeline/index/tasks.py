@@ -80,7 +80,7 @@ def remarks(spec: IndexSpec) -> list[str]:
                 yield from column.to_pylist()
         yield from index.rejects()["item_id"].to_pylist()
 
-    sentences = ENCODERS.load(spec.encoder.name).remarks(spec.encoder, ids)
+    sentences = ENCODERS.load(spec.encoder.name).warnings(spec.encoder, ids)
     dataset = Index(spec.index).dataset
     return [*sentences, *compressor_remarks(dataset, every_representation(spec))]
 

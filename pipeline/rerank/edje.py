@@ -20,7 +20,7 @@ import torch
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders.loading import SETTINGS, hashed
+from pipeline.encoders.loading import SETTINGS, hash_files
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.joint import JointEncoder
 from pipeline.schema import Precision
@@ -102,7 +102,7 @@ def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
     settings = {name: value for name, value in metadata[part].items() if name not in ignored}
     before = metadata["vision"]["fingerprint"] if part == "adapter" else None
-    files = hashed(folder, PARTS[part])
+    files = hash_files(folder, PARTS[part])
     return config.digest({"files": files, "settings": settings, "vision": before})
 
 

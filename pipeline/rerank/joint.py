@@ -132,7 +132,7 @@ class JointEncoder(torch.nn.Module):
         self.spec, found = spec, _found(spec)
         self.tokenizer = _tokenizer(spec)
         with _quiet():  # transformers warns of a new head
-            self.language = load_model(found, AutoModelForMaskedLM, may_lack=may_lack)
+            self.language = load_model(found, AutoModelForMaskedLM, optional_weights=may_lack)
         self.language.requires_grad_(True)
         settings, words = self.language.config, self.language.get_input_embeddings()
         assert isinstance(words, torch.nn.Embedding)

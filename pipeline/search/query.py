@@ -213,7 +213,7 @@ def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
     if texts := [query for query in queries if isinstance(query, str)]:
         return encoder.encode_queries(texts)
     if images := [query for query in queries if isinstance(query, bytes)]:
-        return encoder.encode_pictures(images)
+        return encoder.encode_images(images)
     composed = [query for query in queries if isinstance(query, Composed)]
     return encoder.encode_composed([q.text for q in composed], [q.image for q in composed])
 

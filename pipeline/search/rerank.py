@@ -205,7 +205,7 @@ class Reranker:
             file = io.BytesIO()
             open_query_image(image).save(file, "PNG")
             items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
-            for _, batch in encoder.encode(encoder.preparer(encoder.spec)(items)):
+            for _, batch in encoder.encode(encoder.preprocessor(encoder.spec)(items)):
                 tokens, mask = self._adapter.cached(batch)
                 tokens_of_image.append(tokens[mask].cpu())
         lengths = np.array([len(tokens) for tokens in tokens_of_image])

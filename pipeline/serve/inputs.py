@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.config import SpecError
-from pipeline.encoders import QUERY_KINDS, not_read
+from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
 from pipeline.search.options import SearchOptions
@@ -119,7 +119,7 @@ def read_query(query: wire.Query, info: RepresentationInfo, limits: Limits) -> Q
     written = read_written(query, limits)
     kind = "image" if isinstance(written, bytes) else "composed"
     if not isinstance(written, str) and kind not in info.encoder.query_kinds:
-        raise not_read(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
+        raise unsupported_query(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
     return written
 
 

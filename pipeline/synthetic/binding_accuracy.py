@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
-from pipeline.encoders.batching import join
+from pipeline.encoders.batching import concatenate
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, plain, to_png
@@ -58,7 +58,7 @@ class Accuracy:
 
 def check_form(spec: Any, form: Form, field: str = "--form") -> None:
     """Raises `SpecError` for `field` if an encoder does not support a form."""
-    wants = set(ENCODERS.load(spec.name).wants(spec))
+    wants = set(ENCODERS.load(spec.name).supported_inputs(spec))
     if not wants & set(PAYLOAD_KINDS[form]):
         names = [name for name, kinds in PAYLOAD_KINDS.items() if wants & set(kinds)]
         problem = f"is not supported by the encoder {spec.name}"
@@ -114,7 +114,7 @@ def pair_scores(
         documents = _documents(encoder, block, form, side)
         for number in range(len(block)):
             pair_queries = queries.take(slice(number * PANELS, (number + 1) * PANELS))
-            pair_documents = join(documents[2 * number : 2 * number + 2])
+            pair_documents = concatenate(documents[2 * number : 2 * number + 2])
             for name, scores_Q2 in compute_scores(pair_queries, pair_documents).items():
                 parts[name].append(scores_Q2.cpu())
     return {name: torch.stack(blocks) for name, blocks in parts.items() if blocks}
@@ -146,8 +146,10 @@ def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -
             item = Item(name, name, "binding", form, "", text=text, payload=columns)
             items.append(item.row())
     kinds = set(PAYLOAD_KINDS[form]) - {"text"}
-    schema = pa.schema([*ITEM, *payload_schema(sorted(kinds), encoder.wants(encoder.spec))])
-    table = encoder.preparer(encoder.spec)(pa.Table.from_pylist(items, schema=schema))
+    schema = pa.schema(
+        [*ITEM, *payload_schema(sorted(kinds), encoder.supported_inputs(encoder.spec))]
+    )
+    table = encoder.preprocessor(encoder.spec)(pa.Table.from_pylist(items, schema=schema))
     documents: dict[int, TokenBatch] = {}
     for rows, batch in encoder.encode(table):
         for position, row in enumerate(rows.tolist()):

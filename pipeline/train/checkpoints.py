@@ -17,7 +17,7 @@ import torch
 
 from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
-from pipeline.encoders.loading import hashed
+from pipeline.encoders.loading import hash_files
 from pipeline.train.migration import migrated_spec
 from pipeline.train.sharding import load_state, whole, whole_state
 from pipeline.train.spec import TrainSpec
@@ -143,7 +143,7 @@ class Checkpoints:
         learner.save(folder)
         metadata = {
             "spec": config.dump(self.spec),
-            "sha256": hashed(folder, ["*.safetensors"]),
+            "sha256": hash_files(folder, ["*.safetensors"]),
         }
         (folder / "training.json").write_text(json.dumps(metadata, indent=1), "utf-8")
 

@@ -21,7 +21,7 @@ from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders import Trainable
-from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_of
+from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
 from pipeline.taps import Tap, average_layers, single_layer_taps
@@ -157,11 +157,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 self.model.requires_grad_(False)
                 encoder.projection.requires_grad_(True)
             elif spec.trainable == "lora":
-                self._tuned = lora.attach(self.model, spec.lora or Lora(), encoder.lora_layers)
+                self._tuned = lora.attach(
+                    self.model, spec.lora or Lora(), encoder.lora_target_modules
+                )
                 adapter = getattr(spec.encoder, "adapter", None)
-                first = adapter_of(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+                first = adapter_folder(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
                 if first is not None:
-                    lora.load(self._tuned, first, encoder.part_of_checkpoint)
+                    lora.load(self._tuned, first, encoder.checkpoint_prefix)
         else:
             raise _not_trainable(spec.encoder.name).below("learner")
         self._taps: tuple[Tap, ...] = ()
@@ -448,7 +450,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             self.model.save(folder, self.encoder.fingerprint)
             return
         if self._tuned is not None:
-            lora.save(self._tuned, folder, self.encoder.part_of_checkpoint)
+            lora.save(self._tuned, folder, self.encoder.checkpoint_prefix)
             return
         if self.spec.trainable == "projection":
             weights = {

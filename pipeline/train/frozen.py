@@ -13,7 +13,7 @@ import torch
 from pipeline import config, distributed
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
-from pipeline.encoders.batching import join
+from pipeline.encoders.batching import concatenate
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 from pipeline.training_data.base import Batch, TrainingData
@@ -52,7 +52,7 @@ def encoded(
         table = pa.Table.from_pylist([dict(i) for i in inputs if not isinstance(i, str)])
         rows, batches = zip(*encoder.encode(table, *([taps] if taps else [])), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(rows)))
-        states = join(batches).take(order)
+        states = concatenate(batches).take(order)
     # Outside of inference mode, whose tensors no gradient may need.
     pooled = None if states.pooled is None else states.pooled.clone()
     return dataclasses.replace(states, vectors=states.vectors.clone(), pooled=pooled)

@@ -48,7 +48,7 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     def check_data(cls, spec: BaseSpecT, data: TrainingData) -> None:
         """Raises `SpecError` if the encoder reads none of the modalities of the documents."""
         encoder = spec.encoder
-        wants = ENCODERS.load(encoder.name).wants(encoder)
+        wants = ENCODERS.load(encoder.name).supported_inputs(encoder)
         if data.gives and not data.gives & set(wants):
             rule = f"an encoder of {' or '.join(sorted(data.gives))}, as in the data"
             problem = f"reads {', '.join(wants)}"

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, in the form and with the files that real ones have."""
+"""Tiny random checkpoints of all model families, with the files of published ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import CRANFIELD
 
 VOCABULARY = 600
-#: A vision tower of two layers, which sees 4 x 4 patches.
+#: Settings of a vision tower of two layers with 4 x 4 patches.
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 32,
@@ -28,11 +28,11 @@ SIGLIP = {
 
 
 def tokenizer(*special: str, pad: str, eos: str, bos: str | None = None, **more: str):
-    """A byte-level tokenizer of a few hundred tokens, trained on abstracts."""
+    """Trains a byte-level tokenizer with a few hundred tokens on abstracts."""
     lines = (CRANFIELD / "corpus.jsonl").read_text("utf-8").splitlines()[:200]
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     names = list(dict.fromkeys([pad, eos, *([bos] if bos else []), *special, *more.values()]))
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
@@ -40,14 +40,14 @@ def tokenizer(*special: str, pad: str, eos: str, bos: str | None = None, **more:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
+    backend.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, eos_token=eos, bos_token=bos, **more
+        tokenizer_object=backend, pad_token=pad, eos_token=eos, bos_token=bos, **more
     )
 
 
 def colpali(folder: Path) -> Path:
-    """ColPali: 4 x 4 patches, two layers of two heads that share one key."""
+    """Writes a ColPali with 4 x 4 patches and three layers of two heads that share one key."""
     from transformers import ColPaliConfig, ColPaliForRetrieval, ColPaliProcessor
     from transformers.models.siglip import SiglipImageProcessorPil
 
@@ -81,7 +81,7 @@ def colpali(folder: Path) -> Path:
 
 
 def qwen_text(words: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
-    """A language model of two layers, four heads that share two keys."""
+    """Returns the settings of a language model of two layers, four heads and two key heads."""
     return {
         "vocab_size": len(words),
         "hidden_size": 32,
@@ -98,7 +98,7 @@ def qwen_text(words: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
 
 
 def colqwen2(folder: Path) -> Path:
-    """ColQwen2: patches of 8 pixels, four merged into one token."""
+    """Writes a ColQwen2 with patches of 8 pixels and one token per four patches."""
     from transformers import ColQwen2Config, ColQwen2ForRetrieval, ColQwen2Processor
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -126,7 +126,7 @@ def colqwen2(folder: Path) -> Path:
 
 
 def colmodernvbert(folder: Path) -> Path:
-    """ColModernVBert: tiles of 4 x 4 patches, four of which become one token."""
+    """Writes a ColModernVBert with tiles of 4 x 4 patches and one token per four patches."""
     from transformers import (
         ColModernVBertConfig,
         ColModernVBertForRetrieval,
@@ -173,21 +173,21 @@ def colmodernvbert(folder: Path) -> Path:
 
 
 def save(folder: Path, model_class: type, settings, *files) -> Path:
-    """Writes a model of random weights, and what is to lie beside it."""
+    """Saves a model with random weights and its preprocessing files."""
     torch.manual_seed(0)
     model = model_class(settings).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than at the start of training: attention
-            if parameter.ndim > 1:  # that is nearly uniform would tell nothing
+        for parameter in model.parameters():  # larger than the default initialisation,
+            if parameter.ndim > 1:  # whose attention is nearly uniform
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
-    for each in files:
-        each.save_pretrained(folder)
+    for file in files:
+        file.save_pretrained(folder)
     return folder
 
 
-def towers(family: str, words, text_width: int = 32) -> dict[str, dict]:
-    """The settings of two tiny towers: 4 x 4 patches of 8 x 8, and texts of 16 tokens."""
+def tower_configs(family: str, words, text_width: int = 32) -> dict[str, dict]:
+    """Returns the settings of two towers: 4 x 4 patches of 8 x 8 pixels, and texts of 16 tokens."""
     both = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     text = {
         "hidden_size": text_width,
@@ -210,18 +210,18 @@ def towers(family: str, words, text_width: int = 32) -> dict[str, dict]:
 
 
 def siglip(folder: Path, text_width: int = 32) -> Path:
-    """SigLIP, and SigLIP 2 of one resolution."""
+    """Writes a SigLIP, which is also the class of SigLIP 2 with fixed resolution."""
     from transformers import SiglipConfig, SiglipModel, SiglipProcessor
     from transformers.models.siglip import SiglipImageProcessorPil
 
     words = tokenizer(pad="<pad>", eos="<eos>")
     images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
-    settings = SiglipConfig(**towers("siglip", words, text_width))
+    settings = SiglipConfig(**tower_configs("siglip", words, text_width))
     return save(folder, SiglipModel, settings, SiglipProcessor(images, words))
 
 
 def siglip2(folder: Path) -> Path:
-    """SigLIP 2 NaFlex, of at most 20 patches."""
+    """Writes a SigLIP 2 NaFlex with at most 20 patches."""
     from transformers import Siglip2Config, Siglip2Model, Siglip2Processor, Siglip2Tokenizer
     from transformers.models.siglip2 import Siglip2ImageProcessorPil
 
@@ -230,26 +230,26 @@ def siglip2(folder: Path) -> Path:
     vocabulary = {name: number for number, name in enumerate([*names, *letters, "he", "at"])}
     words = Siglip2Tokenizer(vocabulary, [("h", "e"), ("a", "t")], padding_side="right")
     images = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=20)
-    settings = Siglip2Config(**towers("siglip2", words))
+    settings = Siglip2Config(**tower_configs("siglip2", words))
     return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
 
 
 def clip(folder: Path) -> Path:
-    """CLIP with towers and single vectors of three widths."""
+    """Writes a CLIP whose towers and single vectors have three different widths."""
     from transformers import CLIPConfig, CLIPModel, CLIPProcessor
     from transformers.models.clip import CLIPImageProcessorPil
 
     words = tokenizer(pad="<pad>", eos="<end>", bos="<start>")
-    put_around(words, "<start>", "<end>")
+    add_special_tokens(words, "<start>", "<end>")
     images = CLIPImageProcessorPil(
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
     )
-    settings = CLIPConfig(**towers("clip", words, text_width=48), projection_dim=24)
+    settings = CLIPConfig(**tower_configs("clip", words, text_width=48), projection_dim=24)
     return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
 
 
-def put_around(words, first: str, last: str) -> None:
-    """Lets a tokenizer begin and end each text with a special token."""
+def add_special_tokens(words, first: str, last: str) -> None:
+    """Makes a tokenizer add a special token before and after each text."""
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{first} $A {last}",
         special_tokens=[(name, words.convert_tokens_to_ids(name)) for name in (first, last)],
@@ -257,7 +257,7 @@ def put_around(words, first: str, last: str) -> None:
 
 
 def colbert_bert(folder: Path) -> Path:
-    """ColBERT as its authors wrote it: the projection lies among the model's weights."""
+    """Writes a ColBERT in the original format, with the projection among the model's weights."""
     from safetensors.torch import load_file, save_file
     from transformers import BertConfig, BertModel, BertTokenizer
 
@@ -265,7 +265,9 @@ def colbert_bert(folder: Path) -> Path:
     pieces = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
     whole = ["wing", "lift", "##ing", "drag", "flow", *string.punctuation]
     words = BertTokenizer({name: i for i, name in enumerate([*names, *pieces, *whole])})
-    save(folder, BertModel, BertConfig(**small(words), max_position_embeddings=64), words)
+    save(
+        folder, BertModel, BertConfig(**small_text_config(words), max_position_embeddings=64), words
+    )
     weights = load_file(folder / "model.safetensors")
     named = {f"bert.{name}": tensor for name, tensor in weights.items() if "pooler" not in name}
     named["linear.weight"] = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
@@ -283,7 +285,7 @@ def colbert_bert(folder: Path) -> Path:
 
 
 def colbert_modernbert(folder: Path) -> Path:
-    """ColBERT as PyLate writes it: the projection is a folder of its own."""
+    """Writes a ColBERT in the format of PyLate, with the projection in a separate folder."""
     from safetensors.torch import save_file
     from transformers import ModernBertConfig, ModernBertModel
 
@@ -291,9 +293,9 @@ def colbert_modernbert(folder: Path) -> Path:
         "[Q] ", "[D] ", "[UNK]", pad="[PAD]", eos="[SEP]",
         cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", unk_token="[UNK]",
     )  # fmt: skip
-    put_around(words, "[CLS]", "[SEP]")
+    add_special_tokens(words, "[CLS]", "[SEP]")
     settings = ModernBertConfig(
-        **small(words),
+        **small_text_config(words),
         max_position_embeddings=128,
         local_attention=8,
         cls_token_id=words.cls_token_id,
@@ -319,8 +321,13 @@ def colbert_modernbert(folder: Path) -> Path:
     dense = folder / "1_Dense"
     dense.mkdir()
     identity = "torch.nn.modules.linear.Identity"
-    about = {"in_features": 32, "out_features": 16, "bias": True, "activation_function": identity}
-    (dense / "config.json").write_text(json.dumps(about), "utf-8")
+    dense_config = {
+        "in_features": 32,
+        "out_features": 16,
+        "bias": True,
+        "activation_function": identity,
+    }
+    (dense / "config.json").write_text(json.dumps(dense_config), "utf-8")
     generator = torch.Generator().manual_seed(1)
     weights = {
         "linear.weight": torch.randn(16, 32, generator=generator),
@@ -330,8 +337,8 @@ def colbert_modernbert(folder: Path) -> Path:
     return folder
 
 
-def small(words) -> dict[str, int]:
-    """The settings of a tiny text encoder."""
+def small_text_config(words) -> dict[str, int]:
+    """Returns the settings of a tiny text encoder."""
     return {
         "vocab_size": len(words),
         "hidden_size": 32,
@@ -343,7 +350,7 @@ def small(words) -> dict[str, int]:
 
 
 def qwen_files():
-    """A tokenizer with Qwen's special tokens and a processor of pictures without torchvision."""
+    """Returns a tokenizer with Qwen's special tokens and an image processor without torchvision."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     words = tokenizer(
@@ -390,7 +397,7 @@ def _qwen_settings(config_class: type, words, text: dict, vision: dict, **more):
 
 
 def qwen2_vl(folder: Path) -> Path:
-    """Qwen2-VL: three layers of four heads that share two keys."""
+    """Writes a Qwen2-VL with three layers of four heads that share two keys."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     words, images = qwen_files()
@@ -416,7 +423,7 @@ def _qwen2_5_settings(words, **more):
 
 
 def qwen2_5_vl(folder: Path) -> Path:
-    """Qwen2.5-VL: as above, with windows in the vision tower."""
+    """Writes a Qwen2.5-VL, which has window attention in the vision tower."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     words, images = qwen_files()
@@ -425,7 +432,7 @@ def qwen2_5_vl(folder: Path) -> Path:
 
 
 def qwen3_vl(folder: Path) -> Path:
-    """Qwen3-VL: as above, with features of the vision tower added between layers."""
+    """Writes a Qwen3-VL, which adds features of the vision tower between layers."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     words, images = qwen_files()
@@ -450,7 +457,7 @@ def qwen3_vl(folder: Path) -> Path:
 
 
 def qwen2_5_omni(folder: Path) -> Path:
-    """The thinker of Qwen2.5-Omni: as Qwen2.5-VL, with a tower for up to 6 s of sound."""
+    """Writes the thinker of a Qwen2.5-Omni with an audio tower for up to 6 s."""
     from transformers import (
         Qwen2_5OmniThinkerConfig,
         Qwen2_5OmniThinkerForConditionalGeneration,
@@ -464,11 +471,11 @@ def qwen2_5_omni(folder: Path) -> Path:
         eos="<|im_end|>",
     )
     _, images = qwen_files()
-    sounds = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
     ids = words.convert_tokens_to_ids
     settings = Qwen2_5OmniThinkerConfig(
         text_config={
-            **small(words),
+            **small_text_config(words),
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
@@ -502,19 +509,19 @@ def qwen2_5_omni(folder: Path) -> Path:
         vision_end_token_id=ids("<|vision_eos|>"),
     )
     save(folder, Qwen2_5OmniThinkerForConditionalGeneration, settings, words)
-    # Both lie in one file, as in the published checkpoints.
-    both = {**sounds.to_dict(), **images.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
+    # Published checkpoints also have both in one file.
+    both = {**extractor.to_dict(), **images.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(both), "utf-8")
     return folder
 
 
-#: The adapters of the tiny jina-embeddings-v4, and what they change.
+#: Tasks and rank of the adapters of the tiny jina-embeddings-v4.
 JINA_TASKS = ("retrieval", "text-matching", "code")
 JINA_RANK = 2
 
 
 def jina_v4(folder: Path) -> Path:
-    """jina-embeddings-v4: Qwen2.5-VL with a projector, and a file of adapters for three tasks."""
+    """Writes a jina-embeddings-v4: Qwen2.5-VL with a projector and adapters for three tasks."""
     from safetensors.torch import load_file, save_file
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -525,7 +532,7 @@ def jina_v4(folder: Path) -> Path:
     weights["multi_vector_projector.weight"] = torch.randn(16, 32) * 0.3
     weights["multi_vector_projector.bias"] = torch.randn(16) * 0.3
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    changed = {
+    shapes = {
         f"model.language_model.layers.{layer}.{part}": shape
         for layer in range(3)
         for part, shape in {
@@ -535,19 +542,19 @@ def jina_v4(folder: Path) -> Path:
         }.items()
     } | {"multi_vector_projector": (16, 32)}
     adapters = {}
-    for name, (num_out, num_in) in changed.items():
+    for name, (num_out, num_in) in shapes.items():
         for task in JINA_TASKS:
-            below = f"base_model.model.{name}"
-            adapters[f"{below}.lora_A.{task}.weight"] = torch.randn(JINA_RANK, num_in) * 0.2
-            adapters[f"{below}.lora_B.{task}.weight"] = torch.randn(num_out, JINA_RANK) * 0.2
+            prefix = f"base_model.model.{name}"
+            adapters[f"{prefix}.lora_A.{task}.weight"] = torch.randn(JINA_RANK, num_in) * 0.2
+            adapters[f"{prefix}.lora_B.{task}.weight"] = torch.randn(num_out, JINA_RANK) * 0.2
     (folder / "adapters").mkdir()
     save_file(adapters, folder / "adapters" / "adapter_model.safetensors", {"format": "pt"})
-    described = {"peft_type": "LORA", "r": JINA_RANK, "lora_alpha": 4, "use_rslora": False}
-    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(described))
+    adapter_config = {"peft_type": "LORA", "r": JINA_RANK, "lora_alpha": 4, "use_rslora": False}
+    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder
 
 
-#: By the name of the family.
+#: Functions that write the checkpoints, by model family.
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "colpali": colpali,
     "colqwen2": colqwen2,

@@ -1,4 +1,4 @@
-"""Attention statistics against the matrices of eager attention, for several kinds of models."""
+"""Attention statistics, compared with the attention matrices of several kinds of models."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CONFIGS = {
     "bert": BertConfig(num_hidden_layers=3, **SIZES),
     "roberta": RobertaConfig(num_hidden_layers=3, **SIZES),
     "distilbert": DistilBertConfig(n_layers=3, dim=32, n_heads=4, hidden_dim=48, vocab_size=50),
-    # Rotary positions; windows of 4 tokens in two layers of three.
+    # Rotary positions; windows of 4 tokens in two of three layers.
     "modernbert": ModernBertConfig(num_hidden_layers=3, local_attention=4, pad_token_id=0, **SIZES),
     # Causal, rotary, with two key heads for four query heads.
     "llama": LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, **SIZES),
@@ -28,14 +28,14 @@ CONFIGS = {
 LENGTHS = torch.tensor([11, 7, 1])
 
 
-def model_of(name: str, implementation: str):
+def load_model(name: str, implementation: str):
     torch.manual_seed(0)
     return AutoModel.from_config(CONFIGS[name], attn_implementation=implementation).eval()
 
 
 @pytest.fixture(params=["right", "left", "none"])
 def inputs(request):
-    """Token ids with padding on a side; or none at all, where models leave out their mask."""
+    """Token ids with padding on the left or right, or without padding."""
     ids = torch.randint(3, 50, (3, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(11) < LENGTHS.unsqueeze(1)
     if request.param == "none":
@@ -45,16 +45,16 @@ def inputs(request):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_the_sums_of_eager_attention(name, implementation, inputs, monkeypatch):
+def test_sums_match_eager_attention(name, implementation, inputs, monkeypatch):
     mask = inputs["attention_mask"]
     rows = torch.stack([mask.float(), torch.rand(3, 11) * mask])
     with torch.no_grad():
-        eager = model_of(name, "eager")
+        eager = load_model(name, "eager")
         matrices = eager(**inputs, output_attentions=True).attentions
-        model = model_of(name, implementation)
+        model = load_model(name, implementation)
         plain = model(**inputs).last_hidden_state
-        for numbers in (attention.BLOCK_NUMBERS["cpu"], 100):  # at once, and in small blocks
-            monkeypatch.setitem(attention.BLOCK_NUMBERS, "cpu", numbers)
+        for numbers in (attention.MAX_BLOCK_SIZE["cpu"], 100):  # a single block, and small blocks
+            monkeypatch.setitem(attention.MAX_BLOCK_SIZE, "cpu", numbers)
             with recording(model, {0: rows, 2: rows}) as recorded:
                 output = model(**inputs).last_hidden_state
             assert torch.equal(output, plain)  # bit for bit
@@ -65,7 +65,7 @@ def test_equals_the_sums_of_eager_attention(name, implementation, inputs, monkey
     assert model.config._attn_implementation == implementation
 
 
-def test_rows_without_weight_are_not_computed():
+def test_skips_rows_with_zero_weight():
     query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4)
     weights = torch.zeros(1, 2, 5)
     weights[0, :, 2] = 1
@@ -78,11 +78,11 @@ def test_rows_without_weight_are_not_computed():
     )
 
 
-def test_a_model_with_attention_of_its_own_is_told(inputs):
+def test_rejects_models_without_attention_interface(inputs):
     model_config = MPNetConfig(num_hidden_layers=3, **SIZES)
     assert not can_record(model_config)
     assert all(can_record(other) for other in CONFIGS.values())
     model = AutoModel.from_config(model_config)
-    expected = "MPNetModel showed no attention of the layers 1: its attention is not the library's"
+    expected = "cannot record the attention of layers 1 of MPNetModel"
     with pytest.raises(ValueError, match=expected), recording(model, {1: torch.ones(1, 3, 11)}):
         model(**inputs)

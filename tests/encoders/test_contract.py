@@ -1,4 +1,7 @@
-"""What every registered encoder must keep to; a new one needs a line in one of the two tables."""
+"""Contract of all registered encoders.
+
+A new encoder needs an entry in `SPECS` or `CHECKPOINTS`.
+"""
 
 import re
 
@@ -15,7 +18,7 @@ from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
 from tests.pictures import noise, png
 
-#: A small spec of each encoder, beside its name.
+#: Small specs of encoders, without their names.
 SPECS = {
     "minilm": {"window": 32, "overlap_tokens": 8},
     "precomputed": {"dim": 4, "label": "random"},
@@ -23,7 +26,7 @@ SPECS = {
     "transcript": {"text": {"window": 32, "overlap_tokens": 8}},
 }
 
-#: The tiny checkpoint of each encoder that has no weights of its own, and what else it is given.
+#: Tiny checkpoints and further settings of encoders without bundled weights.
 CHECKPOINTS = {
     "colbert": ("colbert_modernbert", {}),
     "colmodernvbert": ("colmodernvbert", {}),
@@ -34,7 +37,7 @@ CHECKPOINTS = {
     "qwen_omni": ("qwen2_5_omni", {"query_prompt": "{content}<|im_end|>"}),
     "qwen_vl": ("qwen2_5_vl", {"query_prompt": "{content}<|im_end|>"}),
 }
-#: Pictures of the items; None: it has none.
+#: Sizes of the images of the items; None: no image.
 SIZES = [(40, 40), (32, 64), (90, 50), None, (33, 47), (64, 64)]
 
 TEXTS = [
@@ -48,7 +51,7 @@ TEXTS = [
 
 
 def make_items() -> pa.Table:
-    """Items of ragged lengths with every column that an encoder may read."""
+    """Returns items of different lengths with all columns that an encoder may read."""
     generator = np.random.default_rng(0)
     vectors = [generator.normal(size=(n, 4)).tolist() for n in (3, 1, 40, 0, 2, 1)]
     spans = [[list(word.span()) for word in re.finditer(r"\S+", text)] for text in TEXTS]
@@ -81,20 +84,20 @@ def encoder(request, checkpoint, tmp_path_factory):
     return ENCODERS.build(ENCODERS.resolve({"name": request.param, **given}))
 
 
-def test_spec_survives_a_round_trip(encoder):
+def test_spec_round_trip(encoder):
     assert parse(type(encoder.spec), encoder.spec.model_dump(mode="json")) == encoder.spec
 
 
-def test_check_accepts_what_can_be_built(encoder):
+def test_check_accepts_valid_specs(encoder):
     type(encoder).check(encoder.spec)
 
 
-def test_needed_columns_are_declared(encoder):
-    needs = type(encoder).needs_of(encoder.spec)
-    list(encoder.encode(ITEMS.select(list({"item_id", *needs}))))
+def test_required_inputs_suffice(encoder):
+    required = type(encoder).required_inputs(encoder.spec)
+    list(encoder.encode(ITEMS.select(list({"item_id", *required}))))
 
 
-def test_every_item_is_encoded_once(encoder):
+def test_encodes_each_item_once(encoder):
     rows = np.concatenate([rows for rows, _ in encoder.encode(ITEMS)])
     assert sorted(rows.tolist()) == list(range(len(TEXTS)))
 
@@ -121,7 +124,7 @@ def test_shapes_and_types(encoder):
             assert batch.kind.max() < len(KINDS)
 
 
-def test_vectors_are_finite_and_as_long_as_declared(encoder):
+def test_vectors_are_finite_and_normalised_as_declared(encoder):
     for _, batch in encoder.encode(ITEMS):
         vectors = batch.vectors[batch.mask].float()
         assert torch.isfinite(vectors).all()
@@ -130,7 +133,7 @@ def test_vectors_are_finite_and_as_long_as_declared(encoder):
             torch.testing.assert_close(norms, torch.ones_like(norms), atol=2e-3, rtol=0)
 
 
-def test_equal_input_gives_equal_bits(encoder):
+def test_equal_inputs_give_bit_identical_outputs(encoder):
     rebuilt = type(encoder)(encoder.spec)
     assert rebuilt.fingerprint == encoder.fingerprint
     pairs = zip(encoder.encode(ITEMS), rebuilt.encode(ITEMS), strict=True)
@@ -139,7 +142,7 @@ def test_equal_input_gives_equal_bits(encoder):
         assert torch.equal(unit_vectors(batch), unit_vectors(other))
 
 
-def test_an_item_alone_has_the_vectors_it_has_among_others(encoder):
+def test_batching_does_not_change_vectors(encoder):
     for rows, batch in encoder.encode(ITEMS):
         for i, row in enumerate(rows):
             _, alone = next(iter(encoder.encode(ITEMS.slice(row, 1))))
@@ -152,38 +155,38 @@ def test_an_item_alone_has_the_vectors_it_has_among_others(encoder):
             )
 
 
-def test_empty_table_has_no_batch(encoder):
+def test_empty_table_yields_no_batches(encoder):
     assert list(encoder.encode(ITEMS.slice(0, 0))) == []
 
 
-def test_pictures_are_queries_where_the_encoder_says_so(encoder):
-    picture = png(noise(40, 40))
+def test_image_queries(encoder):
+    image = png(noise(40, 40))
     if "image" in encoder.query_kinds(encoder.spec):
-        tokens = encoder.encode_pictures([picture]).tokens
+        tokens = encoder.encode_images([image]).tokens
         assert len(tokens) == 1 and tokens.lengths[0] > 0
         return
-    with pytest.raises(SpecError, match="is not read by"):
-        encoder.encode_pictures([picture])
+    with pytest.raises(SpecError, match="is not supported by"):
+        encoder.encode_images([image])
 
 
-def test_texts_and_pictures_together_are_queries_where_the_encoder_says_so(encoder):
+def test_composed_queries(encoder):
     kinds = encoder.query_kinds(encoder.spec)
     assert set(kinds) <= QUERY_KINDS.keys()
-    picture, texts = png(noise(40, 40)), ["but in red", "x"]
+    image, texts = png(noise(40, 40)), ["but in red", "x"]
     if "composed" in kinds:
-        queries = encoder.encode_composed(texts, [picture, picture])
+        queries = encoder.encode_composed(texts, [image, image])
         assert len(queries.tokens) == 2 and (queries.tokens.lengths > 0).all()
         names = map(len, queries.token_texts)
         assert list(names) == queries.tokens.lengths.tolist()
         return
-    named = " or ".join(QUERY_KINDS[kind] for kind in kinds) or "query vectors"
-    with pytest.raises(SpecError, match=f"must be {named}, got .*, which is not supported by "):
-        encoder.encode_composed(texts, [picture, picture])
+    rule = " or ".join(QUERY_KINDS[kind] for kind in kinds) or "query vectors"
+    with pytest.raises(SpecError, match=f"must be {rule}, got .*, which is not supported by "):
+        encoder.encode_composed(texts, [image, image])
 
 
-def test_queries(encoder):
+def test_text_queries(encoder):
     texts = ["wing lift", "drag"]
-    if not encoder.query_kinds(encoder.spec):  # its queries are vectors
+    if not encoder.query_kinds(encoder.spec):  # queries are vectors
         with pytest.raises(SpecError, match="cannot be encoded"):
             encoder.encode_queries(texts)
         return
@@ -196,6 +199,6 @@ def test_queries(encoder):
         for text, spans, names in zip(
             texts, tokens.spans.tolist(), queries.token_texts, strict=True
         ):
-            own = list(zip(names, spans[: len(names)], strict=True))
-            assert all(text[start:end] == name for name, (start, end) in own if start >= 0)
-            assert any(start >= 0 for _, (start, _) in own)
+            named_spans = list(zip(names, spans[: len(names)], strict=True))
+            assert all(text[start:end] == name for name, (start, end) in named_spans if start >= 0)
+            assert any(start >= 0 for _, (start, _) in named_spans)

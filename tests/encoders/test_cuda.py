@@ -1,4 +1,4 @@
-"""On a GPU every family gives what it gives on a CPU."""
+"""Comparison of the outputs on GPU and CPU for all model families."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=CHECKPOINTS)
-def both(request, checkpoint):
-    """An encoder on the GPU, and the same on the CPU."""
+def encoders(request, checkpoint):
+    """An encoder on the GPU and the same encoder on the CPU."""
     family, given = CHECKPOINTS[request.param]
     given = {"name": request.param, "model": checkpoint(family), "dtype": "float32", **given}
     spec = ENCODERS.resolve(given)
@@ -25,50 +25,57 @@ def both(request, checkpoint):
     return ENCODERS.build(spec), on_cpu
 
 
-def test_equal_to_the_cpu(both):
-    on_gpu, on_cpu = both
+def test_items_match_the_cpu(encoders):
+    on_gpu, on_cpu = encoders
     assert on_gpu.device.type == "cuda" and on_cpu.device.type == "cpu"
     assert on_gpu.fingerprint == on_cpu.fingerprint
     statistics = on_cpu.attention(on_cpu.spec).statistics
     taps = [Tap(name, heads, "1") for name in statistics for heads in ("mean", "max")]
     pairs = zip(on_gpu.encode(ITEMS, taps), on_cpu.encode(ITEMS, taps), strict=True)
-    for (rows, there), (other_rows, here) in pairs:
+    for (rows, gpu_batch), (other_rows, cpu_batch) in pairs:
         assert rows.tolist() == other_rows.tolist()
-        there = there.to("cpu")
-        assert torch.equal(there.mask, here.mask) and torch.equal(there.kind, here.kind)
-        torch.testing.assert_close(
-            there.vectors[there.mask], here.vectors[here.mask], atol=1e-3, rtol=1e-3
+        gpu_batch = gpu_batch.to("cpu")
+        assert torch.equal(gpu_batch.mask, cpu_batch.mask) and torch.equal(
+            gpu_batch.kind, cpu_batch.kind
         )
-        for name, values in here.taps.items():
+        torch.testing.assert_close(
+            gpu_batch.vectors[gpu_batch.mask],
+            cpu_batch.vectors[cpu_batch.mask],
+            atol=1e-3,
+            rtol=1e-3,
+        )
+        for name, values in cpu_batch.taps.items():
             torch.testing.assert_close(
-                there.taps[name][there.mask], values[here.mask], atol=1e-3, rtol=1e-3
+                gpu_batch.taps[name][gpu_batch.mask], values[cpu_batch.mask], atol=1e-3, rtol=1e-3
             )
 
 
-def test_queries_equal_those_of_the_cpu(both):
-    there, here = (each.encode_queries(["lift of a wing", "heat"]).tokens for each in both)
-    there = there.to("cpu")
-    assert torch.equal(there.mask, here.mask)
+def test_queries_match_the_cpu(encoders):
+    gpu_batch, cpu_batch = (
+        encoder.encode_queries(["lift of a wing", "heat"]).tokens for encoder in encoders
+    )
+    gpu_batch = gpu_batch.to("cpu")
+    assert torch.equal(gpu_batch.mask, cpu_batch.mask)
     torch.testing.assert_close(
-        there.vectors[there.mask], here.vectors[here.mask], atol=1e-3, rtol=1e-3
+        gpu_batch.vectors[gpu_batch.mask], cpu_batch.vectors[cpu_batch.mask], atol=1e-3, rtol=1e-3
     )
 
 
-def test_what_does_not_fit_is_halved(checkpoint):
-    """By a real lack of memory: all that is free is taken but for a little."""
+def test_splits_batches_that_exceed_memory(checkpoint):
+    """Exhausts the GPU memory with allocations proportional to the batch size."""
     spec = ENCODERS.resolve({"name": "colpali", "model": checkpoint("colpali"), "dtype": "float32"})
     encoder = ENCODERS.build(spec)
     whole = [batch.to("cpu") for _, batch in encoder.encode(ITEMS)]
     forward, sizes = encoder.forward, []
 
-    def hungry(inputs, mask):
-        room = torch.empty(len(mask) * (20 << 30), dtype=torch.uint8, device="cuda")
+    def allocate_and_forward(inputs, mask):
+        allocation = torch.empty(len(mask) * (20 << 30), dtype=torch.uint8, device="cuda")
         sizes.append(len(mask))
-        found = forward(inputs, mask)
-        del room
-        return found
+        result = forward(inputs, mask)
+        del allocation
+        return result
 
-    encoder.forward = hungry
+    encoder.forward = allocate_and_forward
     halves = list(encoder.encode(ITEMS))
     assert max(sizes) < max(len(batch) for batch in whole)
     assert sum(len(rows) for rows, _ in halves) == ITEMS.num_rows

@@ -1,4 +1,4 @@
-"""SigLIP 2, SigLIP and CLIP equal transformers' own path: states, single vectors, attention."""
+"""SigLIP 2, SigLIP and CLIP, compared with transformers: states, single vectors, attention."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def encoder(build, family):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint, family):
-    """The library's model and processor over one picture, or one text."""
+    """The transformers model and processor, applied to one image or text."""
     model_class, processor_class = CLASSES[family]
     folder = checkpoint(family)
     model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
     processor = processor_class.from_pretrained(folder)
 
     @torch.no_grad()
-    def run(picture=None, text=None):
+    def run(image=None, text=None):
         if text is not None:
-            read = processor.tokenizer(text, padding="max_length", max_length=16)["input_ids"]
-            return model.get_text_features(torch.tensor([read]))
-        read = processor.image_processor(images=[picture], return_tensors="pt")
+            inputs = processor.tokenizer(text, padding="max_length", max_length=16)["input_ids"]
+            return model.get_text_features(torch.tensor([inputs]))
+        inputs = processor.image_processor(images=[image], return_tensors="pt")
         options = {"output_hidden_states": True, "output_attentions": True}
-        seen = model.get_image_features(**read, **options)
-        # Behind the patches of NaFlex is padding; before those of CLIP the class token.
+        output = model.get_image_features(**inputs, **options)
+        # NaFlex has padding after the patches, and CLIP a class token before them.
         first = int(family == "clip")
-        last = int(read["spatial_shapes"][0].prod()) if family == "siglip2" else first + 16
-        return seen, slice(first, last)
+        last = int(inputs["spatial_shapes"][0].prod()) if family == "siglip2" else first + 16
+        return output, slice(first, last)
 
     return run
 
 
-def of_items(encoder, items, taps=()):
-    """What each item's batch has of it, in the order of the items."""
+def encode_items(encoder, items, taps=()):
+    """Returns the tokens of each item, in order."""
     found = {
         int(row): batch.take(slice(i, i + 1))
         for rows, batch in encoder.encode(items, taps)
@@ -79,80 +79,82 @@ def of_items(encoder, items, taps=()):
     return [found[row] for row in sorted(found)]
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tokens_are_the_states_that_edje_keeps(encoder, reference, family):
+def test_tokens_are_the_states_used_by_edje(encoder, reference, family):
     images, items = pictures(*SIZES)
-    for image, batch in zip(images, of_items(encoder, items), strict=True):
-        seen, patches = reference(image)
-        states = seen.hidden_states[-2] if family == "clip" else seen.last_hidden_state
-        close(batch.vectors[batch.mask], states[0, patches])
+    for image, batch in zip(images, encode_items(encoder, items), strict=True):
+        output, patches = reference(image)
+        states = output.hidden_states[-2] if family == "clip" else output.last_hidden_state
+        assert_close(batch.vectors[batch.mask], states[0, patches])
         assert (batch.kind[batch.mask] == VISUAL).all() and not batch.normalised
 
 
-def test_single_vectors_are_the_models(encoder, reference):
+def test_single_vectors_match_transformers(encoder, reference):
     images, items = pictures(*SIZES)
-    for image, batch in zip(images, of_items(encoder, items), strict=True):
-        seen, _ = reference(image)
-        close(batch.pooled, normalise(seen.pooler_output))
+    for image, batch in zip(images, encode_items(encoder, items), strict=True):
+        output, _ = reference(image)
+        assert_close(batch.pooled, normalise(output.pooler_output))
     queries = encoder.encode_queries(TEXTS)
     for text, pooled in zip(TEXTS, queries.tokens.pooled, strict=True):
-        close(pooled, normalise(reference(text=text.lower()).pooler_output[0]))
+        assert_close(pooled, normalise(reference(text=text.lower()).pooler_output[0]))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, -1, -4])
-def test_the_layer_that_is_asked_for(build, reference, family, layer):
+def test_selects_the_layer(build, reference, family, layer):
     (image,), items = pictures((40, 30))
-    (batch,) = of_items(build(family, layer=layer), items)
-    seen, patches = reference(image)
-    states = seen.last_hidden_state if layer in (3, -1) else seen.hidden_states[layer]
-    close(batch.vectors[0], states[0, patches])
+    (batch,) = encode_items(build(family, layer=layer), items)
+    output, patches = reference(image)
+    states = output.last_hidden_state if layer in (3, -1) else output.hidden_states[layer]
+    assert_close(batch.vectors[0], states[0, patches])
 
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_attention_is_that_of_eager_layers(build, reference, family, heads, layer):
+def test_attention_matches_eager_attention(build, reference, family, heads, layer):
     images, items = pictures(*SIZES)
     has_class = family == "clip"
     statistics = ("column_sums", *(("pooled_row",) if has_class else ()))
     encoder = build(family, keep_class=has_class)
     assert type(encoder).attention(encoder.spec) == (statistics, 3)
     taps = [Tap(statistic, heads, str(layer)) for statistic in statistics]
-    over_heads = torch.mean if heads == "mean" else torch.amax
-    for image, batch in zip(images, of_items(encoder, items, taps), strict=True):
-        seen, patches = reference(image)
-        attention_HNN = seen.attentions[layer][0, :, :, : patches.stop]
+    reduce_heads = torch.mean if heads == "mean" else torch.amax
+    for image, batch in zip(images, encode_items(encoder, items, taps), strict=True):
+        output, patches = reference(image)
+        attention_HNN = output.attentions[layer][0, :, :, : patches.stop]
         rows = (attention_HNN[:, patches].sum(dim=1), attention_HNN[:, 0])
-        for tap, of_heads in zip(taps, rows, strict=False):
-            close(batch.taps[tap.name][batch.mask], over_heads(of_heads, dim=0))
+        for tap, head_values in zip(taps, rows, strict=False):
+            assert_close(batch.taps[tap.name][batch.mask], reduce_heads(head_values, dim=0))
 
 
-def test_the_class_token(build):
+def test_class_token(build):
     _, items = pictures((40, 40))
-    (plain,), (whole,) = (of_items(build("clip", keep_class=keep), items) for keep in (False, True))
-    close(whole.vectors[:, 1:], plain.vectors)
+    (plain,), (whole,) = (
+        encode_items(build("clip", keep_class=keep), items) for keep in (False, True)
+    )
+    assert_close(whole.vectors[:, 1:], plain.vectors)
     assert whole.kind[0].tolist() == [SPECIAL] + [VISUAL] * 16
     assert whole.extents[0, 0].isnan().all()
-    names = build("clip", keep_class=True).encode_pictures([png(noise(40, 40))]).token_texts
+    names = build("clip", keep_class=True).encode_images([png(noise(40, 40))]).token_texts
     assert names[0][:2] == ["[CLASS]", "[12,12]"]
 
 
-def test_unit_length(build):
+def test_normalise(build):
     _, items = pictures(*SIZES[:1])
-    (plain,), (unit,) = (of_items(build("siglip", normalise=on), items) for on in (False, True))
-    close(unit.vectors, normalise(plain.vectors))
+    (plain,), (unit,) = (encode_items(build("siglip", normalise=on), items) for on in (False, True))
+    assert_close(unit.vectors, normalise(plain.vectors))
     assert unit.normalised and not plain.normalised
 
 
-def test_the_grid_keeps_the_shape_of_a_picture(build):
+def test_naflex_grid_preserves_the_aspect_ratio(build):
     _, items = pictures((80, 40), (40, 40))
-    wide, square = of_items(build("siglip2"), items)
-    # Of at most 20 patches twice as wide as high: 3 rows of 6.
+    wide, square = encode_items(build("siglip2"), items)
+    # The largest grid of aspect ratio 2 with at most 20 patches has 3 rows of 6.
     assert [int(batch.lengths[0]) for batch in (wide, square)] == [18, 16]
     assert wide.extents[0, 7, :4].tolist() == pytest.approx([1 / 6, 1 / 3, 2 / 6, 2 / 3])
-    (fewer,) = of_items(build("siglip2", max_patches=8), items.slice(0, 1))
+    (fewer,) = encode_items(build("siglip2", max_patches=8), items.slice(0, 1))
     assert fewer.lengths.tolist() == [8]
 
 
@@ -164,77 +166,79 @@ def test_the_grid_keeps_the_shape_of_a_picture(build):
         ((32, 128), [0, 0.375, 0.25, 0.4375], [0.75, 0.5625, 1, 0.625]),
     ],
 )
-def test_the_grid_of_clip_lies_in_the_middle_that_it_sees(build, size, first, last):
+def test_clip_extents_account_for_the_crop(build, size, first, last):
     _, items = pictures(size)
-    (batch,) = of_items(build("clip"), items)
+    (batch,) = encode_items(build("clip"), items)
     assert batch.extents[0, [0, -1], :4].tolist() == [first, last]
 
 
-def test_what_lies_outside_of_the_middle_is_not_seen(build):
+def test_clip_ignores_content_outside_the_crop(build):
     encoder = build("clip")
-    one, other = noise(64, 32), noise(64, 32)
-    other.paste(noise(14, 32, seed=5), (0, 0))  # the cells begin at 16
-    close(*(encoder.encode_pictures([png(image)]).tokens.vectors for image in (one, other)))
-    other.paste(noise(16, 32, seed=5), (18, 0))
-    vectors = [encoder.encode_pictures([png(image)]).tokens.vectors for image in (one, other)]
+    first, second = noise(64, 32), noise(64, 32)
+    second.paste(noise(14, 32, seed=5), (0, 0))  # the crop starts at column 16
+    assert_close(*(encoder.encode_images([png(image)]).tokens.vectors for image in (first, second)))
+    second.paste(noise(16, 32, seed=5), (18, 0))
+    vectors = [encoder.encode_images([png(image)]).tokens.vectors for image in (first, second)]
     assert not torch.allclose(*vectors, atol=1e-3)
 
 
-def test_texts_of_towers_of_one_width(build, checkpoint):
+def test_text_tokens_of_towers_of_equal_width(build, checkpoint):
     for family in ("siglip", "siglip2"):
         encoder = build(family)
         queries = encoder.encode_queries(["lift off"])
         assert "".join(queries.token_texts[0]).replace(" ", "") == "liftoff"
-        read = encoder._read_by.text("lift off")[0].sequence["input_ids"]
+        ids = encoder._reader.read_text_query("lift off")[0].sequence["input_ids"]
         with torch.no_grad():
-            states = encoder.model.text_model(read[None]).last_hidden_state
-        close(queries.tokens.vectors[0], states[0, : queries.tokens.vectors.shape[1]])
+            states = encoder.model.text_model(ids[None]).last_hidden_state
+        assert_close(queries.tokens.vectors[0], states[0, : queries.tokens.vectors.shape[1]])
 
 
-def test_a_text_whose_single_vector_has_the_width_of_patches(build, tmp_path):
+def test_text_with_single_vector_of_vision_width(build, tmp_path):
     siglip(tmp_path / "unequal", text_width=16)
     encoder = build("siglip", model=str(tmp_path / "unequal"))
     queries = encoder.encode_queries(["lift off", "heat"])
     assert queries.token_texts == [["lift off"], ["heat"]]
-    close(normalise(queries.tokens.vectors[:, 0]), queries.tokens.pooled)
+    assert_close(normalise(queries.tokens.vectors[:, 0]), queries.tokens.pooled)
 
 
-def test_a_text_that_cannot_be_compared_with_patches_has_its_single_vector_alone(build):
+def test_text_without_comparable_tokens_has_only_a_single_vector(build):
     queries = Queries.from_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
     assert [tuple(tokens.shape) for tokens in queries.tokens] == [(0, 32), (0, 32)]
     assert queries.pooled.shape == (2, 24)
     SearchOptions(score="single").check_vectors(queries, "clip_pooled")
     for score in ("late", "hybrid"):
-        with pytest.raises(SpecError, match="needs token vectors of the query"):
+        with pytest.raises(SpecError, match="needs token vectors"):
             SearchOptions(score=score).check_vectors(queries, "clip_pooled")
 
 
-def test_case_does_not_matter_unless_it_is_asked_for(build):
+def test_lowercase(build):
     def pooled(text, **fields):
         return build("siglip", **fields).encode_queries([text]).tokens.pooled
 
-    close(pooled("HEAT"), pooled("heat"))
+    assert_close(pooled("HEAT"), pooled("heat"))
     assert not torch.allclose(pooled("HEAT", lowercase=False), pooled("heat"), atol=1e-3)
 
 
-def test_special_tokens_spelled_out_in_a_text_are_its_own_characters(encoder):
+def test_special_tokens_in_queries_are_plain_text(encoder):
     reader = encoder.reader(encoder.spec)
     token = reader.processor.tokenizer.eos_token
-    spelled, blank = (reader.text(text)[0].sequence["input_ids"] for text in (token, "a"))
+    spelled, blank = (
+        reader.read_text_query(text)[0].sequence["input_ids"] for text in (token, "a")
+    )
     number = reader.processor.tokenizer.eos_token_id
     assert spelled.tolist().count(number) == blank.tolist().count(number)
 
 
-def test_a_picture_as_a_query_is_read_as_an_item(encoder):
+def test_image_query_matches_item(encoder):
     (image,), items = pictures((40, 24))
-    (batch,) = of_items(encoder, items)
-    queries = encoder.encode_pictures([png(image)])
-    close(queries.tokens.vectors, batch.vectors)
-    close(queries.tokens.pooled, batch.pooled)
+    (batch,) = encode_items(encoder, items)
+    queries = encoder.encode_images([png(image)])
+    assert_close(queries.tokens.vectors, batch.vectors)
+    assert_close(queries.tokens.pooled, batch.pooled)
     assert len(queries.token_texts[0]) == batch.lengths[0]
 
 
-def test_frames_are_read_one_by_one(encoder):
+def test_encodes_frames_separately(encoder):
     images = [noise(32, 32, seed) for seed in range(2)]
     frames = [
         {"index": i, "seconds": float(i), "height": 32, "width": 32, "pixels": image.tobytes()}
@@ -248,12 +252,12 @@ def test_frames_are_read_one_by_one(encoder):
             "span": pa.array([span, None], SPAN),
         }
     )
-    shown, silent = of_items(encoder, items)
+    video, silent = encode_items(encoder, items)
     assert silent.lengths.tolist() == [0]
-    alone = encoder.encode_pictures([png(image) for image in images]).tokens
-    close(shown.vectors[0], alone.vectors.flatten(0, 1))
-    close(shown.pooled[0], normalise(alone.pooled.sum(dim=0)))
-    assert shown.extents[0, [0, -1], 4:].tolist() == [[0, 1], [1, 5]]
+    alone = encoder.encode_images([png(image) for image in images]).tokens
+    assert_close(video.vectors[0], alone.vectors.flatten(0, 1))
+    assert_close(video.pooled[0], normalise(alone.pooled.sum(dim=0)))
+    assert video.extents[0, [0, -1], 4:].tolist() == [[0, 1], [1, 5]]
 
 
 def test_fingerprints(build):
@@ -274,7 +278,7 @@ def test_fingerprints(build):
         ("colpali", {}, "model"),
     ],
 )
-def test_what_a_checkpoint_cannot_do(checkpoint, family, fields, field):
+def test_check_rejects_unsupported_settings(checkpoint, family, fields, field):
     spec = ENCODERS.resolve({"name": "dual", "model": checkpoint(family), **fields})
     with pytest.raises(SpecError) as caught:
         ENCODERS.load("dual").check(spec)
@@ -282,7 +286,7 @@ def test_what_a_checkpoint_cannot_do(checkpoint, family, fields, field):
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "message"),
     [
         ("tokenizer.json", "one of tokenizer.json"),
         ("*processor_config.json", "one of preprocessor_config.json"),
@@ -290,33 +294,35 @@ def test_what_a_checkpoint_cannot_do(checkpoint, family, fields, field):
         ("config.json", "has no config.json"),
     ],
 )
-def test_missing_files(checkpoint, tmp_path, missing, said):
+def test_missing_files(checkpoint, tmp_path, missing, message):
     folder = Path(shutil.copytree(checkpoint("siglip"), tmp_path / "copy"))
     for path in folder.glob(missing):
         path.unlink()
     spec = ENCODERS.resolve({"name": "dual", "model": str(folder)})
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         ENCODERS.load("dual").check(spec)
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("family", "change", "message"),
     [
-        ("siglip", {"size": {"height": 24, "width": 32}}, "pictures of 3 x 24 x 32 numbers"),
-        ("siglip2", {"patch_size": 4}, "patches of 48 numbers"),
+        ("siglip", {"size": {"height": 24, "width": 32}}, "images of shape 3 x 24 x 32"),
+        ("siglip2", {"patch_size": 4}, "patches of shape 48"),
     ],
 )
-def test_an_image_processor_of_another_model(checkpoint, tmp_path, family, change, said):
+def test_check_rejects_image_processor_of_another_model(
+    checkpoint, tmp_path, family, change, message
+):
     folder = Path(shutil.copytree(checkpoint(family), tmp_path / "copy"))
     settings = json.loads((folder / "processor_config.json").read_text())
     settings["image_processor"] |= change
     (folder / "processor_config.json").write_text(json.dumps(settings))
     spec = ENCODERS.resolve({"name": "dual", "model": str(folder)})
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         ENCODERS.load("dual").check(spec)
 
 
-def test_a_vision_tower_without_its_head(checkpoint, tmp_path):
+def test_check_rejects_vision_tower_without_head(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("siglip"), tmp_path / "copy"))
     settings = json.loads((folder / "config.json").read_text())
     settings["vision_config"]["vision_use_head"] = False
@@ -326,6 +332,6 @@ def test_a_vision_tower_without_its_head(checkpoint, tmp_path):
         ENCODERS.load("dual").check(spec)
 
 
-def test_a_query_that_is_too_long(encoder):
+def test_rejects_queries_that_are_too_long(encoder):
     with pytest.raises(SpecError, match="at most 16 tokens"):
         encoder.encode_queries(["heat " * 20])

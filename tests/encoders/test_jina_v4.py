@@ -1,4 +1,4 @@
-"""jina-embeddings-v4 equals an explicit computation: adapters beside the weights, not in them."""
+"""jina-embeddings-v4, compared with adapters applied in forward hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALE = 4 / JINA_RANK
 
 
 class Reference:
-    """The model of the library; the adapter's products are added to what its layers give."""
+    """The transformers model; hooks add the product of the adapter's matrices to layer outputs."""
 
     def __init__(self, folder: str, task: str | None):
         self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
@@ -46,13 +46,13 @@ class Reference:
         names = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapters}
         for name in names:
             down, up = (
-                adapters[f"base_model.model.{name}.lora_{which}.{task}.weight"] for which in "AB"
+                adapters[f"base_model.model.{name}.lora_{matrix}.{task}.weight"] for matrix in "AB"
             )
-            self.model.get_submodule(name).register_forward_hook(self.adding(down, up))
+            self.model.get_submodule(name).register_forward_hook(self.make_hook(down, up))
 
     @staticmethod
-    def adding(down, up):
-        return lambda module, given, output: output + SCALE * (given[0] @ down.T @ up.T)
+    def make_hook(down, up):
+        return lambda module, args, output: output + SCALE * (args[0] @ down.T @ up.T)
 
     @torch.no_grad()
     def __call__(self, text: str, **media):
@@ -69,14 +69,14 @@ class Reference:
         projected = self.model.multi_vector_projector(states)[0]
         return ids[0], states[0], torch.nn.functional.normalize(projected, dim=-1), output
 
-    def picture(self, image):
-        read = self.images([image], return_tensors="pt")
-        pads = "<|image_pad|>" * (int(read["image_grid_thw"].prod()) // 4)
+    def image(self, image):
+        inputs = self.images([image], return_tensors="pt")
+        pads = "<|image_pad|>" * (int(inputs["image_grid_thw"].prod()) // 4)
         vision = f"<|vision_start|>{pads}<|vision_end|>"
-        return self(f"<|im_start|>user\n{vision}Describe the image.<|im_end|>\n", **read)
+        return self(f"<|im_start|>user\n{vision}Describe the image.<|im_end|>\n", **inputs)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
@@ -84,7 +84,7 @@ def mean(states: torch.Tensor, dim: int = 32) -> torch.Tensor:
     return torch.nn.functional.normalize(states.mean(dim=0)[:dim], dim=0)
 
 
-def of_items(encoder, items, taps=()):
+def encode_items(encoder, items, taps=()):
     return {
         int(row): batch.take(slice(i, i + 1))
         for rows, batch in encoder.encode(items, taps)
@@ -111,63 +111,63 @@ def reference(checkpoint):
     return Reference(checkpoint("jina_v4"), "retrieval")
 
 
-def test_items(encoder, reference):
+def test_items_match_transformers(encoder, reference):
     images, items = pictures(*SIZES)
     texts = pa.table({"item_id": ["a", "b", "c"], "text": [*TEXTS, " "]})
     items = pa.concat_tables([items, texts], promote_options="default")
-    found = of_items(encoder, items)
+    found = encode_items(encoder, items)
     assert found[len(items) - 1].lengths.tolist() == [0]
     for row, image in enumerate(images):
-        ids, states, expected, _ = reference.picture(image)
-        close(found[row].vectors[found[row].mask], expected)
+        ids, states, expected, _ = reference.image(image)
+        assert_close(found[row].vectors[found[row].mask], expected)
         first, last = (
             int((ids == reference.tokenizer.convert_tokens_to_ids(name)).nonzero())
             for name in ("<|vision_start|>", "<|vision_end|>")
         )
-        close(found[row].pooled[0], mean(states[first : last + 1]))
+        assert_close(found[row].pooled[0], mean(states[first : last + 1]))
     for row, text in enumerate(TEXTS, len(images)):
         _, states, expected, _ = reference(f"Passage: {text}")
-        close(found[row].vectors[found[row].mask], expected)
-        close(found[row].pooled[0], mean(states))
+        assert_close(found[row].vectors[found[row].mask], expected)
+        assert_close(found[row].pooled[0], mean(states))
         kind, spans = found[row].kind[0], found[row].spans[0]
-        own = [text[a:b] for a, b in spans[found[row].mask[0] & (kind == TEXT)].tolist()]
-        assert "".join(own) == text and kind[0] == PROMPT
+        strings = [text[a:b] for a, b in spans[found[row].mask[0] & (kind == TEXT)].tolist()]
+        assert "".join(strings) == text and kind[0] == PROMPT
 
 
-def test_queries(encoder, build, reference):
+def test_queries_match_transformers(encoder, build, reference):
     found = encoder.encode_queries(TEXTS)
     for i, text in enumerate(TEXTS):
         _, states, expected, _ = reference(f"Query: {text}")
-        close(found.tokens.vectors[i][found.tokens.mask[i]], expected)
-        close(found.tokens.pooled[i], mean(states))
+        assert_close(found.tokens.vectors[i][found.tokens.mask[i]], expected)
+        assert_close(found.tokens.pooled[i], mean(states))
         assert len(found.token_texts[i]) == len(expected)
     image = noise(20, 30)
-    _, _, expected, _ = reference.picture(image)
-    close(encoder.encode_pictures([png(image)]).tokens.vectors[0], expected)
+    _, _, expected, _ = reference.image(image)
+    assert_close(encoder.encode_images([png(image)]).tokens.vectors[0], expected)
     short = build(truncate_dim=8)
     assert short.pooled_dim == 8 and short.dim == 16
     _, states, _, _ = reference("Query: lift")
-    close(short.encode_queries(["lift"]).tokens.pooled[0], mean(states, 8))
+    assert_close(short.encode_queries(["lift"]).tokens.pooled[0], mean(states, 8))
 
 
 @pytest.mark.parametrize("task", [*JINA_TASKS, None])
-def test_each_task_has_its_adapter(build, checkpoint, tmp_path, task):
+def test_selects_the_adapter_of_the_task(build, checkpoint, tmp_path, task):
     folder = checkpoint("jina_v4")
     reference = Reference(folder, task)
-    if task is None:  # weights that have a task in them already
+    if task is None:  # weights with a merged adapter
         shutil.copytree(folder, tmp_path / "merged", ignore=shutil.ignore_patterns("adapters"))
         encoder = build(model=str(tmp_path / "merged"))
     else:
         encoder = build(task=task)
     _, _, expected, _ = reference("Query: lift")
-    close(encoder.encode_queries(["lift"]).tokens.vectors[0], expected)
+    assert_close(encoder.encode_queries(["lift"]).tokens.vectors[0], expected)
     prefix = "Query" if task == "text-matching" else "Passage"
     _, _, expected, _ = reference(f"{prefix}: lift")
-    found = of_items(encoder, pa.table({"item_id": ["a"], "text": ["lift"]}))[0]
-    close(found.vectors[0], expected)
+    found = encode_items(encoder, pa.table({"item_id": ["a"], "text": ["lift"]}))[0]
+    assert_close(found.vectors[0], expected)
 
 
-def test_adapters_elsewhere_and_with_older_names(build, checkpoint, encoder, tmp_path):
+def test_adapter_folder_and_older_names(build, checkpoint, encoder, tmp_path):
     folder = Path(checkpoint("jina_v4"))
     shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("adapters"))
     shutil.copytree(folder / "adapters", tmp_path / "own")
@@ -176,20 +176,20 @@ def test_adapters_elsewhere_and_with_older_names(build, checkpoint, encoder, tmp
     save_file(older, tmp_path / "own" / "adapter_model.safetensors")
     given = {"model": str(tmp_path / "bare"), "adapter": str(tmp_path / "own")}
     expected = encoder.encode_queries(TEXTS).tokens
-    close(build(**given).encode_queries(TEXTS).tokens.vectors, expected.vectors)
+    assert_close(build(**given).encode_queries(TEXTS).tokens.vectors, expected.vectors)
 
-    described = tmp_path / "own" / "adapter_config.json"
-    settings = json.loads(described.read_text())
-    described.write_text(json.dumps({**settings, "lora_alpha": 4 / 2**0.5, "use_rslora": True}))
-    close(build(**given).encode_queries(TEXTS).tokens.vectors, expected.vectors)
+    config_path = tmp_path / "own" / "adapter_config.json"
+    settings = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps({**settings, "lora_alpha": 4 / 2**0.5, "use_rslora": True}))
+    assert_close(build(**given).encode_queries(TEXTS).tokens.vectors, expected.vectors)
     for wrong, message in (
         ({"use_dora": True}, "has the unsupported setting use_dora"),
         ({"r": None}, "has no r"),
     ):
-        described.write_text(json.dumps({**settings, **wrong}))
+        config_path.write_text(json.dumps({**settings, **wrong}))
         with pytest.raises(SpecError, match=message):
             build(**given)
-    described.write_text(json.dumps(settings))
+    config_path.write_text(json.dumps(settings))
 
     file = tmp_path / "own" / "adapter_model.safetensors"
     for change, message in (
@@ -211,47 +211,47 @@ def test_adapters_elsewhere_and_with_older_names(build, checkpoint, encoder, tmp
         assert "\n" not in str(error.value)
 
 
-def test_what_is_kept(build, encoder):
+def test_keep(build, encoder):
     _, items = pictures((16, 16))
-    found = of_items(encoder, items)[0]
-    visual = of_items(build(keep="visual"), items)[0]
+    found = encode_items(encoder, items)[0]
+    visual = encode_items(build(keep="visual"), items)[0]
     kind = found.kind[0].tolist()
     start = kind.index(VISUAL)
     assert kind[start - 1 : start + 5] == [SPECIAL, *[VISUAL] * 4, SPECIAL]
     assert kind[0] == SPECIAL and PROMPT in kind
-    close(visual.vectors[0], found.vectors[0, start : start + 4])
-    close(visual.pooled, found.pooled)
+    assert_close(visual.vectors[0], found.vectors[0, start : start + 4])
+    assert_close(visual.pooled, found.pooled)
     assert visual.extents[0, 1, :4].tolist() == [0.5, 0, 1, 0.5]
 
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
-def test_attention_is_that_of_eager_layers(encoder, reference, heads):
+def test_attention_matches_eager_attention(encoder, reference, heads):
     images, items = pictures(*SIZES[:2])
     taps = [
         Tap(name, heads, str(layer)) for name in ("column_sums", "eos_row") for layer in range(3)
     ]
-    for row, batch in of_items(encoder, items, taps).items():
-        ids, _, _, expected = reference.picture(images[row])
+    for row, batch in encode_items(encoder, items, taps).items():
+        ids, _, _, expected = reference.image(images[row])
         is_visual = ids == reference.model.config.image_token_id
         for tap in taps:
             rows = is_visual if tap.statistic == "column_sums" else ids.new_tensor([-1])
-            of_heads = expected.attentions[int(tap.layers)][0][:, rows].sum(dim=1)
-            of_heads = of_heads.mean(dim=0) if heads == "mean" else of_heads.amax(dim=0)
-            close(batch.taps[tap.name][batch.mask], of_heads)
+            head_values = expected.attentions[int(tap.layers)][0][:, rows].sum(dim=1)
+            head_values = head_values.mean(dim=0) if heads == "mean" else head_values.amax(dim=0)
+            assert_close(batch.taps[tap.name][batch.mask], head_values)
 
 
-def test_frames_are_read_one_by_one(encoder):
+def test_encodes_frames_separately(encoder):
     images = [noise(16, 16, seed) for seed in range(2)]
     frames = [
         {"index": i, "seconds": float(i), "height": 16, "width": 16, "pixels": image.tobytes()}
         for i, image in enumerate(images)
     ]
     items = pa.table({"item_id": ["clip"], "frames": pa.array([frames], pa.list_(FRAME))})
-    found = of_items(encoder, items)[0]
-    alone = encoder.encode_pictures([png(image) for image in images]).tokens
-    close(found.vectors[0], alone.vectors.flatten(0, 1))
+    found = encode_items(encoder, items)[0]
+    alone = encoder.encode_images([png(image) for image in images]).tokens
+    assert_close(found.vectors[0], alone.vectors.flatten(0, 1))
     expected = torch.nn.functional.normalize(alone.pooled.sum(dim=0), dim=0)
-    close(found.pooled[0], expected)
+    assert_close(found.pooled[0], expected)
 
 
 def test_invalid_specs(build, checkpoint, encoder, tmp_path):
@@ -266,8 +266,8 @@ def test_invalid_specs(build, checkpoint, encoder, tmp_path):
     with pytest.raises(SpecError, match="has no adapter_config.json"):
         build(adapter=str(tmp_path))
     _, narrow = pictures((1, 10_000))
-    with pytest.raises(Unreadable, match="picture not legal for the model"):
-        of_items(encoder, narrow)
+    with pytest.raises(Unreadable, match="image not supported by the model"):
+        encode_items(encoder, narrow)
     with pytest.raises(SpecError, match="at most 512"):
         encoder.encode_queries(["drag " * 600])
 
@@ -280,8 +280,8 @@ def test_fingerprints(build, encoder, checkpoint, tmp_path):
     folder = tmp_path / "changed"
     shutil.copytree(checkpoint("jina_v4"), folder)
     assert build(model=str(folder)).fingerprint == encoder.fingerprint
-    described = folder / "adapters" / "adapter_config.json"
-    described.write_text(described.read_text().replace('"lora_alpha": 4', '"lora_alpha": 5'))
+    config_path = folder / "adapters" / "adapter_config.json"
+    config_path.write_text(config_path.read_text().replace('"lora_alpha": 4', '"lora_alpha": 5'))
     assert build(model=str(folder)).fingerprint != encoder.fingerprint
 
 
@@ -294,7 +294,7 @@ def test_fingerprints(build, encoder, checkpoint, tmp_path):
         ("adapters/adapter_config.json", b"[]", "adapter"),
     ],
 )
-def test_damaged_files(checkpoint, tmp_path, file, content, field):
+def test_check_rejects_corrupted_files(checkpoint, tmp_path, file, content, field):
     shutil.copytree(checkpoint("jina_v4"), tmp_path / "model")
     path = tmp_path / "model" / file
     path.write_bytes(path.read_bytes()[:100] if content is None else content)

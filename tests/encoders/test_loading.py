@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint is one sentence; adapters are merged as peft merges them."""
+"""Loading of checkpoints and adapters, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pictures import pictures
 
 @pytest.fixture
 def folder(checkpoint, tmp_path) -> Path:
-    """A copy of a tiny ColPali that a test may spoil."""
+    """A copy of a tiny ColPali that a test may modify."""
     shutil.copytree(checkpoint("colpali"), tmp_path / "model")
     return tmp_path / "model"
 
@@ -27,20 +27,20 @@ def resolve(folder: Path | str, **fields):
     return ENCODERS.resolve({"name": "colpali", "model": str(folder), "dtype": "float32", **fields})
 
 
-def refused(spec) -> SpecError:
+def check_error(spec) -> SpecError:
     with pytest.raises(SpecError) as caught:
         ENCODERS.load(spec.name).check(spec)
     assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
     return caught.value
 
 
-def test_a_checkpoint_of_another_class(checkpoint):
-    error = refused(resolve(checkpoint("colqwen2")))
+def test_check_rejects_other_model_types(checkpoint):
+    error = check_error(resolve(checkpoint("colqwen2")))
     assert error.field == "model" and "is a colqwen2" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("file", "says"),
+    ("file", "message"),
     [
         ("config.json", "has no config.json"),
         ("model.safetensors", "has no safetensors file"),
@@ -48,44 +48,44 @@ def test_a_checkpoint_of_another_class(checkpoint):
         ("tokenizer.json", "tokenizer.json"),
     ],
 )
-def test_missing_files(folder, file, says):
+def test_check_rejects_missing_files(folder, file, message):
     (folder / file).unlink()
-    error = refused(resolve(folder))
-    assert error.field == "model" and says in str(error)
+    error = check_error(resolve(folder))
+    assert error.field == "model" and message in str(error)
 
 
 def test_pickled_weights_are_not_loaded(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "pickled weights are not loaded" in str(refused(resolve(folder)))
+    assert "pickled weights are not loaded" in str(check_error(resolve(folder)))
 
 
-def test_a_class_that_is_not_known(folder):
+def test_check_rejects_unknown_model_types(folder):
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "model_type": "mystery"}))
-    assert "cannot be loaded" in str(refused(resolve(folder)))
+    assert "cannot be loaded" in str(check_error(resolve(folder)))
     (folder / "config.json").write_text("null")
-    assert "cannot be loaded" in str(refused(resolve(folder)))
+    assert "cannot be loaded" in str(check_error(resolve(folder)))
 
 
-def test_code_of_a_checkpoint_is_never_run(folder):
+def test_rejects_remote_code(folder):
     with pytest.raises(SpecError, match="trust_remote_code"):
         resolve(folder, trust_remote_code=True)
 
 
-@pytest.mark.skipif(is_flash_attn_2_available(), reason="there is flash attention")
-def test_flash_attention_that_is_not_there(checkpoint):
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="flash attention is installed")
+def test_rejects_unavailable_flash_attention(checkpoint):
     with pytest.raises(SpecError) as caught:
         ENCODERS.build(resolve(checkpoint("colpali"), attention="flash_attention_2"))
     assert caught.value.field == "attention"
 
 
 @pytest.mark.parametrize("model", ["", "nobody/nothing", "no such folder", "../nowhere"])
-def test_what_is_not_there(model):
-    error = refused(resolve(model))
+def test_check_rejects_missing_checkpoints(model):
+    error = check_error(resolve(model))
     assert error.field == "model" and error.value == model
 
 
-def test_weights_that_are_missing(folder):
+def test_rejects_missing_weights(folder):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -95,7 +95,7 @@ def test_weights_that_are_missing(folder):
         ENCODERS.build(resolve(folder))
 
 
-def test_weights_of_another_shape(folder):
+def test_rejects_weights_of_another_shape(folder):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -107,17 +107,17 @@ def test_weights_of_another_shape(folder):
         ENCODERS.build(resolve(folder))
 
 
-@pytest.mark.parametrize("share", [0, 0.5])
-def test_weights_that_are_cut_off(folder, share):
-    cut(folder / "model.safetensors", share)
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_rejects_truncated_weights(folder, fraction):
+    truncate(folder / "model.safetensors", fraction)
     with pytest.raises(SpecError, match="cannot be loaded") as caught:
         ENCODERS.build(resolve(folder))
     assert caught.value.field == "model"
 
 
-def cut(path: Path, share: float) -> None:
+def truncate(path: Path, fraction: float) -> None:
     data = path.read_bytes()
-    path.write_bytes(data[: round(share * len(data))])
+    path.write_bytes(data[: round(fraction * len(data))])
 
 
 # -- image processors ------------------------------------------------------------------------------
@@ -127,34 +127,34 @@ QWEN += [("jina_v4", "jina_v4")]
 
 
 @pytest.mark.parametrize(("name", "family"), QWEN)
-def test_patches_of_another_model(checkpoint, tmp_path, name, family):
+def test_check_rejects_patches_of_another_model(checkpoint, tmp_path, name, family):
     shutil.copytree(checkpoint(family), tmp_path / "model")
     (path,) = (tmp_path / "model").glob("*processor_config.json")
     path.write_text(path.read_text().replace('"patch_size": ', '"patch_size": 1'))
-    error = refused(resolve(tmp_path / "model", name=name))
+    error = check_error(resolve(tmp_path / "model", name=name))
     assert error.field == "model" and "image processor has the model's patch_size" in str(error)
 
 
 @pytest.mark.parametrize(("name", "family"), QWEN)
 @pytest.mark.parametrize(
-    ("bounds", "field"),
+    ("limits", "field"),
     [
         ({"min_pixels": 1000, "max_pixels": 100}, "max_pixels"),
         ({"min_pixels": 10**9}, "min_pixels"),
         ({"max_pixels": 1}, "max_pixels"),
     ],
 )
-def test_bounds_of_a_picture_that_exclude_each_other(checkpoint, name, family, bounds, field):
-    error = refused(resolve(checkpoint(family), name=name, **bounds))
+def test_check_rejects_contradictory_pixel_limits(checkpoint, name, family, limits, field):
+    error = check_error(resolve(checkpoint(family), name=name, **limits))
     assert error.field == field and "_pixels)" in str(error)
 
 
-@pytest.mark.parametrize("place", ["<|image_pad|>", "<|AUDIO|>"])
-def test_a_prompt_in_which_a_picture_is_written_out(checkpoint, place):
+@pytest.mark.parametrize("placeholder", ["<|image_pad|>", "<|AUDIO|>"])
+def test_rejects_placeholders_in_prompts(checkpoint, placeholder):
     with pytest.raises(
         SpecError, match="document_prompt must be a text without other placeholders"
     ):
-        resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=place + "{content}")
+        resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=placeholder + "{content}")
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def adapter(checkpoint, tmp_path) -> Path:
     )
     tuned = peft.get_peft_model(model, settings)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # as trained: of a new one the second factor is zero
+    with torch.no_grad():  # as if trained: lora_B is initialised to zero
         for name, parameter in tuned.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -177,7 +177,7 @@ def adapter(checkpoint, tmp_path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapter_is_merged(checkpoint, adapter):
+def test_merges_adapter(checkpoint, adapter):
     from peft import PeftModel
 
     images, items = pictures((40, 40), (30, 60))
@@ -188,25 +188,25 @@ def test_an_adapter_is_merged(checkpoint, adapter):
         ColPaliForRetrieval.from_pretrained(checkpoint("colpali")), str(adapter)
     ).eval()
     ((rows, batch),) = tuned.encode(items)
-    ((_, before),) = plain.encode(items)
-    assert not torch.allclose(batch.vectors, before.vectors, atol=0.05)
+    ((_, plain_batch),) = plain.encode(items)
+    assert not torch.allclose(batch.vectors, plain_batch.vectors, atol=0.05)
     processor = tuned.reader(tuned.spec).processor
     for vectors, row in zip(batch.vectors, rows, strict=True):
-        read = processor.process_images([images[row]], return_tensors="pt")
-        read.pop("labels")
+        inputs = processor.process_images([images[row]], return_tensors="pt")
+        inputs.pop("labels")
         with torch.no_grad():
-            expected = reference(**read).embeddings[0]
+            expected = reference(**inputs).embeddings[0]
         torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=0)
 
 
-def test_what_is_no_adapter(checkpoint, folder, tmp_path):
-    error = refused(resolve(checkpoint("colpali"), adapter=str(tmp_path / "none")))
+def test_check_rejects_folders_without_adapter(checkpoint, folder, tmp_path):
+    error = check_error(resolve(checkpoint("colpali"), adapter=str(tmp_path / "none")))
     assert error.field == "adapter"
-    error = refused(resolve(checkpoint("colpali"), adapter=str(folder)))
+    error = check_error(resolve(checkpoint("colpali"), adapter=str(folder)))
     assert error.field == "adapter" and "adapter_config.json" in str(error)
 
 
-def test_an_adapter_of_another_model(checkpoint, adapter):
+def test_rejects_adapter_of_another_model(checkpoint, adapter):
     path = adapter / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "target_modules": ["nowhere"]}))
@@ -215,7 +215,7 @@ def test_an_adapter_of_another_model(checkpoint, adapter):
     assert caught.value.field == "adapter"
 
 
-def spoil(adapter: Path, change) -> None:
+def edit_weights(adapter: Path, change) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -223,35 +223,35 @@ def spoil(adapter: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda w: {name: w[name] for name in sorted(w)[::2]}, "has no weights .*lora_B"),
         (lambda w: {n.replace("vlm.", ""): w[n] for n in w}, "has no weights .*q_proj.lora_A"),
         (lambda w: w | {"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)}, "nowhere"),
         (lambda w: w | {min(w): torch.zeros(3, 3)}, r"size mismatch .*\[3, 3\]"),
     ],
-    ids=["half of it", "other names", "a layer too many", "another shape"],
+    ids=["missing tensors", "other names", "additional layer", "other shape"],
 )
-def test_an_adapter_that_does_not_fit_is_not_merged_in_part(checkpoint, adapter, change, says):
-    spoil(adapter, change)
-    with pytest.raises(SpecError, match=says) as caught:
+def test_rejects_adapter_that_fits_partially(checkpoint, adapter, change, message):
+    edit_weights(adapter, change)
+    with pytest.raises(SpecError, match=message) as caught:
         ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
     assert caught.value.field == "adapter" and "\n" not in str(caught.value)
 
 
-def test_a_pickled_adapter_is_not_loaded(checkpoint, adapter):
+def test_rejects_pickled_adapter(checkpoint, adapter):
     from safetensors.torch import load_file
 
     path = adapter / "adapter_model.safetensors"
     torch.save(load_file(path), adapter / "adapter_model.bin")
     path.unlink()
-    error = refused(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    error = check_error(resolve(checkpoint("colpali"), adapter=str(adapter)))
     assert error.field == "adapter" and "pickled weights are not loaded" in str(error)
 
 
-def test_a_damaged_adapter(checkpoint, adapter):
+def test_rejects_corrupted_adapter(checkpoint, adapter):
     spec = resolve(checkpoint("colpali"), adapter=str(adapter))
-    cut(adapter / "adapter_model.safetensors", 0.5)
+    truncate(adapter / "adapter_model.safetensors", 0.5)
     with pytest.raises(SpecError, match="cannot be read"):
         ENCODERS.build(spec)
     for settings in ("", "[]", "{}", "null", '{"peft_type": "IA3"}'):

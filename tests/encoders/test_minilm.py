@@ -1,4 +1,4 @@
-"""MiniLM against plain transformers and sentence-transformers, on real text and real weights."""
+"""MiniLM, compared with transformers and sentence-transformers on real texts and weights."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def abstracts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def long_text(abstracts) -> str:
-    """About 1,500 tokens, with accents, CJK and an emoji that is outside the vocabulary."""
+    """About 1,500 tokens with accents, CJK and an out-of-vocabulary emoji."""
     return "Café Zürich 日本語 🙂 — naïve. " + " ".join(abstracts)[:8000]
 
 
@@ -43,13 +43,13 @@ def encoder() -> MiniLM:
 
 @pytest.fixture(scope="module")
 def plain():
-    """The same model by nothing but transformers."""
+    """Tokenizer and model of transformers."""
     return AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER).eval()
 
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random BERT of 2 layers, width 48 and 128 positions with the bundled vocabulary."""
+    """A random BERT of 2 layers, width 48 and 128 positions, with the bundled vocabulary."""
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     model = BertModel(
@@ -75,7 +75,7 @@ def table(texts) -> pa.Table:
 
 
 def encode(encoder: MiniLM, texts) -> list[dict]:
-    """Each text's tokens, in the order of the texts."""
+    """Returns the tokens of each text, in order."""
     results = {}
     for rows, batch in encoder.encode(table(texts)):
         for i, row in enumerate(rows):
@@ -90,7 +90,7 @@ def encode(encoder: MiniLM, texts) -> list[dict]:
     return [results[row] for row in range(len(texts))]
 
 
-def test_pooled_vector_equals_sentence_transformers(encoder, abstracts):
+def test_pooled_vector_matches_sentence_transformers(encoder, abstracts):
     reference = SentenceTransformer(str(FOLDER), device="cpu")
     assert reference.max_seq_length == encoder.spec.window == 256
     num_tokens = [len(reference.tokenizer(text)["input_ids"]) for text in abstracts]
@@ -102,7 +102,7 @@ def test_pooled_vector_equals_sentence_transformers(encoder, abstracts):
 
 
 @pytest.mark.parametrize("layer", [-1, 6, 3, -3, 0])
-def test_token_vectors_equal_plain_transformers(plain, abstracts, layer):
+def test_token_vectors_match_transformers(plain, abstracts, layer):
     tokenizer, model = plain
     inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
     hidden_states = model(**inputs, output_hidden_states=True).hidden_states
@@ -111,13 +111,15 @@ def test_token_vectors_equal_plain_transformers(plain, abstracts, layer):
     torch.testing.assert_close(ours["vectors"], expected.detach(), atol=1e-6, rtol=0)
 
 
-def test_several_layers_stand_side_by_side(plain, abstracts):
+def test_concatenates_several_layers(plain, abstracts):
     tokenizer, model = plain
     inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
     hidden_states = model(**inputs, output_hidden_states=True).hidden_states
     layers = [-1, 3, 0]
-    each = [torch.nn.functional.normalize(hidden_states[n][0, 1:-1], dim=-1) for n in layers]
-    expected = torch.cat(each, dim=-1).detach() / 3**0.5
+    layer_vectors = [
+        torch.nn.functional.normalize(hidden_states[n][0, 1:-1], dim=-1) for n in layers
+    ]
+    expected = torch.cat(layer_vectors, dim=-1).detach() / 3**0.5
     several = build(layer=layers)
     assert (several.dim, several.num_states, several.pooled_dim) == (3 * 384, 3, 384)
     ours, empty = encode(several, [abstracts[0], ""])
@@ -130,7 +132,7 @@ def test_several_layers_stand_side_by_side(plain, abstracts):
     )
 
 
-def test_batching_changes_nothing_and_equal_input_gives_equal_bits(encoder, abstracts):
+def test_batching_does_not_change_vectors(encoder, abstracts):
     texts = abstracts[:12]
     together = encode(encoder, texts)
     alone = [encode(encoder, [text])[0] for text in texts]
@@ -143,7 +145,7 @@ def test_batching_changes_nothing_and_equal_input_gives_equal_bits(encoder, abst
             assert torch.equal(a[field], d[field])
 
 
-def test_batches_keep_to_their_budget(encoder, abstracts, long_text):
+def test_batches_respect_the_token_budget(encoder, abstracts, long_text):
     budget = 1024
     texts = [*abstracts, long_text]
     small = build(max_batch_tokens=budget)
@@ -153,12 +155,12 @@ def test_batches_keep_to_their_budget(encoder, abstracts, long_text):
     )
     batches = list(small.encode(table(texts)))
     assert max(sizes) <= budget
-    assert len(sizes) > len(batches) > 5  # the long text takes several passes
+    assert len(sizes) > len(batches) > 5  # the long text needs several passes
     assert sorted(np.concatenate([rows for rows, _ in batches])) == list(range(len(texts)))
 
 
-def test_little_of_what_the_model_reads_is_padding(tiny_folder, abstracts):
-    """The last window of an abstract is short: it must not be padded to the length of others."""
+def test_batches_have_little_padding(tiny_folder, abstracts):
+    """The short last window of an abstract is not padded to the length of the others."""
     small = build(model=str(tiny_folder), window=64, overlap_tokens=16)
     masks = []
     small.model.register_forward_pre_hook(
@@ -171,7 +173,7 @@ def test_little_of_what_the_model_reads_is_padding(tiny_folder, abstracts):
 
 
 @pytest.mark.parametrize("overlap_tokens", [0, 1, 63, 64, 128])
-def test_long_text_has_every_token_once_in_order(encoder, plain, long_text, overlap_tokens):
+def test_long_text_has_each_token_once_in_order(encoder, plain, long_text, overlap_tokens):
     tokenizer, _ = plain
     whole = tokenizer(
         long_text, add_special_tokens=False, truncation=False, return_offsets_mapping=True
@@ -193,16 +195,16 @@ def test_long_text_has_every_token_once_in_order(encoder, plain, long_text, over
 
 
 @pytest.mark.parametrize(("window", "overlap_tokens"), [(256, 64), (33, 7), (32, 16)])
-def test_windows_are_merged_far_from_their_edges(plain, long_text, window, overlap_tokens):
-    """A slow merge: of the windows that hold a token the one with the widest margin."""
+def test_merges_windows_far_from_their_edges(plain, long_text, window, overlap_tokens):
+    """Compares with a slow merge that takes each token from the window with the widest margin."""
     tokenizer, model = plain
     text = long_text[:2500]
     ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
-    room = window - 2
+    max_content = window - 2
     best = [(-1.0, torch.empty(0))] * len(ids)
     sums, num_tokens = torch.zeros(384), 0
-    for start in range(0, len(ids), room - overlap_tokens):
-        stop = min(start + room, len(ids))
+    for start in range(0, len(ids), max_content - overlap_tokens):
+        stop = min(start + max_content, len(ids))
         inputs = torch.tensor([[101, *ids[start:stop], 102]])
         with torch.no_grad():
             states = model(inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[0]
@@ -221,23 +223,23 @@ def test_windows_are_merged_far_from_their_edges(plain, long_text, window, overl
     torch.testing.assert_close(item["pooled"], pooled, atol=1e-5, rtol=0)
 
 
-def test_special_tokens_stand_once_around_a_long_text(encoder, long_text):
-    kept = encode(build(keep_special=True), [long_text])[0]
+def test_long_text_has_special_tokens_once(encoder, long_text):
+    with_special = encode(build(keep_special=True), [long_text])[0]
     dropped = encode(encoder, [long_text])[0]
-    assert kept["kind"][[0, -1]].tolist() == [SPECIAL, SPECIAL]
-    assert kept["spans"][[0, -1]].tolist() == [[-1, -1], [-1, -1]]
-    assert torch.equal(kept["vectors"][1:-1], dropped["vectors"])
-    assert torch.equal(kept["pooled"], dropped["pooled"])
+    assert with_special["kind"][[0, -1]].tolist() == [SPECIAL, SPECIAL]
+    assert with_special["spans"][[0, -1]].tolist() == [[-1, -1], [-1, -1]]
+    assert torch.equal(with_special["vectors"][1:-1], dropped["vectors"])
+    assert torch.equal(with_special["pooled"], dropped["pooled"])
 
 
-def test_text_outside_the_vocabulary_is_kept(encoder):
+def test_keeps_out_of_vocabulary_text(encoder):
     item = encode(encoder, ["🙂 [SEP] lift"])[0]
     assert item["spans"].tolist() == [[0, 1], [2, 7], [8, 12]]
     assert item["kind"].tolist() == [TEXT, TEXT, TEXT]
 
 
 @pytest.mark.parametrize("text", ["", "  \n", None])
-def test_empty_text_has_its_pooled_vector_as_only_token(encoder, text):
+def test_empty_text_has_only_its_pooled_vector(encoder, text):
     item, other = encode(encoder, [text, "lift and drag"])
     assert item["kind"].tolist() == [SPECIAL] and item["spans"].tolist() == [[-1, -1]]
     torch.testing.assert_close(item["vectors"][0], item["pooled"])
@@ -246,12 +248,12 @@ def test_empty_text_has_its_pooled_vector_as_only_token(encoder, text):
     assert len(encode(build(keep_special=True), [text])[0]["vectors"]) == 2
 
 
-def test_one_token_text(encoder):
+def test_text_of_one_token(encoder):
     item = encode(encoder, ["lift"])[0]
     assert item["vectors"].shape == (1, 384) and item["spans"].tolist() == [[0, 4]]
 
 
-def test_pooling_choices(plain, abstracts):
+def test_pooling(plain, abstracts):
     tokenizer, model = plain
     inputs = tokenizer(abstracts[0], return_tensors="pt", truncation=True, max_length=256)
     cls_state = model(**inputs).last_hidden_state[0, 0].detach()
@@ -262,7 +264,7 @@ def test_pooling_choices(plain, abstracts):
     assert encode(unpooled, abstracts[:1])[0]["pooled"] is None
 
 
-def test_prefix_is_prompt_and_spans_belong_to_the_text(encoder):
+def test_prefix_tokens_are_prompt_without_spans(encoder):
     prefixed = build(document_prefix="passage: ", query_prefix="query: ")
     item = encode(prefixed, ["wing lift"])[0]
     assert item["kind"].tolist() == [PROMPT, PROMPT, TEXT, TEXT]
@@ -272,7 +274,7 @@ def test_prefix_is_prompt_and_spans_belong_to_the_text(encoder):
     assert prefixed.encode_queries(["wing"]).token_texts == [["query", ":", "wing"]]
 
 
-def test_queries_have_their_own_characters_as_token_texts(encoder):
+def test_token_texts_of_queries(encoder):
     queries = encoder.encode_queries(["Aeroelastic WINGS", "café"])
     assert queries.token_texts == [["Aero", "ela", "stic", "WINGS"], ["café"]]
     assert queries.tokens.lengths.tolist() == [4, 1]
@@ -280,7 +282,7 @@ def test_queries_have_their_own_characters_as_token_texts(encoder):
     torch.testing.assert_close(queries.tokens.vectors[0], item["vectors"], atol=1e-6, rtol=0)
 
 
-def test_long_query_is_not_cut(encoder, long_text):
+def test_long_query_is_not_truncated(encoder, long_text):
     queries = encoder.encode_queries(["lift", long_text])
     item = encode(encoder, [long_text])[0]
     assert queries.tokens.lengths.tolist() == [1, len(item["vectors"])]
@@ -288,8 +290,8 @@ def test_long_query_is_not_cut(encoder, long_text):
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["lift", " \t"]])
-def test_empty_query_is_an_error(encoder, texts):
-    with pytest.raises(ValueError, match="^query: "):
+def test_rejects_empty_queries(encoder, texts):
+    with pytest.raises(ValueError, match="^query must be "):
         encoder.encode_queries(texts)
 
 
@@ -298,11 +300,11 @@ def test_query_without_tokens(encoder):
     queries = encoder.encode_queries([only_a_control_character])
     torch.testing.assert_close(queries.tokens.vectors[:, 0], queries.tokens.pooled)
     assert queries.token_texts == [[only_a_control_character]]
-    with pytest.raises(ValueError, match="a token"):
+    with pytest.raises(ValueError, match="at least one token"):
         build(pooling="none").encode_queries([only_a_control_character])
 
 
-def test_eager_attention_and_half_precision_agree_with_the_default(encoder, abstracts):
+def test_attention_and_dtype_agree_with_the_default(encoder, abstracts):
     reference = encode(encoder, abstracts[:2])
     eager = encode(build(attention="eager"), abstracts[:2])
     half = encode(build(dtype="bfloat16"), abstracts[:2])
@@ -315,7 +317,7 @@ def test_eager_attention_and_half_precision_agree_with_the_default(encoder, abst
 def test_local_checkpoint_of_another_width(tiny_folder, abstracts, monkeypatch):
     monkeypatch.chdir(tiny_folder.parent)
     tiny = build(model=tiny_folder.name, window=128, overlap_tokens=16, layer=1)
-    assert tiny.spec.model == str(tiny_folder)  # workers run in other directories
+    assert tiny.spec.model == str(tiny_folder)  # workers have other working directories
     assert tiny.dim == tiny.pooled_dim == 48
     item = encode(tiny, abstracts[:1])[0]
     model = BertModel.from_pretrained(tiny_folder).eval()
@@ -338,7 +340,7 @@ def test_local_checkpoint_of_another_width(tiny_folder, abstracts, monkeypatch):
         ({"window": 513}, "window"),
     ],
 )
-def test_check_says_what_is_wrong(fields, field):
+def test_check_names_the_invalid_field(fields, field):
     spec = config.parse(MiniLM.Spec, fields)
     for call in (MiniLM.check, MiniLM):
         with pytest.raises(SpecError) as caught:
@@ -355,24 +357,24 @@ def test_check_says_what_is_wrong(fields, field):
         ({"windows": 5}, "windows"),
     ],
 )
-def test_spec_refuses_what_cannot_be(fields, field):
+def test_spec_rejects_invalid_values(fields, field):
     with pytest.raises(SpecError) as caught:
         config.parse(MiniLM.Spec, fields)
     assert caught.value.field == field
 
 
-def test_check_of_incomplete_checkpoints(tiny_folder, tmp_path):
+def test_check_rejects_incomplete_checkpoints(tiny_folder, tmp_path):
     MiniLM.check(MiniLM.Spec(model=str(tiny_folder), window=128, layer=-3))
-    for file, said in [
+    for file, message in [
         ("model.safetensors", "no safetensors"),
         ("config.json", "no config.json"),
     ]:
         folder = tmp_path / file
         shutil.copytree(tiny_folder, folder)
         (folder / file).unlink()
-        with pytest.raises(SpecError, match=said):
+        with pytest.raises(SpecError, match=message):
             MiniLM.check(MiniLM.Spec(model=str(folder)))
-    T5Config().save_pretrained(tmp_path / "config.json")  # the folder whose config was deleted
+    T5Config().save_pretrained(tmp_path / "config.json")  # the folder without config
     with pytest.raises(SpecError, match="must be a text encoder, got .*, which is a t5"):
         MiniLM.check(MiniLM.Spec(model=str(tmp_path / "config.json")))
 
@@ -384,16 +386,16 @@ def test_check_loads_no_weights(tiny_folder, tmp_path):
     MiniLM.check(MiniLM.Spec(model=str(folder), window=128))
 
 
-def test_hub_name_that_is_out_of_reach(monkeypatch, tmp_path):
+def test_check_rejects_unreachable_hub_models(monkeypatch, tmp_path):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(SpecError, match="'some/model' is not a folder, and the hub does not"):
+    with pytest.raises(SpecError, match="got 'some/model', which is not a folder"):
         MiniLM.check(MiniLM.Spec(model="some/model"))
 
 
-def test_fingerprint_changes_iff_query_vectors_may(tiny_folder, tmp_path):
+def test_fingerprint_changes_with_query_vectors(tiny_folder, tmp_path):
     base = {"model": str(tiny_folder), "window": 128, "overlap_tokens": 16}
     reference = build(**base).fingerprint
     copy = tmp_path / "copy"
@@ -446,11 +448,11 @@ def eager():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_taps_are_sums_of_eager_attention(pooling, abstracts, eager):
+def test_taps_match_eager_attention(pooling, abstracts, eager):
     encoder = build(pooling=pooling, window=512)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     texts = [*abstracts[:3], "lift"]
-    seen = 0
+    num_checked = 0
     for rows, batch in encoder.encode(table(texts), ALL_TAPS):
         for i, row in enumerate(rows):
             ids = tokenizer(texts[row], return_tensors="pt")
@@ -458,19 +460,19 @@ def test_taps_are_sums_of_eager_attention(pooling, abstracts, eager):
                 matrices = eager(**ids, output_attentions=True).attentions
             for tap in ALL_TAPS:
                 matrix = matrices[int(tap.layers)][0].double()  # (H, L, L)
-                row_of = {
+                rows = {
                     "column_sums": matrix[:, 1:-1].sum(dim=1),
                     "eos_row": matrix[:, -1],
                     "pooled_row": matrix[:, 0] if pooling == "cls" else matrix.mean(dim=1),
                 }[tap.statistic][:, 1:-1]
-                expected = row_of.mean(dim=0) if tap.heads == "mean" else row_of.amax(dim=0)
-                there = batch.taps[tap.name][i, batch.mask[i]].double()
-                torch.testing.assert_close(there, expected, atol=1e-5, rtol=1e-4)
-                seen += 1
-    assert seen == len(texts) * len(ALL_TAPS)
+                expected = rows.mean(dim=0) if tap.heads == "mean" else rows.amax(dim=0)
+                values = batch.taps[tap.name][i, batch.mask[i]].double()
+                torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-4)
+                num_checked += 1
+    assert num_checked == len(texts) * len(ALL_TAPS)
 
 
-def test_taps_change_no_vector(abstracts, long_text):
+def test_taps_do_not_change_vectors(abstracts, long_text):
     encoder = build()
     texts = [*abstracts, long_text, "", "🙂"]
     for (_, plain), (_, tapped) in zip(
@@ -482,8 +484,8 @@ def test_taps_change_no_vector(abstracts, long_text):
             assert tapped.taps[tap.name][tapped.mask].isfinite().all()
 
 
-def test_taps_of_a_long_text_come_from_each_tokens_window(long_text, eager):
-    """Single rows are scaled to the longest window; column sums are as they are."""
+def test_taps_of_long_text_are_computed_per_window(long_text, eager):
+    """Single rows are scaled by the window length; column sums are not."""
     encoder = build(window=64, overlap_tokens=16)
     taps = [Tap("column_sums", "mean", "3"), Tap("eos_row", "mean", "5")]
     ((_, batch),) = encoder.encode(table([long_text]), taps)
@@ -499,12 +501,12 @@ def test_taps_of_a_long_text_come_from_each_tokens_window(long_text, eager):
         last = matrices[5][0].mean(dim=0)[-1] * len(window.ids) / longest
         expected[taps[0].name] += sums[window.keep].tolist()
         expected[taps[1].name] += last[window.keep].tolist()
-    for name, values in expected.items():
-        there = batch.taps[name][0, batch.mask[0]]
-        torch.testing.assert_close(there, torch.tensor(values), atol=1e-5, rtol=1e-4)
+    for name, expected_values in expected.items():
+        values = batch.taps[name][0, batch.mask[0]]
+        torch.testing.assert_close(values, torch.tensor(expected_values), atol=1e-5, rtol=1e-4)
 
 
-def test_attention_is_told_without_weights(tiny_folder):
+def test_attention_info_needs_no_weights(tiny_folder):
     attention = MiniLM.attention(config.parse(MiniLM.Spec, {"model": str(tiny_folder)}))
     assert attention == (("column_sums", "eos_row", "pooled_row"), 2)
     spec = config.parse(MiniLM.Spec, {"pooling": "none"})
@@ -514,12 +516,12 @@ def test_attention_is_told_without_weights(tiny_folder):
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_tokens_for_training_are_those_of_items_with_gradients(encoder, abstracts, long_text):
+def test_training_tokens_match_items_and_have_gradients(encoder, abstracts, long_text):
     texts = [abstracts[0], long_text[:3000], "", "lift"]
     batch = encoder.tokens(encoder.read_items([{"text": text} for text in texts]))
     for row, item in enumerate(encode(encoder, texts)):
-        own = batch.vectors[row][batch.mask[row]]
-        torch.testing.assert_close(own.detach(), item["vectors"], atol=1e-5, rtol=0)
+        vectors = batch.vectors[row][batch.mask[row]]
+        torch.testing.assert_close(vectors.detach(), item["vectors"], atol=1e-5, rtol=0)
         torch.testing.assert_close(batch.pooled[row].detach(), item["pooled"], atol=1e-5, rtol=0)
     weight = encoder.model.encoder.layer[0].attention.self.query.weight
     for vectors in (batch.vectors, batch.pooled):
@@ -527,19 +529,22 @@ def test_tokens_for_training_are_those_of_items_with_gradients(encoder, abstract
         assert grad.isfinite().all() and grad.abs().max() > 0
 
 
-def test_weights_of_another_model_are_refused(tiny_folder, tmp_path):
-    """Where a weight is missing or of another shape, none is made up."""
-    for name, says in (
+def test_rejects_weights_of_another_model(tiny_folder, tmp_path):
+    """Missing and mismatched weights raise an error instead of being initialised at random."""
+    for name, message in (
         ("encoder.layer.1.output.dense.weight", "has no weights encoder.layer.1.output.dense"),
-        ("encoder.layer.0.output.dense.weight", "has encoder.layer.0.output.dense.weight of 7 x 7"),
+        (
+            "encoder.layer.0.output.dense.weight",
+            "has encoder.layer.0.output.dense.weight of shape 7 x 7",
+        ),
     ):
         folder = tmp_path / name
         shutil.copytree(tiny_folder, folder)
         weights = load_file(folder / "model.safetensors")
-        if "has no" in says:
+        if "has no" in message:
             del weights[name]
         else:
             weights[name] = torch.zeros(7, 7)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(SpecError, match=f"^model must be .*{says}"):
+        with pytest.raises(SpecError, match=f"^model must be .*{message}"):
             build(model=str(folder), window=128)

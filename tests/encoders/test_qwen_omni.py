@@ -1,4 +1,4 @@
-"""The thinker equals transformers' own forward pass on input that its processor's rules make."""
+"""The thinker of Qwen2.5-Omni, compared with the forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pipeline.decoding import Unreadable
 from pipeline.encoders.qwen_omni import num_audio_tokens
 from pipeline.encoders.qwen_spec import DOCUMENT_PROMPT, QUERY_PROMPT
 from pipeline.registry import ENCODERS
-from pipeline.schema import AUDIO as SOUND
+from pipeline.schema import AUDIO as AUDIO_TYPE
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, VISUAL
-from tests.encoders.batches import close, of_items, unit
+from tests.encoders.batches import assert_close, encode_items, unit
 from tests.pictures import noise, pictures, png
 
 RATE = 16_000
@@ -36,21 +36,21 @@ SHORT = "<|im_start|>a{content}b<|im_end|>"
 PADS = {"<|IMAGE|>": VISUAL, "<|VIDEO|>": VISUAL, "<|AUDIO|>": AUDIO}
 
 
-def hiss(seconds: float, rate: int = RATE, seed: int = 0) -> np.ndarray:
-    """Sound of which every moment is another."""
+def noise_audio(seconds: float, rate: int = RATE, seed: int = 0) -> np.ndarray:
+    """Returns white noise, so that no two moments are equal."""
     generator = np.random.default_rng([seed, rate])
     return (generator.normal(size=round(seconds * rate)) * 0.2).astype(np.float32).clip(-1, 1)
 
 
 class Reference:
-    """The model of the library as it is, on one sequence at a time, without padding."""
+    """The transformers model, applied to one sequence at a time without padding."""
 
     def __init__(self, folder: str):
         load = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained
         self.model = load(folder, attn_implementation="eager").eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        self.sounds = WhisperFeatureExtractor.from_pretrained(folder)
+        self.feature_extractor = WhisperFeatureExtractor.from_pretrained(folder)
 
     @torch.no_grad()
     def __call__(self, content: str, prompt: str = DOCUMENT_PROMPT, **media):
@@ -65,29 +65,29 @@ class Reference:
         )
         return ids[0], output
 
-    def hear(self, samples: np.ndarray) -> tuple[int, dict[str, torch.Tensor]]:
-        """What the processor makes of sound: tokens, and what the audio tower reads."""
-        read = self.sounds(
+    def audio_inputs(self, samples: np.ndarray) -> tuple[int, dict[str, torch.Tensor]]:
+        """Returns the number of audio tokens and the inputs of the audio tower."""
+        output = self.feature_extractor(
             [samples], sampling_rate=RATE, padding="max_length", return_tensors="pt",
             return_attention_mask=True,
         )  # fmt: skip
-        mask = read["attention_mask"]
+        mask = output["attention_mask"]
         length = (int(mask.sum()) - 1) // 2 + 1
         number = (length - 2) // 2 + 1
         return number, {
-            "input_features": read["input_features"],
+            "input_features": output["input_features"],
             "feature_attention_mask": mask,
         }
 
-    def see(self, frames) -> tuple[int, dict[str, torch.Tensor]]:
-        """What the processor makes of a video: tokens of a pair, and what the tower reads."""
+    def video_inputs(self, frames) -> tuple[int, dict[str, torch.Tensor]]:
+        """Returns the number of tokens per pair of frames and the inputs of the vision tower."""
         frames = [*frames, *[frames[-1]] * (len(frames) % 2)]
-        own, pixels = self.images, []
+        processor, pixels = self.images, []
         for frame in frames:
             array = np.asarray(frame, dtype=np.float32).transpose(2, 0, 1)
-            array = own.resize(array, own.size, own.resample, factor=8)
-            array = own.rescale(array, own.rescale_factor)
-            pixels.append(own.normalize(array, own.image_mean, own.image_std))
+            array = processor.resize(array, processor.size, processor.resample, factor=8)
+            array = processor.rescale(array, processor.rescale_factor)
+            pixels.append(processor.normalize(array, processor.image_mean, processor.image_std))
         video = torch.tensor(np.stack(pixels))
         pairs, (rows, columns) = len(frames) // 2, (side // 4 for side in video.shape[2:])
         patches = video.view(pairs, 2, 3, rows // 2, 2, 4, columns // 2, 2, 4)
@@ -97,55 +97,61 @@ class Reference:
             "video_grid_thw": torch.tensor([[pairs, rows, columns]]),
         }
 
-    def picture(self, image, **more):
-        read = self.images([image], return_tensors="pt")
-        pads = "<|IMAGE|>" * (int(read["image_grid_thw"].prod()) // 4)
-        return self(f"<|vision_bos|>{pads}<|vision_eos|>", **more, **read)
+    def image(self, image, **more):
+        inputs = self.images([image], return_tensors="pt")
+        pads = "<|IMAGE|>" * (int(inputs["image_grid_thw"].prod()) // 4)
+        return self(f"<|vision_bos|>{pads}<|vision_eos|>", **more, **inputs)
 
-    def sound(self, samples, **more):
-        number, media = self.hear(samples)
+    def audio(self, samples, **more):
+        number, media = self.audio_inputs(samples)
         return self(f"<|audio_bos|>{'<|AUDIO|>' * number}<|audio_eos|>", **more, **media)
 
-    def video(self, frames, apart: float, **more):
-        pads, media = self.see(frames)
+    def video(self, frames, interval: float, **more):
+        pads, media = self.video_inputs(frames)
         pads *= int(media["video_grid_thw"][0, 0])
-        media["video_second_per_grid"] = torch.tensor([2 * apart])
+        media["video_second_per_grid"] = torch.tensor([2 * interval])
         return self(f"<|vision_bos|>{'<|VIDEO|>' * pads}<|vision_eos|>", **more, **media)
 
-    def both(self, frames, apart: float, samples, layout, **more):
-        """A video with its sound; `layout`: in turn, pairs of frames and tokens of sound."""
-        pads, seen = self.see(frames)
-        number, heard = self.hear(samples)
-        assert sum(layout[1::2]) == number and sum(layout[::2]) == seen["video_grid_thw"][0, 0]
+    def both(self, frames, interval: float, samples, layout, **more):
+        """Runs the model on a video with audio.
+
+        Args:
+            layout: Alternating numbers of pairs of frames and of audio tokens.
+        """
+        pads, video_media = self.video_inputs(frames)
+        number, audio_media = self.audio_inputs(samples)
+        assert (
+            sum(layout[1::2]) == number and sum(layout[::2]) == video_media["video_grid_thw"][0, 0]
+        )
         content = "".join(
-            "<|AUDIO|>" * many if turn % 2 else "<|VIDEO|>" * (many * pads)
-            for turn, many in enumerate(layout)
+            "<|AUDIO|>" * count if turn % 2 else "<|VIDEO|>" * (count * pads)
+            for turn, count in enumerate(layout)
         )
         return self(
             f"<|vision_bos|><|audio_bos|>{content}<|audio_eos|><|vision_eos|>",
             use_audio_in_video=True,
-            video_second_per_grid=torch.tensor([2 * apart]),
+            video_second_per_grid=torch.tensor([2 * interval]),
             **more,
-            **seen,
-            **heard,
+            **video_media,
+            **audio_media,
         )
 
 
 def clip(frames=(), seconds=(), samples=None, start=None, rate=RATE, span=None, **more):
-    """An item of frames and sound."""
+    """Returns a table with one item of frames and audio."""
     rows = [
         {"index": i, "seconds": s, "height": f.height, "width": f.width, "pixels": f.tobytes()}
         for i, (f, s) in enumerate(zip(frames, seconds, strict=True))
     ]
-    heard = None
+    audio = None
     if samples is not None:
         begin = start if start is not None else (seconds[0] if len(seconds) else 0.0)
-        heard = {"start": begin, "sample_rate": rate, "samples": samples.tobytes()}
-    place = span and {"unit": "seconds", "start": span[0], "end": span[1]}
+        audio = {"start": begin, "sample_rate": rate, "samples": samples.tobytes()}
+    span_row = span and {"unit": "seconds", "start": span[0], "end": span[1]}
     columns = {
         "frames": pa.array([rows or None], pa.list_(FRAME)),
-        "audio": pa.array([heard], SOUND),
-        "span": pa.array([place], SPAN),
+        "audio": pa.array([audio], AUDIO_TYPE),
+        "span": pa.array([span_row], SPAN),
     }
     given = {name: [value] for name, value in more.items()}
     return pa.table({"item_id": ["clip"], **columns, **given})
@@ -170,58 +176,58 @@ def encoder(build):
     return build()
 
 
-#: Two frames a second and a bit more than five seconds of sound: 2 s, 2 s and the rest.
+#: Two frames per second and 5.2 s of audio, in chunks of 2 s.
 FRAMES = [noise(24, 16, seed) for seed in range(10)]
 LAYOUT = [2, 50, 2, 50, 1, 30]
 
 
 @pytest.fixture(scope="module")
 def cases(reference):
-    """Items, and what the library makes of each: ids and output."""
-    image, samples, long = noise(50, 60), hiss(1.234, seed=1), hiss(5.2, seed=2)
+    """Items, and the token ids and outputs of transformers for them."""
+    image, samples, long = noise(50, 60), noise_audio(1.234, seed=1), noise_audio(5.2, seed=2)
     items = [
         clip(samples=samples),
         clip(FRAMES[:6], np.arange(6) * 0.4 + 7),
         clip(FRAMES, np.arange(10) * 0.5, long),
-        clip(FRAMES[:3], [3.0, 4.0, 5.0], hiss(0.5)),
-        clip(FRAMES[:2], [0.0, 1.0], hiss(0.05)),  # less far than the frame's columns
+        clip(FRAMES[:3], [3.0, 4.0, 5.0], noise_audio(0.5)),
+        clip(FRAMES[:2], [0.0, 1.0], noise_audio(0.05)),  # ends before the frame
         pa.table({"item_id": ["image"], "image": [png(image)]}),
         pa.table({"item_id": ["text"], "text": TEXTS[:1]}),
     ]
     expected = [
-        reference.sound(samples),
+        reference.audio(samples),
         reference.video(FRAMES[:6], 0.4),
         reference.both(FRAMES, 0.5, long, LAYOUT),
-        reference.both(FRAMES[:3], 1.0, hiss(0.5), [1, 12, 1]),
-        reference.both(FRAMES[:2], 1.0, hiss(0.05), [1, 1]),
-        reference.picture(image),
+        reference.both(FRAMES[:3], 1.0, noise_audio(0.5), [1, 12, 1]),
+        reference.both(FRAMES[:2], 1.0, noise_audio(0.05), [1, 1]),
+        reference.image(image),
         reference(TEXTS[0]),
     ]
     return items, expected
 
 
-def kept(encoder, ids):
-    return ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
+def is_kept(encoder, ids):
+    return ~torch.isin(ids, torch.tensor(sorted(encoder._reader.special)))
 
 
-def kinds_of(reference, ids):
-    """The kinds of media by their pads; 0 for all else is not asked for."""
+def media_kinds(reference, ids):
+    """Returns the kinds of media placeholders; -1 for all other tokens."""
     numbers = {reference.tokenizer.convert_tokens_to_ids(name): kind for name, kind in PADS.items()}
     return torch.tensor([numbers.get(number, -1) for number in ids.tolist()])
 
 
-def test_states_are_those_of_the_model(encoder, build, cases):
+def test_states_match_transformers(encoder, build, cases):
     for layer in (-1, 0, 2):
-        own = encoder if layer == -1 else build(layer=layer, keep="paper")
+        current = encoder if layer == -1 else build(layer=layer, keep="paper")
         for item, (ids, output) in zip(*cases, strict=True):
-            found = of_items(own, item)[0]
+            found = encode_items(current, item)[0]
             states = unit(output.hidden_states[layer][0])
-            rows = kept(encoder, ids) if layer == -1 else torch.arange(len(ids)) < len(ids) - 1
-            close(found.vectors[0], states[rows])
-            close(found.pooled[0], unit(output.hidden_states[-1][0, -1]))
+            rows = is_kept(encoder, ids) if layer == -1 else torch.arange(len(ids)) < len(ids) - 1
+            assert_close(found.vectors[0], states[rows])
+            assert_close(found.pooled[0], unit(output.hidden_states[-1][0, -1]))
 
 
-def test_mixed_batches_are_padded(build, cases, reference):
+def test_mixed_batches(build, cases, reference):
     items = pa.concat_tables(cases[0], promote_options="default")
     encoder = build(max_batch_tokens=100_000)
     for side in ("left", "right"):
@@ -229,191 +235,191 @@ def test_mixed_batches_are_padded(build, cases, reference):
         ((rows, batch),) = encoder.encode(items)
         for i, row in enumerate(rows):
             ids, output = cases[1][row]
-            own = batch.vectors[i][batch.mask[i]]
-            close(own, unit(output.hidden_states[-1][0, kept(encoder, ids)]))
-            kinds = kinds_of(reference, ids)[kept(encoder, ids)]
+            vectors = batch.vectors[i][batch.mask[i]]
+            assert_close(vectors, unit(output.hidden_states[-1][0, is_kept(encoder, ids)]))
+            kinds = media_kinds(reference, ids)[is_kept(encoder, ids)]
             is_media = kinds >= 0
             assert torch.equal(batch.kind[i][batch.mask[i]][is_media].long(), kinds[is_media])
 
 
-def test_positions_are_those_of_the_model(encoder, cases, reference):
+def test_positions_match_transformers(encoder, cases, reference):
     for item, (ids, _) in zip(*cases, strict=True):
         row = item.to_pylist()[0]
-        (read,) = encoder._read_by.item(row)
-        assert torch.equal(read.sequence["input_ids"], ids)
+        (inputs,) = encoder._reader.read_item(row)
+        assert torch.equal(inputs.sequence["input_ids"], ids)
         frames = row.get("frames") or []
         times = {}
         if frames:
-            apart = frames[1]["seconds"] - frames[0]["seconds"]
-            _, media = reference.see(FRAMES[: len(frames)])
+            interval = frames[1]["seconds"] - frames[0]["seconds"]
+            _, media = reference.video_inputs(FRAMES[: len(frames)])
             times = {
                 "video_grid_thw": media["video_grid_thw"],
-                "second_per_grids": torch.tensor([2 * apart]),
+                "second_per_grids": torch.tensor([2 * interval]),
             }
         if row.get("image"):
-            times["image_grid_thw"] = read.media["image_grid_thw"]
+            times["image_grid_thw"] = inputs.media["image_grid_thw"]
         if row.get("audio"):
-            times["audio_seqlens"] = read.media["num_columns"]
+            times["audio_seqlens"] = inputs.media["num_columns"]
         positions, _ = reference.model.get_rope_index(
             ids[None],
             attention_mask=torch.ones_like(ids[None]),
             use_audio_in_video=bool(frames and row.get("audio")),
             **times,
         )
-        assert torch.equal(read.sequence["position_ids"].T, positions[:, 0])
+        assert torch.equal(inputs.sequence["position_ids"].T, positions[:, 0])
 
 
-@pytest.mark.parametrize("apart", [0.1, 0.28, 1.0, 2.0, 5.0])
-def test_frames_far_apart_and_close_together(build, reference, apart):
-    """Of chunks between which there is more than one token of a grid: the model's own rule."""
-    samples = hiss(5.0)
-    seconds = 30 + apart * np.arange(6)
+@pytest.mark.parametrize("interval", [0.1, 0.28, 1.0, 2.0, 5.0])
+def test_chunks_of_sparse_and_dense_frames(build, reference, interval):
+    """Chunk boundaries follow the model if a grid spans several chunks."""
+    samples = noise_audio(5.0)
+    seconds = 30 + interval * np.arange(6)
     encoder = build(keep="paper")
-    (read,) = encoder._read_by.item(clip(FRAMES[:6], seconds, samples).to_pylist()[0])
-    pads, seen = reference.see(FRAMES[:6])
-    ids = read.sequence["input_ids"]
+    (inputs,) = encoder._reader.read_item(clip(FRAMES[:6], seconds, samples).to_pylist()[0])
+    pads, video_media = reference.video_inputs(FRAMES[:6])
+    ids = inputs.sequence["input_ids"]
     positions, _ = reference.model.get_rope_index(
         ids[None],
         attention_mask=torch.ones_like(ids[None]),
-        video_grid_thw=seen["video_grid_thw"],
+        video_grid_thw=video_media["video_grid_thw"],
         use_audio_in_video=True,
         audio_seqlens=torch.tensor([500]),
-        second_per_grids=torch.tensor([2 * apart]),
+        second_per_grids=torch.tensor([2 * interval]),
     )
-    assert torch.equal(read.sequence["position_ids"].T, positions[:, 0])
-    # What the processor writes: by the numbers of its `replace_video_with_audio_token`.
-    video = np.repeat(np.arange(3), pads) * round(2 * apart * 25, 6)
+    assert torch.equal(inputs.sequence["position_ids"].T, positions[:, 0])
+    # Expected layout, as computed by the processor's `replace_video_with_audio_token`.
+    video = np.repeat(np.arange(3), pads) * round(2 * interval * 25, 6)
     chunk, runs = 1, [[], []]
-    for own, numbers in zip(runs, (video, np.arange(125)), strict=True):
+    for lengths, positions in zip(runs, (video, np.arange(125)), strict=True):
         start, chunk = 0, 1
-        for i, number in enumerate(numbers):
+        for i, number in enumerate(positions):
             if number >= chunk * 50:
-                own.append(i - start)
+                lengths.append(i - start)
                 start, chunk = i, chunk + 1
-        own.append(len(numbers) - start)
+        lengths.append(len(positions) - start)
     layout = []
     for j in range(max(map(len, runs))):
-        for own, kind in zip(runs, (VISUAL, AUDIO), strict=True):
-            layout += [kind] * (own[j] if j < len(own) else 0)
-    kinds = kinds_of(reference, ids)
+        for lengths, kind in zip(runs, (VISUAL, AUDIO), strict=True):
+            layout += [kind] * (lengths[j] if j < len(lengths) else 0)
+    kinds = media_kinds(reference, ids)
     assert kinds[kinds >= 0].tolist() == layout
 
 
-def test_sound_behind_the_frames(build, reference):
-    samples = hiss(1.0)
+def test_audio_after_the_frames(build, reference):
+    samples = noise_audio(1.0)
     encoder = build(interleave=False)
-    found = of_items(encoder, clip(FRAMES[:4], [0.0, 1.0, 2.0, 3.0], samples))[0]
-    pads, seen = reference.see(FRAMES[:4])
-    number, heard = reference.hear(samples)
+    found = encode_items(encoder, clip(FRAMES[:4], [0.0, 1.0, 2.0, 3.0], samples))[0]
+    pads, video_media = reference.video_inputs(FRAMES[:4])
+    number, audio_media = reference.audio_inputs(samples)
     ids, output = reference(
         f"<|vision_bos|>{'<|VIDEO|>' * 2 * pads}<|vision_eos|>"
         f"<|audio_bos|>{'<|AUDIO|>' * number}<|audio_eos|>",
         video_second_per_grid=torch.tensor([2.0]),
-        **seen,
-        **heard,
+        **video_media,
+        **audio_media,
     )
-    close(found.vectors[0], unit(output.hidden_states[-1][0, kept(encoder, ids)]))
+    assert_close(found.vectors[0], unit(output.hidden_states[-1][0, is_kept(encoder, ids)]))
     kinds = found.kind[0][found.kind[0] < TEXT].tolist()
     assert kinds == [VISUAL] * 2 * pads + [AUDIO] * number
 
 
-def test_times_and_boxes(build):
+def test_extents(build):
     encoder = build(keep="media")
-    samples = hiss(1.235)  # 124 columns: 31 tokens, the last of which ends with the sound
-    found = of_items(encoder, clip(samples=samples, start=12.5))[0]
+    samples = noise_audio(1.235)  # 124 frames: 31 tokens; the last one ends with the audio
+    found = encode_items(encoder, clip(samples=samples, start=12.5))[0]
     extents = found.extents[0]
     assert len(extents) == 31 and extents[:, :4].isnan().all()
     assert extents[0, 4:].tolist() == pytest.approx([12.5, 12.54])
     assert extents[10, 4:].tolist() == pytest.approx([12.9, 12.94])
     assert extents[-1, 4:].tolist() == pytest.approx([13.7, 13.735])
-    items = clip(FRAMES[:4], [10.0, 11.0, 12.0, 13.0], hiss(4.0), span=(10.0, 14.0))
-    found = of_items(encoder, items)[0]
-    is_seen = found.kind[0] == VISUAL
-    seen, heard = found.extents[0][is_seen], found.extents[0][~is_seen]
-    assert (found.kind[0][~is_seen] == AUDIO).all() and len(heard) == 100 and len(seen) == 12
-    assert seen[1, :4].tolist() == pytest.approx([1 / 3, 0, 2 / 3, 0.5])
-    assert seen[::6, 4:].tolist() == [[10, 12], [12, 14]]
-    # Two seconds of each in turn, and time goes on within each.
+    items = clip(FRAMES[:4], [10.0, 11.0, 12.0, 13.0], noise_audio(4.0), span=(10.0, 14.0))
+    found = encode_items(encoder, items)[0]
+    is_visual = found.kind[0] == VISUAL
+    visual, audio = found.extents[0][is_visual], found.extents[0][~is_visual]
+    assert (found.kind[0][~is_visual] == AUDIO).all() and len(audio) == 100 and len(visual) == 12
+    assert visual[1, :4].tolist() == pytest.approx([1 / 3, 0, 2 / 3, 0.5])
+    assert visual[::6, 4:].tolist() == [[10, 12], [12, 14]]
+    # Chunks of two seconds alternate, and times increase within each kind.
     assert found.kind[0].tolist() == ([VISUAL] * 6 + [AUDIO] * 50) * 2
-    close(heard[:, 4], 10 + 0.04 * torch.arange(100), 1e-4)
+    assert_close(audio[:, 4], 10 + 0.04 * torch.arange(100), 1e-4)
 
 
-def test_positions_are_those_of_real_times(build):
-    """Frames at uneven times, sound that begins later, a frame shown since before the window."""
-    reader = build(document_prompt="{content}")._read_by
-    samples = hiss(2.0)
+def test_positions_follow_timestamps(build):
+    """Irregular frames, audio that starts later, and a frame displayed before the window."""
+    reader = build(document_prompt="{content}")._reader
+    samples = noise_audio(2.0)
 
     def times(*item, **more):
-        (read,) = reader.item(clip(*item, **more).to_pylist()[0])
-        ids, position = read.sequence["input_ids"], read.sequence["position_ids"][:, 0]
+        (inputs,) = reader.read_item(clip(*item, **more).to_pylist()[0])
+        ids, position = inputs.sequence["input_ids"], inputs.sequence["position_ids"][:, 0]
         pads = [reader.settings.video_token_id, reader.settings.audio_token_id]
         return [(position[ids == pad] - 1).tolist() for pad in pads]
 
-    seen, heard = times(FRAMES[:6], [1.0, 1.5, 1.6, 2.0, 4.0, 5.0], samples, start=1.4)
-    assert seen[::6] == [0, 15, 75] and heard == list(range(10, 60))
-    seen, heard = times(FRAMES[:2], [25.0, 31.0], samples, start=30.0, span=(30.0, 32.0))
-    assert seen[::6] == [0] and heard == list(range(50))
-    seen, _ = times(FRAMES[:4], [0.9, 2.7, 4.5, 6.3])
-    assert seen[::6] == [0, 90]
+    video, audio = times(FRAMES[:6], [1.0, 1.5, 1.6, 2.0, 4.0, 5.0], samples, start=1.4)
+    assert video[::6] == [0, 15, 75] and audio == list(range(10, 60))
+    video, audio = times(FRAMES[:2], [25.0, 31.0], samples, start=30.0, span=(30.0, 32.0))
+    assert video[::6] == [0] and audio == list(range(50))
+    video, _ = times(FRAMES[:4], [0.9, 2.7, 4.5, 6.3])
+    assert video[::6] == [0, 90]
 
 
 @pytest.mark.parametrize("length", [479, 480, 481, 640, 1281, 16_000, 31_999, 32_161])
 def test_number_of_audio_tokens(encoder, reference, length):
-    samples = hiss(length / RATE)
-    expected, media = reference.hear(samples)
-    sound = encoder._read_by.sound_of({"audio": row_of(samples)})
+    samples = noise_audio(length / RATE)
+    expected, media = reference.audio_inputs(samples)
+    audio = encoder._reader.read_audio({"audio": audio_row(samples)})
     columns = int(media["feature_attention_mask"].sum())
     assert num_audio_tokens(columns) == expected
-    assert sound is None if not expected else len(sound.columns) == columns
-    if sound:  # of a shorter padding than the processor's
+    assert audio is None if not expected else len(audio.columns) == columns
+    if audio:  # the encoder pads less than the processor
         mask = media["feature_attention_mask"][0].bool()
-        close(sound.columns, media["input_features"][0].T[mask], 1e-6)
+        assert_close(audio.columns, media["input_features"][0].T[mask], 1e-6)
 
 
-def row_of(samples, rate=RATE):
+def audio_row(samples, rate=RATE):
     return {"start": 0.0, "sample_rate": rate, "samples": samples.tobytes()}
 
 
-def test_rates_and_lengths_of_sound(build, reference):
+def test_sample_rates_and_lengths(build, reference):
     encoder = build(keep="media")
-    high = hiss(1.0, 44_100)
-    found = of_items(encoder, clip(samples=high, rate=44_100))[0]
-    same = of_items(encoder, clip(samples=soxr.resample(high, 44_100, RATE).clip(-1, 1)))[0]
-    close(found.vectors, same.vectors)
-    long = hiss(8.0)  # the checkpoint hears 6 s
-    found = of_items(encoder, clip(samples=long))[0]
-    ids, output = reference.sound(long)
-    rows = kinds_of(reference, ids) == AUDIO
-    close(found.vectors[0], unit(output.hidden_states[-1][0, rows]))
+    high = noise_audio(1.0, 44_100)
+    found = encode_items(encoder, clip(samples=high, rate=44_100))[0]
+    same = encode_items(encoder, clip(samples=soxr.resample(high, 44_100, RATE).clip(-1, 1)))[0]
+    assert_close(found.vectors, same.vectors)
+    long = noise_audio(8.0)  # the window of the checkpoint is 6 s
+    found = encode_items(encoder, clip(samples=long))[0]
+    ids, output = reference.audio(long)
+    rows = media_kinds(reference, ids) == AUDIO
+    assert_close(found.vectors[0], unit(output.hidden_states[-1][0, rows]))
     assert found.extents[0, -1, 5] == pytest.approx(6.0)
-    short = of_items(build(keep="media", max_audio_seconds=2), clip(samples=long))[0]
-    assert short.lengths.tolist() == [50]
-    for nothing in (hiss(0.0), hiss(0.01)):
-        assert of_items(encoder, clip(samples=nothing))[0].lengths.tolist() == [0]
+    truncated = encode_items(build(keep="media", max_audio_seconds=2), clip(samples=long))[0]
+    assert truncated.lengths.tolist() == [50]
+    for short in (noise_audio(0.0), noise_audio(0.01)):
+        assert encode_items(encoder, clip(samples=short))[0].lengths.tolist() == [0]
 
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
-def test_attention_is_that_of_eager_layers(encoder, cases, reference, heads):
+def test_attention_matches_eager_attention(encoder, cases, reference, heads):
     statistics = ("column_sums", "eos_row", "pooled_row")
     taps = [Tap(name, heads, str(layer)) for name in statistics for layer in range(3)]
-    for number in (0, 3, 5):  # sound, both, a picture
+    for number in (0, 3, 5):  # audio, video with audio, image
         item, (ids, output) = cases[0][number], cases[1][number]
-        batch = of_items(encoder, item, taps)[0]
+        batch = encode_items(encoder, item, taps)[0]
         for tap in taps:
             attention_HNN = output.attentions[int(tap.layers)][0]
-            is_media = kinds_of(reference, ids) >= 0
+            is_media = media_kinds(reference, ids) >= 0
             rows = is_media if tap.statistic == "column_sums" else torch.tensor([-1])
-            of_heads = attention_HNN[:, rows].sum(dim=1)
-            of_heads = of_heads.mean(dim=0) if heads == "mean" else of_heads.amax(dim=0)
-            close(batch.taps[tap.name][batch.mask], of_heads[kept(encoder, ids)])
+            head_values = attention_HNN[:, rows].sum(dim=1)
+            head_values = head_values.mean(dim=0) if heads == "mean" else head_values.amax(dim=0)
+            assert_close(batch.taps[tap.name][batch.mask], head_values[is_kept(encoder, ids)])
 
 
-def test_what_is_kept(build):
-    item = clip(FRAMES[:2], [0.0, 1.0], hiss(0.1))
+def test_keep(build):
+    item = clip(FRAMES[:2], [0.0, 1.0], noise_audio(0.1))
     kinds = {}
     for keep in ("paper", "code", "media"):
         encoder = build(keep=keep, document_prompt=SHORT, query_prompt=SHORT)
-        kinds[keep] = of_items(encoder, item)[0].kind[0].tolist()
+        kinds[keep] = encode_items(encoder, item)[0].kind[0].tolist()
         text = encoder.encode_queries(["lift"])
         assert TEXT in text.tokens.kind[0] and PROMPT in text.tokens.kind[0]
     media = [VISUAL] * 6 + [AUDIO] * 2
@@ -423,90 +429,98 @@ def test_what_is_kept(build):
     assert kinds["media"] == media
 
 
-def test_half_precision_and_open_attention(build, cases):
-    """Of what other settings change, that they run: the numbers are those of `QwenVL`'s tests."""
+def test_bfloat16_and_bidirectional(build, cases):
+    """Smoke test; `test_qwen_vl` verifies the numbers."""
     items = pa.concat_tables(cases[0], promote_options="default")
-    whole = of_items(build(), items)
-    for row, batch in of_items(build(dtype="bfloat16"), items).items():
+    whole = encode_items(build(), items)
+    for row, batch in encode_items(build(dtype="bfloat16"), items).items():
         assert (batch.pooled * whole[row].pooled).sum() > 0.99
-    found = of_items(build(bidirectional=True), items)
+    found = encode_items(build(bidirectional=True), items)
     assert not torch.allclose(found[0].pooled, whole[0].pooled, atol=1e-3)
 
 
 def test_documents(build):
-    sound, image = row_of(hiss(0.2)), png(noise(16, 16))
+    audio, image = audio_row(noise_audio(0.2)), png(noise(16, 16))
     items = pa.table(
         {
             "item_id": ["sound", "both", "text", "blank", "nothing"],
             "image": [None, image, None, None, None],
-            "audio": pa.array([sound, sound, None, None, None], SOUND),
+            "audio": pa.array([audio, audio, None, None, None], AUDIO_TYPE),
             "text": ["heat transfer", "lift", "lift", " ", None],
         }
     )
     lengths = {}
     for documents in ("media", "text", "both"):
         encoder = build(documents=documents, document_prompt="{content}<|im_end|>")
-        found = of_items(encoder, items)
+        found = encode_items(encoder, items)
         lengths[documents] = [int(found[row].lengths[0]) for row in range(5)]
         if documents == "both":
-            own = found[0].mask[0]
-            kind, spans = found[0].kind[0][own], found[0].spans[0][own]
+            mask = found[0].mask[0]
+            kind, spans = found[0].kind[0][mask], found[0].spans[0][mask]
             assert kind[:5].tolist() == [AUDIO] * 5 and (kind[5:] == TEXT).all()
             pieces = ["heat transfer"[a:b] for a, b in spans[5:].tolist()]
             assert "".join(pieces) == "heat transfer"
-            assert found[0].extents[0][own][5:].isnan().all()
+            assert found[0].extents[0][mask][5:].isnan().all()
     heat, lift = lengths["text"][:2]
     assert lengths["text"] == [heat, lift, lift, 0, 0]
     assert lengths["media"] == [5, 4 + 5, lift, 0, 0]
     assert lengths["both"] == [5 + heat, 4 + 5 + lift, lift, 0, 0]
-    assert build(documents="text").wants(build(documents="text").spec) == ("text",)
-    assert set(encoder.wants(encoder.spec)) == {"text", "image", "frames", "audio"}
+    assert build(documents="text").supported_inputs(build(documents="text").spec) == ("text",)
+    assert set(encoder.supported_inputs(encoder.spec)) == {"text", "image", "frames", "audio"}
 
 
-def test_queries(encoder, reference):
+def test_queries_match_transformers(encoder, reference):
     found = encoder.encode_queries(TEXTS)
     for row, text in enumerate(TEXTS):
         ids, output = reference(text, prompt=QUERY_PROMPT)
         states = unit(output.hidden_states[-1][0])
-        close(found.tokens.vectors[row][found.tokens.mask[row]], states[kept(encoder, ids)])
-        close(found.tokens.pooled[row], states[-1])
-        assert len(found.token_texts[row]) == kept(encoder, ids).sum()
+        assert_close(
+            found.tokens.vectors[row][found.tokens.mask[row]], states[is_kept(encoder, ids)]
+        )
+        assert_close(found.tokens.pooled[row], states[-1])
+        assert len(found.token_texts[row]) == is_kept(encoder, ids).sum()
     images, _ = pictures((20, 30), (8, 8))
-    found = encoder.encode_pictures([png(image) for image in images])
+    found = encoder.encode_images([png(image) for image in images])
     for row, image in enumerate(images):
-        ids, output = reference.picture(image, prompt=QUERY_PROMPT)
+        ids, output = reference.image(image, prompt=QUERY_PROMPT)
         states = unit(output.hidden_states[-1][0])
-        close(found.tokens.vectors[row][found.tokens.mask[row]], states[kept(encoder, ids)])
+        assert_close(
+            found.tokens.vectors[row][found.tokens.mask[row]], states[is_kept(encoder, ids)]
+        )
     composed = encoder.encode_composed(["but in red"], [png(images[0])]).tokens
     assert VISUAL not in composed.kind and TEXT in composed.kind
 
 
-def test_long_videos_are_thinned(build):
+def test_subsamples_long_videos(build):
     prompt = "{content}<|im_end|>"
-    items = clip([noise(24, 16, seed) for seed in range(9)], np.arange(9.0), hiss(2.0), span=(0, 9))
-    whole = of_items(build(keep="media", document_prompt=prompt), items)[0]
+    items = clip(
+        [noise(24, 16, seed) for seed in range(9)], np.arange(9.0), noise_audio(2.0), span=(0, 9)
+    )
+    whole = encode_items(build(keep="media", document_prompt=prompt), items)[0]
     assert whole.lengths.tolist() == [6 * 5 + 50]
     for given in ({"max_item_tokens": 6 * 3 + 50 + 5}, {"max_frames": 6}):
-        found = of_items(build(keep="media", document_prompt=prompt, **given), items)[0]
-        seen = found.extents[0][found.kind[0] == VISUAL]
-        # Of nine frames the six nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8; all of the sound.
-        assert seen[::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
+        found = encode_items(build(keep="media", document_prompt=prompt, **given), items)[0]
+        visual = found.extents[0][found.kind[0] == VISUAL]
+        # The six frames nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8 s, and the whole audio.
+        assert visual[::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
         assert (found.kind[0] == AUDIO).sum() == 50
     with pytest.raises(Unreadable, match="too many tokens: 61 tokens, at most 60"):
-        of_items(build(document_prompt=prompt, max_item_tokens=60), items)
+        encode_items(build(document_prompt=prompt, max_item_tokens=60), items)
     with pytest.raises(Unreadable, match="too many tokens: 53 tokens, at most 52"):
-        of_items(build(document_prompt=prompt, max_item_tokens=52), clip(samples=hiss(2.0)))
-    sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], hiss(1.0))
+        encode_items(
+            build(document_prompt=prompt, max_item_tokens=52), clip(samples=noise_audio(2.0))
+        )
+    sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], noise_audio(1.0))
     with pytest.raises(Unreadable, match="several sizes"):
-        of_items(build(), sizes)
+        encode_items(build(), sizes)
 
 
-def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
-    """As published, with the part that speaks; the bare thinker; files of one processor."""
+def test_loads_published_and_bare_checkpoints(build, checkpoint, reference, tmp_path):
+    """The full published model with its talker, the bare thinker, and a single processor file."""
     folder = checkpoint("qwen2_5_omni")
     expected = build().encode_queries(TEXTS).tokens
-    item = clip(FRAMES[:2], [0.0, 1.0], hiss(1.0))
-    of_item = of_items(build(), item)[0]
+    item = clip(FRAMES[:2], [0.0, 1.0], noise_audio(1.0))
+    expected_item = encode_items(build(), item)[0]
     whole, bare = tmp_path / "whole", tmp_path / "bare"
     shutil.copytree(folder, whole)
     weights = load_file(f"{folder}/model.safetensors")
@@ -525,11 +539,11 @@ def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
     for form in (whole, bare):
         encoder = build(model=str(form))
         type(encoder).check(encoder.spec)
-        close(encoder.encode_queries(TEXTS).tokens.vectors, expected.vectors)
-        close(of_items(encoder, item)[0].vectors, of_item.vectors)
+        assert_close(encoder.encode_queries(TEXTS).tokens.vectors, expected.vectors)
+        assert_close(encode_items(encoder, item)[0].vectors, expected_item.vectors)
         assert not any("talker" in name for name, _ in encoder.model.named_parameters())
-    lacking = {name: tensor for name, tensor in named.items() if "layers.1.mlp" not in name}
-    save_file(lacking, whole / "model.safetensors", {"format": "pt"})
+    incomplete = {name: tensor for name, tensor in named.items() if "layers.1.mlp" not in name}
+    save_file(incomplete, whole / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=r"has no weights .*layers.1.mlp"):
         build(model=str(whole))
 
@@ -538,7 +552,7 @@ def check(**fields):
     ENCODERS.load("qwen_omni").check(ENCODERS.resolve({"name": "qwen_omni", **fields}))
 
 
-def test_checkpoints_that_are_none(checkpoint, tmp_path):
+def test_check_rejects_invalid_checkpoints(checkpoint, tmp_path):
     folder = checkpoint("qwen2_5_omni")
     check(model=folder, layer=-4)
     with pytest.raises(SpecError, match=r"-4 to 3 \(the model has 3 layers\)"):
@@ -564,7 +578,7 @@ def test_checkpoints_that_are_none(checkpoint, tmp_path):
         assert error.value.field == "model" and "\n" not in str(error.value)
 
 
-def test_fingerprints(build):
+def test_fingerprint(build):
     encoder = build()
     for change in (
         {"max_batch_tokens": 64},

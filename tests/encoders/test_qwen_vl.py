@@ -1,4 +1,4 @@
-"""The Qwen-VL models equal transformers' own forward pass, picture by picture and text by text."""
+"""Qwen-VL models, compared with the forward pass of transformers on single inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
-from tests.encoders.batches import close, of_items, unit
+from tests.encoders.batches import assert_close, encode_items, unit
 from tests.pictures import noise, pictures, png
 
 CLASSES = {
@@ -42,7 +42,7 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 
 
 class Reference:
-    """A model of the library as it is, on one sequence at a time, without padding."""
+    """The transformers model, applied to one sequence at a time without padding."""
 
     def __init__(self, family: str, folder: str):
         self.family = family
@@ -65,22 +65,22 @@ class Reference:
         )
         return ids[0], output
 
-    def picture(self, *images, prompt: str = DOCUMENT_PROMPT, text: str = ""):
-        read = self.images(list(images), return_tensors="pt")
-        pads = [int(grid.prod()) // 4 for grid in read["image_grid_thw"]]
+    def image(self, *images, prompt: str = DOCUMENT_PROMPT, text: str = ""):
+        inputs = self.images(list(images), return_tensors="pt")
+        pads = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
         vision = "".join(f"{START}{'<|image_pad|>' * number}{END}" for number in pads)
-        return self(prompt.replace("{content}", vision + text), **read)
+        return self(prompt.replace("{content}", vision + text), **inputs)
 
     def video(self, frames, seconds, prompt: str = DOCUMENT_PROMPT):
-        """As transformers' processors of videos do it, which need torchvision."""
-        own, frames = self.images, [*frames, *[frames[-1]] * (len(frames) % 2)]
+        """Runs the model on a video; the processors of transformers need torchvision."""
+        processor, frames = self.images, [*frames, *[frames[-1]] * (len(frames) % 2)]
         seconds = [*seconds, *[seconds[-1]] * (len(seconds) % 2)]
         pixels = []
         for frame in frames:
             array = np.asarray(frame, dtype=np.float32).transpose(2, 0, 1)
-            array = own.resize(array, own.size, own.resample, factor=8)
-            array = own.rescale(array, own.rescale_factor)
-            pixels.append(own.normalize(array, own.image_mean, own.image_std))
+            array = processor.resize(array, processor.size, processor.resample, factor=8)
+            array = processor.rescale(array, processor.rescale_factor)
+            pixels.append(processor.normalize(array, processor.image_mean, processor.image_std))
         video = torch.tensor(np.stack(pixels))
         pairs, (rows, columns) = len(frames) // 2, (side // 4 for side in video.shape[2:])
         patches = video.view(pairs, 2, 3, rows // 2, 2, 4, columns // 2, 2, 4)
@@ -94,15 +94,15 @@ class Reference:
         if self.family == "qwen2_5_vl":
             media["second_per_grid_ts"] = torch.tensor([2 * (seconds[1] - seconds[0])])
         if self.family == "qwen3_vl":
-            middles = [
+            times = [
                 (a + b) / 2 - seconds[0] for a, b in zip(seconds[::2], seconds[1::2], strict=True)
             ]
-            vision = "".join(f"<{m:.1f} seconds>{START}{pads}{END}" for m in middles)
+            vision = "".join(f"<{m:.1f} seconds>{START}{pads}{END}" for m in times)
         return self(prompt.replace("{content}", vision), **media)
 
 
 def clip(frames, seconds, end: float, **more) -> pa.Table:
-    """An item that is a video."""
+    """Returns a table with one video item."""
     rows = [
         {"index": i, "seconds": s, "height": f.height, "width": f.width, "pixels": f.tobytes()}
         for i, (f, s) in enumerate(zip(frames, seconds, strict=True))
@@ -139,7 +139,7 @@ def encoder(build, family):
 
 @pytest.fixture(scope="module")
 def mixed():
-    """Pictures and texts, ragged, and the items that hold them."""
+    """Images and texts of different sizes, and the items that contain them."""
     images, _ = pictures(*SIZES)
     values = [png(image) for image in images] + [None] * len(TEXTS)
     names = [f"item-{i}" for i in range(len(values))]
@@ -147,68 +147,68 @@ def mixed():
     return images, pa.table({"item_id": names, "image": pa.array(values), "text": texts})
 
 
-def test_states_are_those_of_the_model(encoder, build, family, reference, mixed):
+def test_states_match_transformers(encoder, build, family, reference, mixed):
     images, items = mixed
     for layer in (-1, 0, 2):
-        own = encoder if layer == -1 else build(family, layer=layer, keep="paper")
-        found = of_items(own, items)
+        current = encoder if layer == -1 else build(family, layer=layer, keep="paper")
+        found = encode_items(current, items)
         for row, image in enumerate([*images, *TEXTS]):
             if isinstance(image, str):
                 ids, expected = reference(DOCUMENT_PROMPT.replace("{content}", image))
             else:
-                ids, expected = reference.picture(image)
+                ids, expected = reference.image(image)
             states = unit(expected.hidden_states[layer][0])
-            special = torch.tensor(sorted(encoder._read_by.special))
-            kept = (
+            special = torch.tensor(sorted(encoder._reader.special))
+            keep = (
                 ~torch.isin(ids, special) if layer == -1 else torch.arange(len(ids)) < len(ids) - 1
             )
-            close(found[row].vectors[0][found[row].mask[0]], states[kept])
-            close(found[row].pooled[0], unit(expected.hidden_states[-1][0, -1]))
+            assert_close(found[row].vectors[0][found[row].mask[0]], states[keep])
+            assert_close(found[row].pooled[0], unit(expected.hidden_states[-1][0, -1]))
 
 
-def test_a_text_after_a_picture_and_padding_on_either_side(build, family, mixed):
+def test_padding_does_not_change_vectors(build, family, mixed):
     _, items = mixed
     encoder = build(family)
-    alone = of_items(build(family, max_batch_tokens=1), items)  # each by itself
+    alone = encode_items(build(family, max_batch_tokens=1), items)  # one item per batch
     texts = encoder.encode_queries(TEXTS).tokens
     for side in ("left", "right"):
         encoder.padding_side = side
-        found = of_items(encoder, items)
+        found = encode_items(encoder, items)
         for row, expected in alone.items():
-            close(found[row].pooled, expected.pooled)
-            own = found[row].vectors[found[row].mask]
-            close(own, expected.vectors[expected.mask])
+            assert_close(found[row].pooled, expected.pooled)
+            vectors = found[row].vectors[found[row].mask]
+            assert_close(vectors, expected.vectors[expected.mask])
         again = encoder.encode_queries(TEXTS).tokens
-        close(again.vectors[again.mask], texts.vectors[texts.mask])
+        assert_close(again.vectors[again.mask], texts.vectors[texts.mask])
 
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
-def test_attention_is_that_of_eager_layers(encoder, reference, heads):
+def test_attention_matches_eager_attention(encoder, reference, heads):
     images, items = pictures(*SIZES[:2])
     statistics = ("column_sums", "eos_row", "pooled_row")
     taps = [Tap(name, heads, str(layer)) for name in statistics for layer in range(3)]
-    for row, batch in of_items(encoder, items, taps).items():
-        ids, expected = reference.picture(images[row])
+    for row, batch in encode_items(encoder, items, taps).items():
+        ids, expected = reference.image(images[row])
         is_visual = ids == reference.model.config.image_token_id
-        kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
+        keep = ~torch.isin(ids, torch.tensor(sorted(encoder._reader.special)))
         for tap in taps:
             attention_HNN = expected.attentions[int(tap.layers)][0]
             rows = is_visual if tap.statistic == "column_sums" else ids.new_tensor([-1])
-            of_heads = attention_HNN[:, rows].sum(dim=1)
-            of_heads = of_heads.mean(dim=0) if heads == "mean" else of_heads.amax(dim=0)
-            close(batch.taps[tap.name][batch.mask], of_heads[kept])
+            head_values = attention_HNN[:, rows].sum(dim=1)
+            head_values = head_values.mean(dim=0) if heads == "mean" else head_values.amax(dim=0)
+            assert_close(batch.taps[tap.name][batch.mask], head_values[keep])
 
 
 @pytest.mark.parametrize("number", [4, 5, 1])
-def test_videos(encoder, reference, number):
+def test_videos_match_transformers(encoder, reference, number):
     frames = [noise(24, 16, seed) for seed in range(number)]
     seconds = [10.0 + 0.5 * i for i in range(number)]
-    found = of_items(encoder, clip(frames, seconds, 13.0))[0]
+    found = encode_items(encoder, clip(frames, seconds, 13.0))[0]
     times = seconds if number > 1 else [10.0, 10.0]
     ids, expected = reference.video(frames, times)
-    kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
-    close(found.vectors[0], unit(expected.hidden_states[-1][0, kept]))
-    close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    keep = ~torch.isin(ids, torch.tensor(sorted(encoder._reader.special)))
+    assert_close(found.vectors[0], unit(expected.hidden_states[-1][0, keep]))
+    assert_close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
     boxes = found.extents[0][found.kind[0] == VISUAL]
     assert len(boxes) == 6 * -(-number // 2)
     assert boxes[7 % len(boxes), :4].tolist() == pytest.approx([1 / 3, 0, 2 / 3, 0.5])
@@ -216,53 +216,53 @@ def test_videos(encoder, reference, number):
     assert boxes[::6, 4:].tolist() == [list(both) for both in zip(seconds[::2], ends, strict=True)]
 
 
-def test_a_video_of_pictures(build, family, reference):
+def test_video_frames_as_images(build, family, reference):
     frames = [noise(24, 16, seed) for seed in range(3)]
     encoder = build(family, frames="images", keep="visual")
-    found = of_items(encoder, clip(frames, [0.0, 1.0, 2.0], 4.0))[0]
-    ids, expected = reference.picture(*frames)
-    kept = ids == reference.model.config.image_token_id
-    close(found.vectors[0], unit(expected.hidden_states[-1][0, kept]))
+    found = encode_items(encoder, clip(frames, [0.0, 1.0, 2.0], 4.0))[0]
+    ids, expected = reference.image(*frames)
+    keep = ids == reference.model.config.image_token_id
+    assert_close(found.vectors[0], unit(expected.hidden_states[-1][0, keep]))
     assert found.extents[0, ::6, 4:].tolist() == [[0, 1], [1, 2], [2, 4]]
 
 
-def test_videos_beside_pictures_and_texts(encoder, mixed):
+def test_mixed_batches(encoder, mixed):
     _, items = mixed
     frames = [noise(24, 16, seed) for seed in range(4)]
     video = clip(frames, [0.0, 1.0, 2.0, 3.0], 4.0)
     both = pa.concat_tables([items, video], promote_options="default")
-    found, alone = of_items(encoder, both), of_items(encoder, video)[0]
-    close(found[len(items)].vectors[found[len(items)].mask], alone.vectors[0])
-    expected = of_items(encoder, items)
+    found, alone = encode_items(encoder, both), encode_items(encoder, video)[0]
+    assert_close(found[len(items)].vectors[found[len(items)].mask], alone.vectors[0])
+    expected = encode_items(encoder, items)
     for row in expected:
-        close(found[row].pooled, expected[row].pooled)
+        assert_close(found[row].pooled, expected[row].pooled)
 
 
-def test_long_videos_are_thinned(build):
+def test_subsamples_long_videos(build):
     frames = [noise(24, 16, seed) for seed in range(9)]
     items = clip(frames, [float(i) for i in range(9)], 9.0)
     whole = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual")
-    assert of_items(whole, items)[0].lengths.tolist() == [6 * 5]
+    assert encode_items(whole, items)[0].lengths.tolist() == [6 * 5]
     for given in ({"max_item_tokens": 6 * 3 + 3}, {"max_frames": 6}):
         encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", **given)
-        found = of_items(encoder, items)[0]
-        # Of nine frames the six nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8.
+        found = encode_items(encoder, items)[0]
+        # The six frames nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8 s.
         assert found.extents[0, ::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
-    one = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", max_frames=2)
-    assert of_items(one, items)[0].extents[0, ::6, 4:].tolist() == [[0, 9]]
-    two = build("qwen2_vl", keep="visual", max_frames=2, frames="images")
-    assert of_items(two, items)[0].extents[0, ::6, 4:].tolist() == [[0, 8], [8, 9]]
+    single = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", max_frames=2)
+    assert encode_items(single, items)[0].extents[0, ::6, 4:].tolist() == [[0, 9]]
+    separate = build("qwen2_vl", keep="visual", max_frames=2, frames="images")
+    assert encode_items(separate, items)[0].extents[0, ::6, 4:].tolist() == [[0, 8], [8, 9]]
     few = build("qwen2_vl", max_item_tokens=40, document_prompt="{content}", max_frames=1)
-    assert (of_items(few, items)[0].kind == VISUAL).sum() == 6
+    assert (encode_items(few, items)[0].kind == VISUAL).sum() == 6
     with pytest.raises(Unreadable, match="too many tokens: 9 tokens, at most 8"):
         reader = build("qwen2_vl", document_prompt="{content}<|im_end|>", max_item_tokens=8)
-        of_items(reader, items)
+        encode_items(reader, items)
     sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], 2.0)
     with pytest.raises(Unreadable, match="several sizes"):
-        of_items(whole, sizes)
+        encode_items(whole, sizes)
 
 
-def test_thinned_videos_say_so_in_their_metadata(build):
+def test_records_frames_read_in_metadata(build):
     frames, seconds = [noise(24, 16, seed) for seed in range(9)], [float(i) for i in range(9)]
     before = '{"frames": "ü"}'
     for given, number in (
@@ -278,44 +278,44 @@ def test_thinned_videos_say_so_in_their_metadata(build):
         items = clip(frames, seconds, 9.0, metadata=before)
         texts = pa.table({"item_id": ["text"], "text": ["lift"], "metadata": ["{}"]})
         both = pa.concat_tables([items, texts], promote_options="default")
-        prepared = encoder.preparer(encoder.spec)(both)
-        said, other = prepared["metadata"].to_pylist()
-        assert other == "{}" and (said == before) == (number is None)
-        assert json.loads(said) == {"frames": "ü"} | ({"frames_read": number} if number else {})
-        without = encoder.preparer(encoder.spec)(both.drop_columns(["metadata"]))
+        prepared = encoder.preprocessor(encoder.spec)(both)
+        metadata, other = prepared["metadata"].to_pylist()
+        assert other == "{}" and (metadata == before) == (number is None)
+        assert json.loads(metadata) == {"frames": "ü"} | ({"frames_read": number} if number else {})
+        without = encoder.preprocessor(encoder.spec)(both.drop_columns(["metadata"]))
         assert "metadata" not in without.column_names
 
 
-def test_what_is_kept(build):
+def test_keep(build):
     images, items = pictures((16, 16))
     prompt = "<|im_start|>a{content}b<|im_end|>"
     kinds = {}
     for keep in ("paper", "code", "visual"):
         encoder = build(keep=keep, document_prompt=prompt, query_prompt=prompt)
-        batch = of_items(encoder, items)[0]
+        batch = encode_items(encoder, items)[0]
         kinds[keep] = batch.kind[0].tolist()
         text = encoder.encode_queries(["<|im_end|>"])
-        # What a text spells out is no special token; "visual" is "code" where there is no picture.
+        # Special tokens in texts are plain text; without an image "visual" equals "code".
         start = ["<|im_start|>"] if keep == "paper" else []
         assert "".join(text.token_texts[0]) == "".join([*start, "a<|im_end|>b"])
         assert (text.tokens.kind[0] == TEXT).sum() > 1
-        assert VISUAL in encoder.encode_pictures([png(images[0])]).tokens.kind
+        assert VISUAL in encoder.encode_images([png(images[0])]).tokens.kind
     v, s, p = VISUAL, SPECIAL, PROMPT
     assert kinds["paper"] == [s, p, s, v, v, v, v, s, p]
     assert kinds["code"] == [p, v, v, v, v, p]
     assert kinds["visual"] == [v] * 4
 
 
-def test_where_nothing_is_left_the_pooled_vector_is_the_token(build, reference):
+def test_pooled_vector_is_the_only_token_if_none_is_kept(build, reference):
     encoder = build(reference.family, keep="paper", query_prompt="{content}", layer=1)
     found = encoder.encode_queries(["a", "lift"]).tokens
     assert found.kind[0, 0] == SPECIAL and found.lengths.tolist()[0] == 1
-    close(found.vectors[0, 0], found.pooled[0])
+    assert_close(found.vectors[0, 0], found.pooled[0])
     _, expected = reference("lift")
-    close(found.vectors[1][found.mask[1]], unit(expected.hidden_states[1][0, :-1]))
+    assert_close(found.vectors[1][found.mask[1]], unit(expected.hidden_states[1][0, :-1]))
 
 
-def test_texts_of_items(build):
+def test_documents(build):
     image = png(noise(16, 16))
     items = pa.table(
         {
@@ -327,8 +327,8 @@ def test_texts_of_items(build):
     lengths = {}
     for documents in ("pictures", "text", "both"):
         encoder = build(documents=documents, document_prompt="{content}<|im_end|>")
-        assert encoder.wants(encoder.spec)[0] == "text"
-        found = of_items(encoder, items)
+        assert encoder.supported_inputs(encoder.spec)[0] == "text"
+        found = encode_items(encoder, items)
         lengths[documents] = [int(found[row].lengths[0]) for row in range(4)]
         if documents == "both":
             kind, spans = found[0].kind[0], found[0].spans[0]
@@ -344,19 +344,19 @@ def test_texts_of_items(build):
 
 def test_composed_queries(build, reference):
     image, text = noise(20, 30), "but in red"
-    ids, expected = reference.picture(image, prompt=QUERY_PROMPT, text=text)
+    ids, expected = reference.image(image, prompt=QUERY_PROMPT, text=text)
     states = unit(expected.hidden_states[-1][0])
     encoder = build(reference.family)
-    kept = ~torch.isin(ids, torch.tensor(sorted(encoder._read_by.special)))
-    masked = kept & (ids != reference.model.config.image_token_id)
-    for mask_composed, own in ((True, masked), (False, kept)):
+    is_text = ~torch.isin(ids, torch.tensor(sorted(encoder._reader.special)))
+    masked = is_text & (ids != reference.model.config.image_token_id)
+    for mask_composed, keep in ((True, masked), (False, is_text)):
         encoder = build(reference.family, mask_composed=mask_composed)
         found = encoder.encode_composed([text, "x"], [png(image), png(noise(8, 8))])
-        close(found.tokens.vectors[0][found.tokens.mask[0]], states[own])
-        close(found.tokens.pooled[0], states[-1])
-        assert len(found.token_texts[0]) == own.sum()
+        assert_close(found.tokens.vectors[0][found.tokens.mask[0]], states[keep])
+        assert_close(found.tokens.pooled[0], states[-1])
+        assert len(found.token_texts[0]) == keep.sum()
     visual = build(reference.family, keep="visual").encode_composed([text], [png(image)])
-    close(visual.tokens.vectors[0], states[masked])
+    assert_close(visual.tokens.vectors[0], states[masked])
     for texts, data in (([], []), ([" "], [png(image)]), (["a"], [])):
         with pytest.raises(SpecError, match="query"):
             encoder.encode_composed(texts, data)
@@ -365,12 +365,12 @@ def test_composed_queries(build, reference):
 def test_bidirectional(build, reference):
     encoder = build(reference.family, bidirectional=True, keep="paper")
     image = noise(16, 16)
-    ids, _ = reference.picture(image, prompt=QUERY_PROMPT)
-    # All positions open, given as a mask.
-    read = reference.images([image], return_tensors="pt")
+    ids, _ = reference.image(image, prompt=QUERY_PROMPT)
+    # An explicit mask that allows attention between all positions.
+    inputs = reference.images([image], return_tensors="pt")
     types = (ids == reference.model.config.image_token_id).long()[None]
     positions, _ = reference.model.model.get_rope_index(
-        ids[None], mm_token_type_ids=types, image_grid_thw=read["image_grid_thw"]
+        ids[None], mm_token_type_ids=types, image_grid_thw=inputs["image_grid_thw"]
     )
     with torch.no_grad():
         expected = reference.model.model(
@@ -378,18 +378,18 @@ def test_bidirectional(build, reference):
             attention_mask=torch.zeros(1, 1, len(ids), len(ids)),
             position_ids=positions,
             mm_token_type_ids=types,
-            **read,
+            **inputs,
         ).last_hidden_state[0]
-    found = encoder.encode_pictures([png(image)]).tokens
-    close(found.vectors[0], unit(expected[:-1]))
-    one, other = (encoder.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
-    assert not torch.allclose(one, other)  # the first token sees what is behind it
+    found = encoder.encode_images([png(image)]).tokens
+    assert_close(found.vectors[0], unit(expected[:-1]))
+    first, second = (encoder.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
+    assert not torch.allclose(first, second)  # the first token attends to later ones
     causal = build(reference.family, keep="paper")
-    one, other = (causal.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
-    close(one, other)
+    first, second = (causal.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
+    assert_close(first, second)
 
 
-def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
+def test_loads_older_and_bare_weights(build, checkpoint, reference, tmp_path):
     folder = checkpoint(reference.family)
     reference.model.model.save_pretrained(tmp_path / "bare")
     shutil.copytree(folder, tmp_path / "new")
@@ -400,55 +400,57 @@ def test_other_forms_of_the_weights(build, checkpoint, reference, tmp_path):
     expected = build(reference.family).encode_queries(TEXTS).tokens
     for form in ("bare", "new"):
         found = build(model=str(tmp_path / form)).encode_queries(TEXTS).tokens
-        close(found.vectors, expected.vectors)
+        assert_close(found.vectors, expected.vectors)
     weights = load_file(f"{folder}/model.safetensors")
-    lacking = {name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}
-    save_file(lacking, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+    incomplete = {name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}
+    save_file(incomplete, tmp_path / "new" / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=r"has no weights .*layers.1.mlp"):
         build(model=str(tmp_path / "new"))
 
 
-def test_a_spread_model_answers_on_the_device_of_its_input(build):
-    spread = QwenVL(build().spec, device_map="auto")
-    assert spread.model._hf_hook.io_same_device
+def test_device_map_returns_output_on_the_input_device(build):
+    distributed = QwenVL(build().spec, device_map="auto")
+    assert distributed.model._hf_hook.io_same_device
     expected = build().encode_queries(TEXTS).tokens.vectors
-    close(spread.encode_queries(TEXTS).tokens.vectors, expected)
+    assert_close(distributed.encode_queries(TEXTS).tokens.vectors, expected)
 
 
-def test_prompts_that_fit_other_models(build, reference):
+def test_custom_prompts(build, reference):
     prompt = "Find it: {content}\n"
     encoder = build(reference.family, query_prompt=prompt)
     found = encoder.encode_queries([" lift"])
     _, expected = reference(prompt.replace("{content}", " lift"))
-    close(found.tokens.vectors[0], unit(expected.hidden_states[-1][0]))
+    assert_close(found.tokens.vectors[0], unit(expected.hidden_states[-1][0]))
     assert "".join(found.token_texts[0]).endswith(" lift\n")
-    close(found.tokens.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    assert_close(found.tokens.pooled[0], unit(expected.hidden_states[-1][0, -1]))
     for wrong in ("no place", "{content}{content}"):
         with pytest.raises(SpecError, match="query_prompt"):
             build(query_prompt=wrong)
 
 
-def test_an_ending_that_the_tokenizer_puts_behind_every_text(build, checkpoint, tmp_path):
+def test_tokens_appended_by_the_tokenizer(build, checkpoint, tmp_path):
     shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "ending")
     file = tmp_path / "ending" / "tokenizer.json"
-    written = Tokenizer.from_file(str(file))
-    token = ("<|endoftext|>", written.token_to_id("<|endoftext|>"))
-    written.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[token])
-    written.save(str(file))
+    fast_tokenizer = Tokenizer.from_file(str(file))
+    token = ("<|endoftext|>", fast_tokenizer.token_to_id("<|endoftext|>"))
+    fast_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[token]
+    )
+    fast_tokenizer.save(str(file))
     for prompt in (QUERY_PROMPT, QUERY_PROMPT + "<|endoftext|>"):
         found = build(model=str(tmp_path / "ending"), query_prompt=prompt).encode_queries(TEXTS)
         same = build(query_prompt=QUERY_PROMPT + "<|endoftext|>").encode_queries(TEXTS)
-        close(found.tokens.pooled, same.tokens.pooled)
+        assert_close(found.tokens.pooled, same.tokens.pooled)
         assert found.token_texts == same.token_texts
 
 
-def test_pixels(build):
+def test_pixel_limits(build):
     images, items = pictures((64, 64))
     whole, small = build(keep="visual"), build(keep="visual", max_pixels=16 * 16)
-    assert of_items(whole, items)[0].lengths.tolist() == [16]
-    assert of_items(small, items)[0].lengths.tolist() == [4]
+    assert encode_items(whole, items)[0].lengths.tolist() == [16]
+    assert encode_items(small, items)[0].lengths.tolist() == [4]
     large = build(keep="visual", min_pixels=48 * 48, max_pixels=64 * 64)
-    assert large.encode_pictures([png(images[0])]).tokens.lengths.tolist() == [64]
+    assert large.encode_images([png(images[0])]).tokens.lengths.tolist() == [64]
 
 
 def check(**fields):
@@ -456,25 +458,25 @@ def check(**fields):
     ENCODERS.load("qwen_vl").check(spec)
 
 
-def test_what_cannot_be_read(build, checkpoint):
+def test_rejects_unreadable_inputs(build, checkpoint):
     encoder = build()
     narrow, items = pictures((1, 10_000))
-    with pytest.raises(Unreadable, match="picture not legal for the model"):
-        of_items(encoder, items)
+    with pytest.raises(Unreadable, match="image not supported by the model"):
+        encode_items(encoder, items)
     with pytest.raises(SpecError, match="aspect ratio"):
-        encoder.encode_pictures([png(narrow[0])])
+        encoder.encode_images([png(narrow[0])])
     with pytest.raises(SpecError, match="aspect ratio"):
         encoder.encode_composed(["a"], [png(narrow[0])])
-    long = "drag " * 600  # beyond the 512 positions of the model
+    long = "drag " * 600  # exceeds the 512 positions of the model
     with pytest.raises(Unreadable, match="too many tokens: .* at most 512"):
-        of_items(encoder, pa.table({"item_id": ["long"], "text": [long]}))
+        encode_items(encoder, pa.table({"item_id": ["long"], "text": [long]}))
     with pytest.raises(SpecError, match="at most 512"):
         encoder.encode_queries([long])
     with pytest.raises(Unreadable, match="too many tokens"):
-        of_items(build(max_item_tokens=30), pictures((32, 32))[1])
+        encode_items(build(max_item_tokens=30), pictures((32, 32))[1])
 
 
-def test_checkpoints_that_are_none(checkpoint, tmp_path):
+def test_check_rejects_invalid_checkpoints(checkpoint, tmp_path):
     check(model=checkpoint("qwen3_vl"), layer=-4)
     for layer in (4, -5):
         with pytest.raises(SpecError, match=r"-4 to 3 \(the model has 3 layers\)"):
@@ -482,12 +484,12 @@ def test_checkpoints_that_are_none(checkpoint, tmp_path):
     with pytest.raises(SpecError, match="is a colpali") as error:
         check(model=checkpoint("colpali"))
     assert "\n" not in str(error.value)
-    lacking = {
+    incomplete = {
         "preprocessor_config.json": "Qwen2VLImageProcessorPil",
         "tokenizer.json": "tokenizer|token",
         "model.safetensors": "safetensors",
     }
-    for name, message in lacking.items():
+    for name, message in incomplete.items():
         folder = tmp_path / name.partition(".")[0]
         shutil.copytree(checkpoint("qwen3_vl"), folder)
         (folder / name).unlink()
@@ -496,7 +498,7 @@ def test_checkpoints_that_are_none(checkpoint, tmp_path):
         assert error.value.field == "model" and "\n" not in str(error.value)
 
 
-def test_fingerprints(build):
+def test_fingerprint(build):
     encoder = build()
     for change in ({"max_batch_tokens": 64}, {"documents": "both"}, {"max_frames": 3}):
         assert build(**change).fingerprint == encoder.fingerprint

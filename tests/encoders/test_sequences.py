@@ -1,4 +1,4 @@
-"""Pictures of a few pixels are read by every family, or not for a reason that is said."""
+"""Tiny and extremely narrow images in all model families."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipeline.decoding import Unreadable
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
 from pipeline.tokens import VISUAL
-from tests.encoders.batches import of_items
+from tests.encoders.batches import encode_items
 from tests.pictures import noise, pictures, png
 
-#: The tiny checkpoint of each family, and its encoder.
+#: Encoders by the model family of their tiny checkpoint.
 FAMILIES = {
     "colpali": "colpali",
     "colqwen2": "colqwen2",
@@ -29,9 +29,9 @@ FAMILIES = {
     "qwen2_5_omni": "qwen_omni",
     "jina_v4": "jina_v4",
 }
-#: Encoders with Qwen's processor, which refuses sides of which one is 200 times the other.
+#: Encoders with Qwen's processor, which rejects aspect ratios above 200.
 STRICT = ("colqwen2", "qwen_vl", "qwen_omni", "jina_v4")
-#: Of a height of 1 or 3 pixels a processor might take the rows for colours.
+#: Sizes include 1 and 3, which a processor may confuse with a number of channels.
 SIZES = [(1, 1), (2, 2), (1, 3), (3, 1), (3, 3), (1, 30), (30, 1), (30, 3)]
 RED = (255, 0, 30)
 
@@ -42,50 +42,50 @@ def encoder(request, checkpoint):
     return ENCODERS.build(ENCODERS.resolve({**given, "dtype": "float32"}))
 
 
-def test_a_few_pixels_are_a_picture(encoder):
+def test_tiny_images_yield_tokens(encoder):
     images, items = pictures(*SIZES)
-    found = of_items(encoder, items)
+    found = encode_items(encoder, items)
     for row, image in enumerate(images):
         is_visual = (found[row].kind[0] == VISUAL) & found[row].mask[0]
         assert is_visual.any() and found[row].vectors[found[row].mask].isfinite().all()
         boxes = found[row].extents[0][is_visual, :4]
         assert (boxes >= 0).all() and (boxes <= 1).all() and (boxes[:, 2:] > boxes[:, :2]).all()
-        assert encoder.encode_pictures([png(image)]).tokens.lengths[0] > 0
+        assert encoder.encode_images([png(image)]).tokens.lengths[0] > 0
 
 
-def test_their_colours_are_those_of_larger_ones(encoder):
+def test_tiny_images_keep_their_colours(encoder):
     for width, height in SIZES:
         colours = []
         for scale in (1, 40):
-            picture = Image.new("RGB", (scale * width, scale * height), RED)
-            read, _ = encoder._read_by.picture(picture)
-            colours.append(read.media["pixel_values"].unique())
+            image = Image.new("RGB", (scale * width, scale * height), RED)
+            inputs, _ = encoder._reader.read_image_query(image)
+            colours.append(inputs.media["pixel_values"].unique())
         assert len(colours[0]) == 3
         torch.testing.assert_close(*colours, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("size", [(1, 300), (300, 1)])
-def test_strips(encoder, size):
+def test_extreme_aspect_ratios(encoder, size):
     (image,), items = pictures(size)
     if encoder.spec.name not in STRICT:
-        found = of_items(encoder, items)[0]
+        found = encode_items(encoder, items)[0]
         assert found.lengths[0] > 0 and found.vectors.isfinite().all()
-        assert encoder.encode_pictures([png(image)]).tokens.lengths[0] > 0
+        assert encoder.encode_images([png(image)]).tokens.lengths[0] > 0
         return
-    said = "aspect ratio must be smaller than 200, got 300"
-    with pytest.raises(Unreadable, match=f"picture not legal for the model: .*{said}"):
-        of_items(encoder, items)
-    with pytest.raises(SpecError, match=f"^query must be .*{said}"):
-        encoder.encode_pictures([png(image)])
+    detail = "aspect ratio must be smaller than 200, got 300"
+    with pytest.raises(Unreadable, match=f"image not supported by the model: .*{detail}"):
+        encode_items(encoder, items)
+    with pytest.raises(SpecError, match=f"^query must be .*{detail}"):
+        encoder.encode_images([png(image)])
 
 
-def test_frames_of_a_pixel(encoder):
+def test_video_frames_of_one_pixel(encoder):
     image = noise(1, 1)
     frames = [
         {"index": i, "seconds": float(i), "height": 1, "width": 1, "pixels": image.tobytes()}
         for i in range(3)
     ]
     items = pa.table({"item_id": ["clip"], "frames": pa.array([frames], pa.list_(FRAME))})
-    found = of_items(encoder, items)[0]
-    seen = found.extents[0][found.kind[0] == VISUAL]
-    assert len(seen) and seen.isfinite().all() and found.vectors.isfinite().all()
+    found = encode_items(encoder, items)[0]
+    extents = found.extents[0][found.kind[0] == VISUAL]
+    assert len(extents) and extents.isfinite().all() and found.vectors.isfinite().all()

@@ -1,4 +1,4 @@
-"""SMART's adapter: the equation, its file, and an index searched through it."""
+"""SMART's adapter: the equation, the weights file, and an index built through it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders.smart import FILE, Adapter
+from pipeline.encoders.smart import WEIGHTS_FILE, Adapter
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS
@@ -17,11 +17,11 @@ from pipeline.search.searcher import open_index
 from pipeline.tokens import normalise
 
 
-def of(folder, **more):
+def resolve(folder, **more):
     return ENCODERS.resolve({"name": "smart", "encoder": "minilm", "adapter": str(folder), **more})
 
 
-def test_the_adapter_is_eq_6_in_float64():
+def test_adapter_matches_eq_6_in_float64():
     torch.manual_seed(0)
     adapter = Adapter(12, 5)
     torch.nn.init.normal_(adapter.norm.weight)
@@ -35,7 +35,7 @@ def test_the_adapter_is_eq_6_in_float64():
     torch.testing.assert_close(adapter(states).double(), expected, atol=1e-6, rtol=0)
 
 
-def test_the_mean_over_layers_is_its_formula_in_float64():
+def test_layer_mean_matches_formula_in_float64():
     torch.manual_seed(0)
     adapter = Adapter(12, 5, num_layers=3)
     for tensor in (adapter.norm.weight, adapter.norm.bias, adapter.layers):
@@ -55,7 +55,7 @@ def test_the_mean_over_layers_is_its_formula_in_float64():
     torch.testing.assert_close(adapter(states).double(), expected, atol=1e-5, rtol=0)
 
 
-def test_layers_count_alike_at_first_and_their_weights_learn():
+def test_layer_weights_start_equal_and_are_trained():
     torch.manual_seed(0)
     adapter, states = Adapter(12, 5, num_layers=3), torch.randn(2, 4, 36)
     mean = adapter.norm(states.unflatten(-1, (3, 12))).mean(dim=2)
@@ -64,25 +64,27 @@ def test_layers_count_alike_at_first_and_their_weights_learn():
     assert (adapter.layers.grad.abs().amax(dim=1) > 1e-3).all()
 
 
-def test_an_adapter_of_one_layer_is_kept_as_before(tmp_path):
+def test_weights_of_a_single_layer_adapter(tmp_path):
     Adapter(12, 5).save(tmp_path)
-    assert {n: tuple(t.shape) for n, t in load_file(tmp_path / FILE).items()} == {
+    assert {n: tuple(t.shape) for n, t in load_file(tmp_path / WEIGHTS_FILE).items()} == {
         "linear.weight": (5, 12),
         "norm.weight": (12,),
         "norm.bias": (12,),
     }
 
 
-def test_an_adapter_of_several_layers_is_read_back(tmp_path):
+def test_loads_multi_layer_adapter(tmp_path):
     layers = [-1, 3, 0]
     adapter = Adapter(384, 16, num_layers=3)
     torch.nn.init.normal_(adapter.layers)
     adapter.save(tmp_path)
     inner = {"name": "minilm", "layer": layers}
-    smart = ENCODERS.build(of(tmp_path, encoder=inner))
+    smart = ENCODERS.build(resolve(tmp_path, encoder=inner))
     texts = ["a wing in a slipstream", "drag"]
-    every = [ENCODERS.build(ENCODERS.resolve({"name": "minilm", "layer": n})) for n in layers]
-    states = torch.cat([one.encode_queries(texts).tokens.vectors for one in every], dim=2)
+    encoders = [ENCODERS.build(ENCODERS.resolve({"name": "minilm", "layer": n})) for n in layers]
+    states = torch.cat(
+        [encoder.encode_queries(texts).tokens.vectors for encoder in encoders], dim=2
+    )
     found = smart.encode_queries(texts).tokens
     with torch.no_grad():
         expected = adapter(states)[found.mask]
@@ -91,13 +93,16 @@ def test_an_adapter_of_several_layers_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("encoder", "said"),
+    ("encoder", "message"),
     [
         (
             "minilm",
-            "adapter must be .* of states of 384, got .*, which has one of 2 layers' states of 384",
+            "adapter must be .* for states of width 384, got .* has one for states of 2 layers",
         ),
-        ({"name": "minilm", "layer": [0, 1, 2]}, "has one of 2 layers' .* of 3 layers' states"),
+        (
+            {"name": "minilm", "layer": [0, 1, 2]},
+            "for states of 3 layers .* has one for states of 2 layers",
+        ),
         ({"name": "minilm", "layer": [2, 9]}, "^encoder.layer must be from -7 to 6 .*, got 9"),
         (
             {"name": "minilm", "layer": []},
@@ -116,17 +121,17 @@ def test_an_adapter_of_several_layers_is_read_back(tmp_path):
         ({"name": "colpali", "model": "x", "layer": [1, 2]}, "^unknown field 'layer' in encoder"),
     ],
 )
-def test_layers_that_do_not_fit_are_said(tmp_path, encoder, said):
+def test_rejects_layers_that_do_not_fit(tmp_path, encoder, message):
     Adapter(384, 16, num_layers=2).save(tmp_path)
-    with pytest.raises(SpecError, match=said):
-        spec = of(tmp_path, encoder=encoder)
+    with pytest.raises(SpecError, match=message):
+        spec = resolve(tmp_path, encoder=encoder)
         ENCODERS.load("smart").check(spec)
         ENCODERS.build(spec)
 
 
-def test_tokens_are_those_of_the_other_encoder_through_it(tmp_path):
+def test_adapts_the_tokens_of_the_frozen_encoder(tmp_path):
     Adapter(384, 16).save(tmp_path)
-    plain, smart = ENCODERS.build(ENCODERS.resolve("minilm")), ENCODERS.build(of(tmp_path))
+    plain, smart = ENCODERS.build(ENCODERS.resolve("minilm")), ENCODERS.build(resolve(tmp_path))
     adapter = Adapter.load(str(tmp_path), 384)
     items = pa.table({"item_id": ["a", "b"], "text": ["a wing in a slipstream", "drag"]})
     ((rows, ours),) = smart.encode(items)
@@ -140,28 +145,31 @@ def test_tokens_are_those_of_the_other_encoder_through_it(tmp_path):
     )
     assert smart.fingerprint != plain.fingerprint
     Adapter(384, 16).save(tmp_path)
-    assert ENCODERS.build(of(tmp_path)).fingerprint != smart.fingerprint
+    assert ENCODERS.build(resolve(tmp_path)).fingerprint != smart.fingerprint
 
 
 @pytest.mark.parametrize(
-    ("write", "said"),
+    ("write", "message"),
     [
-        (lambda folder: None, f"adapter must be .* has no {FILE}"),
+        (lambda folder: None, f"adapter must be .* has no {WEIGHTS_FILE}"),
         (
             lambda folder: Adapter(12, 4).save(folder),
-            "adapter must be .*, which has one of states of 12",
+            "adapter must be .*, which has one for states of width 12",
         ),
-        (lambda folder: (folder / FILE).write_bytes(b"x"), "adapter must be .* cannot be read"),
+        (
+            lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"x"),
+            "adapter must be .* cannot be read",
+        ),
     ],
 )
-def test_what_is_no_adapter_of_it_is_refused(tmp_path, write, said):
+def test_rejects_invalid_adapters(tmp_path, write, message):
     write(tmp_path)
-    with pytest.raises(SpecError, match=said):
-        ENCODERS.build(of(tmp_path))
+    with pytest.raises(SpecError, match=message):
+        ENCODERS.build(resolve(tmp_path))
 
 
 @pytest.mark.heavy
-def test_an_index_through_an_adapter_is_searched_through_it(cluster, tmp_path):
+def test_builds_and_searches_an_index(cluster, tmp_path):
     (tmp_path / "texts").mkdir()
     for name, text in {"wing": "the lift of a wing", "heat": "heat flows in a plate"}.items():
         (tmp_path / "texts" / f"{name}.txt").write_text(text, "utf-8")
@@ -169,13 +177,13 @@ def test_an_index_through_an_adapter_is_searched_through_it(cluster, tmp_path):
     given = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(tmp_path / "texts")},
-        "encoder": config.dump(of(tmp_path)),
+        "encoder": config.dump(resolve(tmp_path)),
         "representations": [{"compressor": "none"}],
     }
     job.run(config.parse(IndexSpec, given), IndexResources(), job="1", report=lambda _: 0)
     searcher = open_index(str(tmp_path / "index"))
     assert searcher.index.representation("full").dim == 32
     assert searcher.search("lift of a wing", k=1)[0].item_id == "wing.txt"
-    Adapter(384, 32).save(tmp_path)  # another one in its place
+    Adapter(384, 32).save(tmp_path)  # replaces the adapter of the index
     with pytest.raises(SpecError, match="encoder"):
         open_index(str(tmp_path / "index")).search("lift", k=1)

@@ -1,4 +1,4 @@
-"""The transcript encoder: real pictures and speech to tokens with places, times and kinds."""
+"""The transcript encoder on real images and speech: words, extents, times and kinds."""
 
 import io
 import json
@@ -47,16 +47,16 @@ def item(item_id: str, text: str | None = None, span=None, **payload) -> Item:
     return Item(item_id, item_id, "s", "any", "r", text=text, span=span, payload=payload)
 
 
-def picture(text: str) -> Image.Image:
+def draw(text: str) -> Image.Image:
     image = Image.new("RGB", (400, 120), "white")
     font = ImageFont.load_default(24)
     ImageDraw.Draw(image).text((20, 40), text, font=font, fill="black")
     return image
 
 
-def png(text: str) -> bytes:
+def draw_png(text: str) -> bytes:
     data = io.BytesIO()
-    picture(text).save(data, "PNG")
+    draw(text).save(data, "PNG")
     return data.getvalue()
 
 
@@ -77,19 +77,19 @@ def build(**fields) -> Transcript:
 
 @pytest.fixture(scope="module")
 def prepared(encoder) -> pa.Table:
-    pixels = np.asarray(picture("Wind tunnel news")).tobytes()
+    pixels = np.asarray(draw("Wind tunnel news")).tobytes()
     frames = [
         {"index": i, "seconds": float(i), "height": 120, "width": 400, "pixels": pixels}
         for i in (4, 6)
     ]
     layer = {"word_spans": [[0, 4], [5, 9]], "word_boxes": [[0, 0, 0.5, 1], [0.5, 0, 1, 1]]}
-    return type(encoder).preparer(encoder.spec)(
+    return type(encoder).preprocessor(encoder.spec)(
         table(
-            item("page", "page text", **layer, scan=png("Never read")),
-            item("scan", scan=png("Delta wing")),
+            item("page", "page text", **layer, scan=draw_png("Never read")),
+            item("scan", scan=draw_png("Delta wing")),
             item("clip", span=("seconds", 4.0, 8.0), frames=frames, audio=speech()),
             item("plain", "plain words"),
-            item("photo", scan=png("")),
+            item("photo", scan=draw_png("")),
             item("blank", " \n"),
         )
     )
@@ -105,15 +105,15 @@ def tokens(encoder: Transcript, items: pa.Table) -> list[dict[str, torch.Tensor]
     return [found[row] for row in range(items.num_rows)]
 
 
-def test_text_comes_from_all_that_an_item_has(prepared):
+def test_combines_text_ocr_and_speech(prepared):
     texts = prepared["text"].to_pylist()
     assert texts[:2] == ["page text", "Delta wing"]
     assert texts[3:] == ["plain words", None, None]
-    seen, heard = texts[2].split("\n\n")
-    assert seen == "Wind tunnel news" and "country" in heard
+    visible, spoken = texts[2].split("\n\n")
+    assert visible == "Wind tunnel news" and "country" in spoken
 
 
-def test_words_are_columns_and_pictures_go(prepared):
+def test_replaces_media_columns_with_word_columns(prepared):
     assert not {"scan", "frames", "audio"} & set(prepared.column_names)
     assert prepared.schema.field("word_spans").type == WORD_SPANS
     assert prepared.schema.field("word_times").type == WORD_TIMES
@@ -125,14 +125,14 @@ def test_words_are_columns_and_pictures_go(prepared):
         assert all(words) and not any(set(word) & set(" \n") for word in words)
     clip = prepared.to_pylist()[2]
     assert set(clip["word_kinds"]) == {TEXT, AUDIO}
-    assert clip["word_kinds"] == sorted(clip["word_kinds"], reverse=True)  # what is seen first
+    assert clip["word_kinds"] == sorted(clip["word_kinds"], reverse=True)  # visible text first
 
 
-def test_tokens_have_the_places_of_their_words(encoder, prepared):
+def test_tokens_have_the_extents_of_their_words(encoder, prepared):
     page, scan, clip, plain, photo, blank = tokens(encoder, prepared)
     assert page["extents"][:, :4].tolist() == [[0, 0, 0.5, 1], [0.5, 0, 1, 1]]
     assert page["extents"][:, 4:].isnan().all() and (page["kind"] == TEXT).all()
-    assert page["confidence"].isnan().all()  # nobody recognised it
+    assert page["confidence"].isnan().all()  # not recognised
     assert not scan["extents"][:, :4].isnan().any() and scan["extents"][:, 4:].isnan().all()
     assert plain["extents"].isnan().all() and len(plain["vectors"]) == 2
     assert len(photo["vectors"]) == len(blank["vectors"]) == 0
@@ -145,14 +145,14 @@ def test_tokens_have_the_places_of_their_words(encoder, prepared):
     assert clip["extents"][tunnel, 4:].tolist() == [4, 8]
     assert 0.1 < clip["extents"][tunnel, 0] < clip["extents"][tunnel, 2] < 0.6
     start, end = clip["extents"][country, 4:].tolist()
-    assert 9.8 < start < end < 10.7  # said at 10.0 to 10.5 s
+    assert 9.8 < start < end < 10.7  # spoken from 10.0 s to 10.5 s
     assert clip["extents"][country, :4].isnan().all()
 
 
-def test_vectors_are_those_of_minilm(encoder, prepared):
+def test_vectors_match_minilm(encoder, prepared):
     minilm = MiniLM(MiniLM.Spec())
     assert encoder.fingerprint == minilm.fingerprint
-    assert Transcript.columns_prefix(encoder.spec) == "minilm"
+    assert Transcript.column_prefix(encoder.spec) == "minilm"
     texts = prepared.select(["text"]).slice(0, 4)
     expected, found = tokens(encoder, prepared.slice(0, 4)), {}
     for rows, batch in minilm.encode(texts):
@@ -163,7 +163,7 @@ def test_vectors_are_those_of_minilm(encoder, prepared):
     assert torch.equal(ours, theirs)
 
 
-def test_captions_are_encoded_by_their_text_alone(encoder):
+def test_encodes_captions_as_text(encoder):
     items = pa.table({"item_id": ["a", "b"], "text": ["A dog on a beach.", None]})
     first, second = tokens(encoder, items)
     assert len(first["vectors"]) == 6 and first["extents"].isnan().all()
@@ -171,44 +171,46 @@ def test_captions_are_encoded_by_their_text_alone(encoder):
 
 
 @pytest.mark.parametrize("fields", [{"keep_special": True}, {"document_prefix": "passage: "}])
-def test_an_item_without_a_word_has_no_token_whatever_stands_around_it(fields):
+def test_items_without_words_have_no_tokens(fields):
     quiet = build(text=fields, ocr=None, speech=None)
     empty, full = tokens(quiet, pa.table({"text": ["", "one"]}))
     assert len(empty["vectors"]) == 0 and len(full["vectors"]) > 1
 
 
-def test_what_it_wants_is_what_its_recognisers_want(tmp_path):
-    def wants(**fields):
-        return Transcript.wants(parse(Transcript.Spec, fields))
+def test_inputs_depend_on_the_recognisers(tmp_path):
+    def inputs(**fields):
+        return Transcript.supported_inputs(parse(Transcript.Spec, fields))
 
     files = {"name": "precomputed", "path": str(tmp_path)}
-    assert wants() == ("text", "scan", "frames", "audio")
-    assert wants(ocr=None) == ("text", "audio")
-    assert wants(ocr=files, speech=files) == ("text", "item_id")
-    assert Transcript.needs == ()
+    assert inputs() == ("text", "scan", "frames", "audio")
+    assert inputs(ocr=None) == ("text", "audio")
+    assert inputs(ocr=files, speech=files) == ("text", "item_id")
+    assert Transcript.default_inputs == ()
 
 
-def test_files_stand_in_for_recognisers(tmp_path):
+def test_precomputed_speech(tmp_path):
     (tmp_path / "asr.jsonl").write_text(
         json.dumps({"id": "clip", "text": "boundary layer", "start": 2, "end": 4})
     )
     speech = {"name": "precomputed", "path": str(tmp_path / "asr.jsonl")}
     encoder = build(ocr=None, speech=speech)
-    items = type(encoder).preparer(encoder.spec)(table(item("clip"), item("other")))
+    items = type(encoder).preprocessor(encoder.spec)(table(item("clip"), item("other")))
     assert items["text"].to_pylist() == ["boundary layer", None]
     layer = tokens(encoder, items)[0]
     assert layer["kind"].tolist() == [AUDIO, AUDIO]
     assert layer["extents"][0, 4].item() == 2 and layer["extents"][-1, 5].item() == 4
 
 
-def test_equal_items_give_equal_words(encoder):
-    items = table(item("scan", scan=png("Delta wing")), item("plain", "x"))
-    first, second = (str(type(encoder).preparer(encoder.spec)(items).to_pylist()) for _ in range(2))
+def test_recognition_is_deterministic(encoder):
+    items = table(item("scan", scan=draw_png("Delta wing")), item("plain", "x"))
+    first, second = (
+        str(type(encoder).preprocessor(encoder.spec)(items).to_pylist()) for _ in range(2)
+    )
     assert first == second and "'Delta wing'" in first
-    assert type(encoder).preparer(encoder.spec)(items.slice(0, 0)).num_rows == 0
+    assert type(encoder).preprocessor(encoder.spec)(items.slice(0, 0)).num_rows == 0
 
 
-def test_errors_of_invalid_specs_name_the_field(tmp_path):
+def test_errors_name_the_field(tmp_path):
     with pytest.raises(SpecError, match="^ocr.name must be one of .*, got 'tesseract'"):
         parse(Transcript.Spec, {"ocr": "tesseract"})
     with pytest.raises(SpecError, match="^speech.pause must be "):
@@ -226,7 +228,7 @@ def test_errors_of_invalid_specs_name_the_field(tmp_path):
     assert parse(Transcript.Spec, dump(spec)) == spec
 
 
-def test_a_search_needs_no_recogniser():
+def test_queries_need_no_recogniser():
     code = """
 import sys
 sys.modules["rapidocr"] = sys.modules["pocketsphinx"] = None  # as if they were not installed
@@ -239,9 +241,9 @@ assert not {"onnxruntime", "cv2"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
-def test_remarks_are_looked_for_only_where_files_name_items(tmp_path):
+def test_only_precomputed_recognisers_have_warnings(tmp_path):
     path = tmp_path / "words.jsonl"
     path.write_text('{"id": "a", "text": "lift"}\n')
     given = {"ocr": {"name": "precomputed", "path": str(path)}}
     for fields, expected in (({}, False), ({"ocr": None}, False), (given, True)):
-        assert Transcript.has_remarks(parse(Transcript.Spec, fields)) is expected
+        assert Transcript.has_warnings(parse(Transcript.Spec, fields)) is expected

@@ -98,7 +98,7 @@ class OneHotEncoder(Encoder):
         pass
 
     @classmethod
-    def wants(cls, spec):
+    def supported_inputs(cls, spec):
         return ("text",)
 
     def _batch(self, texts) -> TokenBatch:

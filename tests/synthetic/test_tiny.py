@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline import config
-from pipeline.encoders.batching import join
+from pipeline.encoders.batching import concatenate
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
@@ -56,7 +56,7 @@ def encode_images(encoder, images):
 
     table = pa.table({"image": pa.array(list(map(png, images)), pa.binary())})
     rows, batches = zip(*encoder.encode(table), strict=True)
-    return join(batches).take(torch.from_numpy(np.argsort(np.concatenate(rows))))
+    return concatenate(batches).take(torch.from_numpy(np.argsort(np.concatenate(rows))))
 
 
 @pytest.mark.parametrize(("make", "name"), [(tiny.colpali, "colpali"), (tiny.siglip, "dual")])

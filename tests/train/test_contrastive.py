@@ -140,7 +140,7 @@ def test_encoder_loads_a_trained_projection(model, tmp_path):
     assert before.fingerprint != after.fingerprint
     torch.testing.assert_close(after.projection.state_dict(), weights_of(tmp_path / "model"))
     reader = before.reader(plain)
-    inputs = [[reader.text("a red star")[0]]]
+    inputs = [[reader.read_text_query("a red star")[0]]]
     states = before.states(inputs)
     expected = normalise(after.projection(states.vectors))
     torch.testing.assert_close(after.tokens(inputs).vectors, expected, atol=1e-5, rtol=0)

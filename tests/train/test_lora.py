@@ -38,7 +38,7 @@ def test_adapter_is_trained_saved_and_loaded(family, checkpoint, tmp_path):
     ENCODERS.load(named.name).check(named)
     before, after = ENCODERS.build(spec.learner.encoder), ENCODERS.build(named)
     reader = before.reader(named)
-    inputs = [[reader.text("a red star")[0]]]
+    inputs = [[reader.read_text_query("a red star")[0]]]
     with torch.no_grad():
         found = after.tokens(inputs).vectors
         torch.testing.assert_close(found, model.tokens(inputs).vectors, atol=1e-5, rtol=0)

@@ -3,6 +3,7 @@
 # make test-fast   run the tests that need neither Ray nor training, in about three minutes
 # make test-all    run all tests, including the long ones
 # make lint        run ruff and mypy
+# make docs        build the documentation as build/docs/index.html
 # make models      retrain the shipped small models, in two to three hours
 # make clean       remove outputs and the environment
 
@@ -16,7 +17,7 @@ TEST_PROCESSES ?= 2
 PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
-.PHONY: demo test test-fast test-all models lint install clean
+.PHONY: demo test test-fast test-all models lint docs install clean
 
 demo: install
 	$(RUN) -m jobs.demo
@@ -37,6 +38,9 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: install
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 install: $(VENV)/installed
 

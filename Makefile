@@ -40,7 +40,7 @@ lint: install
 	$(VENV)/bin/mypy
 
 docs: install
-	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	$(RUN) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
 install: $(VENV)/installed
 

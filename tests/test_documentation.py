@@ -1,0 +1,183 @@
+"""The commands, specs, Python blocks and links of the documentation are valid."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.extensions.parsers import PROFILES, SPECS, parser
+from jobs.bench.__main__ import BENCHES
+from pipeline import config
+from pipeline.config import Spec
+from pipeline.serve import wire
+from tests.documentation import REQUIREMENTS, ROOT, Block, blocks, commands, pages
+
+PAGES = pages()
+#: Programs that are not checked further.
+PROGRAMS = {"cat", "cd", "cp", "export", "git", "kubectl", "mkdir", "pip", "pre-commit", "."}
+#: Languages of blocks that are not executed.
+SHOWN = {"console", "http", "json", "mermaid", "text", "toml", "yaml"}
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_placeholder(path: str) -> bool:
+    """Tells `SPEC.yaml` and `FOLDER` from paths."""
+    return Path(path).stem.isupper()
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def load(spec_class: type[Spec], path: str, overrides: list[str], files: Mapping[str, str]) -> None:
+    """Loads a spec that the repository or an earlier block of the page has."""
+    if is_placeholder(path):
+        return
+    if path in files:
+        data = config.override(yaml.safe_load(files[path]), overrides)
+        config.parse(spec_class, data)
+    else:
+        config.load(spec_class, path, overrides)
+
+
+def check_job(words: list[str], files: Mapping[str, str]) -> None:
+    """Checks the arguments of `maxray VERB`."""
+    size = 2 if words[:2] == ["serve", "key"] or (words[0] == "bench" and len(words) > 1) else 1
+    command, arguments = tuple(words[:size]), words[size:]
+    if command[0] == "bench" and size > 1:
+        assert command[1] in BENCHES, command
+    parsed = vars(parser(command).parse_intermixed_args(arguments))
+    if parsed.get("resources"):
+        load(PROFILES[command[0]], parsed["resources"], [], files)
+    spec = parsed.get("table") if command[0] == "binding" else parsed.get("spec")
+    if spec and command[0] in SPECS:
+        overrides = [value for value in parsed.get("overrides", ()) if not is_placeholder(value)]
+        load(SPECS[command[0]], spec, overrides, files)
+
+
+def check_request(words: list[str]) -> None:
+    """Checks the body of a request to a server's search."""
+    if any(word.endswith("/v1/search") for word in words):
+        wire.SearchRequest.model_validate_json(words[words.index("-d") + 1])
+
+
+def check_command(words: list[str], files: Mapping[str, str]) -> None:
+    """Checks one command: its program exists, and its arguments are valid."""
+    program, arguments = words[0], words[1:]
+    if "--" in arguments and program == "ray":
+        check_command(arguments[arguments.index("--") + 1 :], files)
+    elif Path(program).name in ("python", "python3"):
+        if arguments[:1] == ["-m"] and (found := re.match(r"jobs\.(\w+)$", arguments[1])):
+            check_job([found[1], *arguments[2:]], files)
+        elif arguments[:1] == ["-m"]:
+            assert importlib.util.find_spec(arguments[1]), words
+        else:
+            assert (ROOT / arguments[0]).exists(), words
+    elif program == "maxray":
+        check_job(arguments, files)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(re.findall(r"(?:^| )([\w-]+)(?= |$)", " ".join(arguments))) <= {*targets}, words
+    elif program == "curl":
+        check_request(words)
+    elif program == "serve":
+        assert (ROOT / arguments[1]).exists(), words
+    elif program not in ("pytest", "ray"):
+        assert Path(program).name in PROGRAMS, f"add a check of {program!r}"
+
+
+def check_python(block: Block) -> None:
+    """Checks that a block compiles and that what it imports exists."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), block
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_blocks_are_valid(path, capsys):
+    files: dict[str, str] = {}
+    for block in blocks(path):
+        assert set(block.requires) <= REQUIREMENTS.keys(), block
+        if block.file_name:
+            files[block.file_name] = block.text
+        if block.language == "bash":
+            for words in commands(block.text):
+                try:
+                    check_command(words, files)
+                except SystemExit:
+                    pytest.fail(f"{block}: {words}: {capsys.readouterr().err}")
+                except Exception as error:
+                    pytest.fail(f"{block}: {words}: {error!r}")
+        elif block.language == "python":
+            check_python(block)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+        elif block.language == "json":
+            json.loads(block.text)
+        else:
+            assert block.language in SHOWN or block.language.startswith("{"), block
+
+
+def is_executed(block: Block) -> bool:
+    """Returns whether the block is run, and not only checked."""
+    return block.language in ("bash", "python") and not block.requires
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if any(map(is_executed, blocks(path)))], ids=page_id
+)
+def test_blocks_run_in_order(path, tmp_path):
+    for name in ("cluster", "examples", "jobs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT)}
+    for block in blocks(path):
+        if block.file_name:
+            (tmp_path / block.file_name).write_text(block.text)
+        if is_executed(block):
+            shell = ["bash", "-euo", "pipefail", "-c"]
+            done = subprocess.run(
+                [*(shell if block.language == "bash" else [sys.executable, "-c"]), block.text],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_links_lead_to_files(path):
+    """Sphinx checks the links and the anchors between the pages of `docs`."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target and not target.startswith(("#", "mailto:")):
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_shipped_spec_is_in_the_index_of_specs():
+    folder = ROOT / "jobs/specs"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w/.-]+\.yaml)\)", text))
+    assert linked == {str(path.relative_to(folder)) for path in folder.rglob("*.yaml")}

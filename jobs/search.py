@@ -16,7 +16,7 @@
 
 Prints hits with their best passages: the words that contribute most to the score are marked, and
 below stand the box or the seconds of each passage. With --json each hit is a line of JSON with all
-matches and passages (docs/explanations.md).
+matches and passages (docs/concepts/explanations.md).
 With --run it writes a run in TREC's form instead, and says how many queries were encoded and scored
 a second. With --actors the index is searched in so many parts, each in a Ray actor.
 With --rerank the best hits (10, or --rerank-depth) are put into the order of EDJE's joint encoder,

@@ -81,8 +81,14 @@ def commands(text: str) -> Iterator[list[str]]:
 
     >>> list(commands("A=1 make demo && cat a \\\n  b > c   # prints\nfor i in 1 2; do ls; done"))
     [['make', 'demo'], ['cat', 'a', 'b'], ['ls']]
+
+    The value of a variable is 0.
+
+    >>> list(commands("echo a/$s/b"))
+    [['echo', 'a/0/b']]
     """
     text = re.sub(r"(^|\s)#\s.*", r"\1", text.replace("\\\n", " "))
+    text = re.sub(r"\$\w+", "0", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     words: list[str] = []

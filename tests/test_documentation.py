@@ -62,8 +62,12 @@ def check_job(words: list[str], files: Mapping[str, str]) -> None:
     if command[0] == "bench" and size > 1:
         assert command[1] in BENCHES, command
     parsed = vars(parser(command).parse_intermixed_args(arguments))
-    if parsed.get("resources"):
+    if parsed.get("resources") and command[0] in PROFILES:
         load(PROFILES[command[0]], parsed["resources"], [], files)
+    if command == ("serve",):
+        overrides = [word for word in parsed["indexes"] if "=" in word]
+        data = {"indexes": {"photos": {"uri": "out/photos/index"}}, "keys": parsed["keys"] or ""}
+        config.parse(SPECS["serve"], config.override(data, overrides))
     spec = parsed.get("table") if command[0] == "binding" else parsed.get("spec")
     if spec and command[0] in SPECS:
         overrides = [value for value in parsed.get("overrides", ()) if not is_placeholder(value)]
@@ -92,13 +96,13 @@ def check_command(words: list[str], files: Mapping[str, str]) -> None:
         check_job(arguments, files)
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(re.findall(r"(?:^| )([\w-]+)(?= |$)", " ".join(arguments))) <= {*targets}, words
+        assert {word for word in arguments if "=" not in word} <= {*targets}, words
     elif program == "curl":
         check_request(words)
     elif program == "serve":
         assert (ROOT / arguments[1]).exists(), words
     elif program not in ("pytest", "ray"):
-        assert Path(program).name in PROGRAMS, f"add a check of {program!r}"
+        assert {program, Path(program).name} & PROGRAMS, f"add a check of {program!r}"
 
 
 def check_python(block: Block) -> None:
@@ -142,24 +146,31 @@ def is_executed(block: Block) -> bool:
     return block.language in ("bash", "python") and not block.requires
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory of all pages, so that an index of one page is complete for the others."""
+    path = tmp_path_factory.mktemp("documentation")
+    for name in ("cluster", "examples", "jobs"):
+        (path / name).symlink_to(ROOT / name)
+    return path
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "path", [path for path in PAGES if any(map(is_executed, blocks(path)))], ids=page_id
 )
-def test_blocks_run_in_order(path, tmp_path):
-    for name in ("cluster", "examples", "jobs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+def test_blocks_run_in_order(path, folder):
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT)}
     for block in blocks(path):
         if block.file_name:
-            (tmp_path / block.file_name).write_text(block.text)
+            (folder / block.file_name).write_text(block.text)
         if is_executed(block):
             shell = ["bash", "-euo", "pipefail", "-c"]
             done = subprocess.run(
                 [*(shell if block.language == "bash" else [sys.executable, "-c"]), block.text],
-                cwd=tmp_path,
+                cwd=folder,
                 env=environment,
                 capture_output=True,
                 text=True,

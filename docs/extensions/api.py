@@ -6,20 +6,23 @@ import re
 
 from sphinx.application import Sphinx
 
-#: Spans between backticks stay as they are; outside of them, markup characters are literal.
-SPAN = re.compile(r"(`+[^`]*`+(?:__?)?|:\w+:)")
+#: Code and roles, which stay as they are.
+LITERAL = re.compile(r"(`+[^`]+`+|:\w+:)")
+#: Characters that are markup in reStructuredText and ordinary in our docstrings.
+MARKUP = re.compile(r"([*|])|(?<=\w)(_)(?!\w)")
 
 
 def escape(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]):
-    """Escapes `*`, `|` and trailing underscores outside of code."""
-    code = False
-    for number, line in enumerate(lines):
-        code = line.startswith(">>>") or line.lstrip().startswith(">>>") or (code and bool(line))
-        if code:
-            continue
-        parts = SPAN.split(line)
-        parts[::2] = [re.sub(r"([*|])|(?<=\w)(_)(?!\w)", r"\\\1\2", part) for part in parts[::2]]
-        lines[number] = "".join(parts)
+    """Escapes markup characters outside of code, doctests and code blocks."""
+    text = "\n".join(lines)
+    paragraphs = re.split(r"(\n{2,})", text)
+    for number, paragraph in enumerate(paragraphs):
+        if not paragraph.lstrip().startswith(">>>"):
+            parts = LITERAL.split(paragraph)
+            parts[::2] = [MARKUP.sub(r"\\\1\2", part) for part in parts[::2]]
+            parts[1::2] = [" ".join(part.split()) for part in parts[1::2]]
+            paragraphs[number] = "".join(parts)
+    lines[:] = "".join(paragraphs).split("\n")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,1 +1,1 @@
-"""Benchmarks: the figures of docs/benchmarks.md, each by one command."""
+"""Benchmarks: the figures of docs/results/benchmarks.md, each by one command."""

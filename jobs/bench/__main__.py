@@ -1,4 +1,4 @@
-"""Runs the benchmarks of docs/benchmarks.md on this machine.
+"""Runs the benchmarks of docs/results/benchmarks.md on this machine.
 
     python -m jobs.bench pipeline
     python -m jobs.bench pipeline --only minilm --items 1500 --repeats 1 --out figures.json

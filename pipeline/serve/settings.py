@@ -94,7 +94,7 @@ class ServedIndex(Spec):
     """Present location of the files of a collection, by its name, if they have moved."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
-    docs/rerank.md."""
+    docs/tutorials/reranking.md."""
     edje_precision: Precision | None = None
     """Precision of the joint encoder: float32, bfloat16, float16 or, on a CPU, int8; null: that of
     the model's folder."""

@@ -2,7 +2,7 @@
 
 A block of commands or Python is executed by the tests marked `heavy`, unless an HTML comment on the
 line before its fence says what it needs: `<!-- requires: gpu, time -->`. A block of YAML that
-begins with a comment such as `# my.yaml` is the file of this name for the blocks after it.
+begins with a comment such as `# my.yaml` provides the file of this name for the blocks after it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def file_name(self) -> str | None:
-        """Name of the file that a block of YAML stands for."""
+        """Name of the file that a block of YAML provides."""
         found = re.match(r"# ([\w-]+\.yaml)\b", self.text)
         return found[1] if found and self.language == "yaml" else None
 

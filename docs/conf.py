@@ -9,7 +9,6 @@ sys.path.insert(0, str(ROOT))
 import pipeline  # noqa: E402
 
 project = "Maxray"
-author = "The Maxray authors"
 release = pipeline.__version__
 
 extensions = [
@@ -27,7 +26,7 @@ exclude_patterns = ["_build"]
 suppress_warnings = ["ref.python"]  # `Spec` in a signature has several targets
 
 # Markdown
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 
@@ -43,6 +42,7 @@ napoleon_use_rtype = False
 
 # HTML
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"Maxray {release}"
 html_theme_options = {"source_view_link": "", "navigation_with_keys": True}
 html_static_path = ["_static"]

@@ -192,3 +192,16 @@ def test_every_shipped_spec_is_in_the_index_of_specs():
     text = (folder / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w/.-]+\.yaml)\)", text))
     assert linked == {str(path.relative_to(folder)) for path in folder.rglob("*.yaml")}
+
+
+def test_pages_that_the_code_names_exist():
+    """Docstrings, comments and specs name pages by their path from the root."""
+    found = subprocess.run(
+        ["git", "grep", "-hoE", r"docs/[a-z/-]+\.md", "--", "*.py", "*.yaml", "*.cff", "Makefile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in set(found.stdout.split()):
+        assert (ROOT / name).exists(), name

@@ -20,7 +20,6 @@ def escape(app: Sphinx, what: str, name: str, obj: object, options: object, line
         if not paragraph.lstrip().startswith(">>>"):
             parts = LITERAL.split(paragraph)
             parts[::2] = [MARKUP.sub(r"\\\1\2", part) for part in parts[::2]]
-            parts[1::2] = [" ".join(part.split()) for part in parts[1::2]]
             paragraphs[number] = "".join(parts)
     lines[:] = "".join(paragraphs).split("\n")
 

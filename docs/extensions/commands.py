@@ -28,7 +28,7 @@ def _paragraphs(command: tuple[str, ...]) -> Iterator[str]:
     found = parser(command)
     yield f"{'#' * (len(command) + 1)} {' '.join(command)}"
     yield found.description or ""
-    yield f"```text\n{found.format_usage().removeprefix('usage: ').strip()}\n```"
+    yield f"```text\n{found.format_usage().strip()}\n```"
     for action in found._actions:
         if not isinstance(action, argparse._HelpAction):
             yield f"{_name(action)}\n: {(action.help or '—').replace('%%', '%')}"

@@ -25,7 +25,19 @@ from tests.documentation import REQUIREMENTS, ROOT, Block, blocks, commands, pag
 
 PAGES = pages()
 #: Programs that are not checked further.
-PROGRAMS = {"cat", "cd", "cp", "export", "git", "kubectl", "mkdir", "pip", "pre-commit", "."}
+PROGRAMS = {
+    "cat",
+    "cd",
+    "cp",
+    "echo",
+    "export",
+    "git",
+    "kubectl",
+    "mkdir",
+    "pip",
+    "pre-commit",
+    ".",
+}
 #: Languages of blocks that are not executed.
 SHOWN = {"console", "http", "json", "mermaid", "text", "toml", "yaml"}
 

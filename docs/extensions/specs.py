@@ -42,7 +42,8 @@ def description(spec_class: type[Spec], name: str) -> str:
         if lines := documented.get((parent.__qualname__, name)):
             return " ".join(lines)
         attributes = (inspect.getdoc(parent) or "").partition("Attributes:\n")[2]
-        if found := re.search(rf"^    {name}: (.*\n?(?:^ {{8}}.*\n?)*)", attributes, re.MULTILINE):
+        entry = rf"^    (?:\w+, )*{name}(?:, \w+)*: (.*\n?(?:^ {{8}}.*\n?)*)"
+        if found := re.search(entry, attributes, re.MULTILINE):
             return found.group(1)
     return ""
 
@@ -89,11 +90,19 @@ def _default(field: FieldInfo) -> str:
     return f"default: `{text.lower() if isinstance(value, bool) else text}`"
 
 
+def _metadata(annotation: Any) -> Iterator[Any]:
+    """Yields the metadata in a type, such as those of `Annotated[int, Ge(1)] | None`."""
+    for found in getattr(annotation, "__metadata__", ()):
+        yield from found.metadata if isinstance(found, FieldInfo) else [found]
+    for argument in get_args(annotation):
+        yield from _metadata(argument)
+
+
 def _constraints(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
     found = [
-        f"{sign} {getattr(constraint, name)}"
-        for constraint in field.metadata
+        f"{sign} {getattr(constraint, name):,}"
+        for constraint in [*field.metadata, *_metadata(field.annotation)]
         for name, sign in signs.items()
         if getattr(constraint, name, None) is not None
     ]

@@ -47,6 +47,7 @@ class Generated(Spec):
     num_phrases: PositiveInt = 200
     num_words: PositiveInt = 3
     seed: NonNegativeInt = 0
+    """Seed of the phrases."""
 
 
 class Phrase(NamedTuple):

@@ -51,12 +51,15 @@ class Representation(Spec):
     """One column of token vectors: a compressor, a codec and the column's name."""
 
     compressor: CompressorSpec
+    """Compressor of the token vectors."""
     codec: CodecSpec = Field(default="float16", validate_default=True)
+    """Format of each stored vector."""
     of: Aspect = "content"
-    id: str = ""  # the column's name; default: of method, budget and codec, such as hpool_32_int8
-    keep_support: bool = (
-        True  # which input tokens each vector stands for, for marked words and maps
-    )
+    """Field of the items that is encoded."""
+    id: str = ""
+    """Name of the column; by default from method, budget and codec, such as `hpool_32_int8`."""
+    keep_support: bool = True
+    """Whether to store the assignment of tokens to vectors, for marked words and maps."""
 
     @field_validator("id")
     @classmethod

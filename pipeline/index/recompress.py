@@ -55,20 +55,30 @@ class RecompressSpec(Spec):
     renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 
     index: Uri
-    source: str = "full"  # the representation that holds every token
+    """Path or URI of the index."""
+    source: str = "full"
+    """Representation that is compressed; it must hold all token vectors."""
     representations: list[Representation] = Field(default_factory=list)
-    sweep: Sweep = Field(default_factory=dict)  # field of a representation -> values
-    commit_fragments: PositiveInt = 8  # the driver commits after so many fragments
-    fit_items: PositiveInt = 256  # on which compressors and codecs that need it are fitted
+    """Columns of token vectors to add."""
+    sweep: Sweep = Field(default_factory=dict)
+    """Further representations: values by field, of which the product is taken."""
+    commit_fragments: PositiveInt = 8
+    """Number of fragments after which the driver commits."""
+    fit_items: PositiveInt = 256
+    """Number of items on which compressors and codecs that need it are fitted."""
     fit_seed: int = Field(0, ge=0, lt=2**32)
-    fit_index: Uri | None = None  # an index with a separate calibration sample; None: this one
-    fit_filter: str | None = None  # SQL condition on the items of the sample
+    """Seed of the sample."""
+    fit_index: Uri | None = None
+    """Index with a separate calibration sample; by default this one."""
+    fit_filter: str | None = None
+    """SQL condition on the items from which the sample is drawn."""
 
 
 class RecompressResources(Spec):
     """How much hardware the job takes: a resources profile."""
 
     compress: Resources = Resources(num_cpus=1.0, num_threads=2)
+    """Actors that read, compress and write."""
 
 
 def run(

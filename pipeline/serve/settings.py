@@ -211,16 +211,25 @@ class ServeSpec(Spec):
     """File of the access keys, see `pipeline.serve.keys`. Without one, no key is needed, and only
     requests over the loopback interface are answered."""
     limits: Limits = Limits()
+    """Limits of requests and access keys."""
     timeouts: Timeouts = Timeouts()
+    """Time limits of the stages of a request."""
     reload_interval_s: PositiveFloat = 5
     """Interval at which indexes are checked for a new version, in seconds."""
     evaluations: Evaluations = Evaluations()
+    """Evaluations over HTTP."""
     gateway: Scale = Scale(max_ongoing_requests=1_000, max_queued_requests=1_000)
+    """Replicas of the gateway, which parses requests."""
     encoder: Scale = Scale()
+    """Replicas of the query encoders."""
     searcher: Scale = Scale()
+    """Replicas per shard of each index."""
     reranker: Scale = Scale()
+    """Replicas that rerank by vectors."""
     edje: Scale = Scale()
+    """Replicas of the joint encoders."""
     library: Scale = Scale()
+    """Replicas that read the fields and previews of items."""
 
 
 def is_loopback(host: str | None) -> bool:

@@ -28,6 +28,7 @@ class Several(Source["Several.Spec"]):
 
         name: Literal["several"] = "several"
         sources: list[SourceSpec] = Field(min_length=1)
+        """The sources, in the order in which they are listed."""
 
         @field_validator("sources")
         @classmethod

@@ -45,7 +45,9 @@ class Passages(config.Spec):
     """How long documents are cut: into windows of `max_words` that share `overlap_words`."""
 
     max_words: int = Field(400, gt=0)
+    """Maximum number of words per passage."""
     overlap_words: int = Field(50, ge=0)
+    """Number of words that neighbouring passages share."""
 
     @model_validator(mode="after")
     def _windows_advance(self) -> Passages:

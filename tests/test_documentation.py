@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import importlib.util
 import json
@@ -217,3 +218,21 @@ def test_pages_that_the_code_names_exist():
     )
     for name in set(found.stdout.split()):
         assert (ROOT / name).exists(), name
+
+
+def test_generated_reference():
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    from docs.extensions import http, specs
+
+    assert not doctest.testmod(specs).failed and not doctest.testmod(http).failed
+    classes = {*SPECS.values(), *PROFILES.values()}
+    for components in specs.COMPONENTS.values():
+        classes |= {components.spec_class(name) for name in components.names()}
+    classes |= {inner for spec_class in classes for inner in specs.nested(spec_class)}
+    missing = [
+        f"{spec_class.__qualname__}.{name}"
+        for spec_class in classes
+        for name in spec_class.model_fields
+        if name != "name" and not specs.description(spec_class, name)
+    ]
+    assert not missing

@@ -32,7 +32,11 @@ myst_heading_anchors = 4
 
 # API reference
 default_role = "code"  # docstrings use single backticks
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {
+    "members": True,
+    "show-inheritance": True,
+    "exclude-members": "Spec, model_config",  # the reference of components has the fields
+}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

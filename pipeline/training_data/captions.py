@@ -36,6 +36,7 @@ class CaptionsValidationFiles(ValidationFiles):
     """A file of the same form, or splits of one."""
 
     splits: list[str] | None = None
+    """Splits of the file; null: all."""
 
 
 class Captions(RowData["Captions.Spec"]):

@@ -30,14 +30,23 @@ class Columns(config.Spec):
     """What the columns of the files are called."""
 
     query: str = "query"
+    """Column of the queries."""
     text: str = "text"
+    """Column of the documents' texts."""
     image: str = "image"
+    """Column of the documents' images."""
     video: str = "video"
+    """Column of the documents' videos."""
     audio: str = "audio"
+    """Column of the documents' recordings."""
     document_id: str = "document_id"
+    """Column of the documents' ids."""
     negatives: str = "negatives"
+    """Column of the hard negatives."""
     scores: str = "scores"
+    """Column of a teacher's scores, of the document first."""
     boxes: str = "boxes"
+    """Column of the boxes of the query's objects."""
 
 
 class PairsSpec(RowSpec):

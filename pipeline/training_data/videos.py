@@ -131,7 +131,9 @@ class MultiventValidationFiles(ValidationFiles):
     """Queries and judgments of the same form; of other videos, where they lie elsewhere."""
 
     judgments: Uri
+    """File of the judgments."""
     videos: Uri | None = None
+    """Folder of the videos; null: that of the training data."""
 
 
 class Multivent(RowData["Multivent.Spec"]):

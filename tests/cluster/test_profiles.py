@@ -1,4 +1,4 @@
-"""The shipped profiles of resources: each is one of the jobs that the README names it for."""
+"""The shipped resources profiles: each is valid for its command and differs from the defaults."""
 
 from __future__ import annotations
 

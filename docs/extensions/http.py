@@ -62,9 +62,7 @@ def _content(described: Schema) -> str:
 
 def _route(method: str, path: str, route: Schema) -> Iterator[str]:
     yield f"### {method.upper()} {path}"
-    yield route["summary"].rstrip(".") + "."
-    if description := route.get("description"):
-        yield description
+    yield route.get("description") or route["summary"]
     for parameter in route.get("parameters", ()):
         described = {**parameter["schema"], "description": parameter.get("description", "")}
         yield _entry(parameter["name"], described, parameter.get("required", False))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,15 @@ from jobs.bench.__main__ import BENCHES
 from pipeline import config
 from pipeline.config import Spec
 from pipeline.serve import wire
-from tests.documentation import REQUIREMENTS, ROOT, Block, blocks, commands, pages
+from tests.documentation import (
+    REQUIREMENTS,
+    ROOT,
+    Block,
+    blocks,
+    commands,
+    inline_commands,
+    pages,
+)
 
 PAGES = pages()
 #: Programs that are not checked further.
@@ -129,21 +139,28 @@ def check_python(block: Block) -> None:
             assert all(hasattr(module, alias.name) for alias in node.names), block
 
 
+def check_commands(found: Iterable[list[str]], files: Mapping[str, str], location: object) -> None:
+    """Checks commands and reports the first that is invalid."""
+    for words in found:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                check_command(words, files)
+        except SystemExit:
+            pytest.fail(f"{location}: {words}: {errors.getvalue()}")
+        except Exception as error:
+            pytest.fail(f"{location}: {words}: {error!r}")
+
+
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_blocks_are_valid(path, capsys):
+def test_blocks_are_valid(path):
     files: dict[str, str] = {}
     for block in blocks(path):
         assert set(block.requires) <= REQUIREMENTS.keys(), block
         if block.file_name:
             files[block.file_name] = block.text
         if block.language == "bash":
-            for words in commands(block.text):
-                try:
-                    check_command(words, files)
-                except SystemExit:
-                    pytest.fail(f"{block}: {words}: {capsys.readouterr().err}")
-                except Exception as error:
-                    pytest.fail(f"{block}: {words}: {error!r}")
+            check_commands(commands(block.text), files, block)
         elif block.language == "python":
             check_python(block)
         elif block.language == "yaml":
@@ -152,6 +169,7 @@ def test_blocks_are_valid(path, capsys):
             json.loads(block.text)
         else:
             assert block.language in SHOWN or block.language.startswith("{"), block
+    check_commands(inline_commands(path), files, path.name)
 
 
 def is_executed(block: Block) -> bool:

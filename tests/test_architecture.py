@@ -61,7 +61,7 @@ def test_diagram_is_current():
 
 #: Test files without a module: this one, and contracts of all components of a package.
 UNMIRRORED = {
-    "tests": "architecture style",
+    "tests": "architecture documentation style",
     "codecs": "contract cuda",
     "compression": "contract cuda",
     "encoders": "contract cuda",

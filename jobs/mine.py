@@ -4,10 +4,10 @@
     python -m jobs.mine INDEX QUERIES OUTPUT.jsonl --representation hpool_32 --ranks 10 50
     python -m jobs.mine INDEX run.yaml OUTPUT.jsonl --score hybrid
 
-QUERIES is a file of pairs (see docs/reference/training.md), or a training spec, whose data are used. The job
-searches the index for each query, removes the relevant documents, and writes the given range of
-ranks as negatives. Document ids in the index must equal those in the data. The output, to which
-`data.hard_negatives` of a training spec refers, consists of lines
+QUERIES is a file of pairs (see docs/reference/training.md), or a training spec, whose data are
+used. The job searches the index for each query, removes the relevant documents, and writes the
+given range of ranks as negatives. Document ids in the index must equal those in the data. The
+output, to which `data.hard_negatives` of a training spec refers, consists of lines
  {"query": "...", "negatives": ["id", ...]}.
 """
 

@@ -15,7 +15,7 @@ from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, s
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import MissingField, SpecError
-from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 from pipeline.rerank.edje import METADATA, load_joint, read_metadata
 from pipeline.train.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 
@@ -112,7 +112,7 @@ def drawn(
         panel.set_xticks(places, [str(place) for place in places])
         panel.set_xlabel("tokens per item")
         panel.tick_params(which="minor", bottom=False, color=REFERENCE)
-        plain(panel)
+        apply_style(panel)
     legend_below(figure, panels)
     return figure
 

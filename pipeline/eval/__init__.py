@@ -1,4 +1,4 @@
-"""Evaluations: benchmarks, measures, significance, diagnostics and grounding."""
+"""Evaluations: benchmarks, metrics, significance tests, diagnostics and grounding."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from pipeline.config import ComponentSpec, ComponentSpecT
 
 @dataclass(frozen=True)
 class JudgedQueries:
-    """Queries of a benchmark and what was judged about them.
+    """Queries of a benchmark with their relevance judgments.
 
     Attributes:
-        queries: text by query id, in the benchmark's order; each has at least one judgment.
-        qrels: for each of these the judged documents and their grades; grade 0 is kept, as judged
-            not relevant. Documents are the items' parents, or the items: the spec says which.
-        num_unjudged: queries left out because they have no judgment.
-        num_orphans: queries left out because they have judgments but no text.
-        categories: by field of the queries, such as `language`, the ids of the queries of each
-            category.
+        queries: Text by query id, in the order of the benchmark; each query has a judgment.
+        qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
+            items or parents, as the spec says.
+        num_unjudged: Number of queries left out because they have no judgment.
+        num_orphans: Number of judged query ids left out because they have no text.
+        categories: Query ids of each category, by field of the queries, such as `language`.
     """
 
     queries: dict[str, str]
@@ -31,7 +30,7 @@ class JudgedQueries:
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):
-    """A source of judged queries. Subclasses carry a nested `Spec` with a literal `name`."""
+    """Source of judged queries. Subclasses have a nested `Spec` with a literal `name`."""
 
     Spec: ClassVar[type[ComponentSpec]]
 
@@ -40,4 +39,8 @@ class Benchmark(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def load(self) -> JudgedQueries:
-        """Reads everything; raises `SpecError` if files are missing or not of the right form."""
+        """Loads the queries and judgments.
+
+        Raises:
+            SpecError: A file is missing or malformed.
+        """

@@ -1,4 +1,4 @@
-"""Benchmarks in the form of BEIR: queries.jsonl and qrels/<split>.tsv in a folder."""
+"""Benchmarks in BEIR format: queries.jsonl and qrels/<split>.tsv in a folder."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from typing import Literal
 
 from pipeline.config import ComponentSpec, SpecError, absolute
 from pipeline.eval import Benchmark, JudgedQueries
-from pipeline.eval.topics import lines_of, read_categories, read_queries
+from pipeline.eval.topics import read_categories, read_lines, read_queries
 
 
 class Beir(Benchmark["Beir.Spec"]):
-    """A folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
+    """Folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
 
-    Further fields of the queries are categories, see `read_categories`.
+    Other fields of the queries are categories; see `read_categories`.
     """
 
     class Spec(ComponentSpec):
-        """A benchmark in the form of BEIR.
-
-        Attributes:
-            path: Folder of the benchmark.
-            split: Split whose judgments are read.
-        """
+        """Benchmark in BEIR format."""
 
         name: Literal["beir"] = "beir"
         path: str
+        """Folder of the benchmark."""
         split: str = "test"
+        """Split of the judgments."""
 
     def load(self) -> JudgedQueries:
-        """Reads the queries of the split and their judgments."""
+        """Loads the queries of the split and their judgments."""
         folder = absolute(self.spec.path)
         path = posixpath.join(folder, "queries.jsonl")
         texts = read_queries(path, "benchmark.path")
@@ -47,20 +44,20 @@ class Beir(Benchmark["Beir.Spec"]):
         )
 
 
-#: Grades are as large as a 32-bit integer at most.
+#: Largest absolute grade: grades are 32-bit integers.
 MAX_GRADE = 2**31 - 1
 
 
 def read_qrels(path: str) -> dict[str, dict[str, int]]:
-    """Returns grades by query id and document id, of lines `query-id<TAB>corpus-id<TAB>score`.
+    """Returns grades by document id and query id, from lines `query-id<TAB>corpus-id<TAB>score`.
 
-    Negative grades are kept; all measures count them as 0, judged not relevant.
+    Negative grades are kept; all metrics count them as 0, judged not relevant.
 
     Raises:
-        SpecError: for `benchmark.split`: no such file, or a line of another form.
+        SpecError: For `benchmark.split`: the file is missing or malformed.
     """
     qrels: dict[str, dict[str, int]] = {}
-    for number, line in lines_of(path, "benchmark.split"):
+    for number, line in read_lines(path, "benchmark.split"):
         columns = line.split("\t")
         if number == 1 and columns[-1].strip() == "score":
             continue

@@ -1,4 +1,4 @@
-"""BM25 over the texts of an index: what words alone reach, the line that vectors have to beat."""
+"""BM25 over the texts of an index: the lexical baseline."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from pipeline import extras
 from pipeline.index.reader import Index, both
 from pipeline.search.score import top_rows
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index it builds
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs every index that it builds
 
-#: Everything that decides a ranking. k1 and b are Lucene's own defaults.
+#: Ranking parameters; k1 and b are Lucene's defaults.
 SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
 
-#: Of a row that BM25 can find, by its column of texts.
+#: Filter of the items that BM25 can find, by the name of the text column.
 HAS_TEXT = "{} <> ''"
 
 
 def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
-    """Whether any item of the index has a text."""
+    """Returns whether any item of the index has a text."""
     filter = both(filter, HAS_TEXT.format(column))
     return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
 
 class Bm25:
-    """BM25 (Lucene's variant, k1 = 1.2, b = 0.75) over a column of texts of an index.
+    """BM25 (Lucene's variant, k1 = 1.2, b = 0.75) over a text column of an index.
 
-    Texts and queries are lower-cased words of at least two characters, without English stop words,
-    cut to stems by Snowball's English stemmer. On texts in other languages it is a weak baseline.
-    Items without a text are never hits, nor are items that share no word with the query.
+    Tokens are lower-cased words of at least two characters, without English stop words and stemmed
+    by the Snowball stemmer for English. It is a weak baseline for texts in other languages. Items
+    without a text, or without a word of the query, are not returned.
     """
 
     def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
-        """Reads the texts in a stream; only the ids and the postings stay in memory.
+        """Builds the index from a stream of texts; only ids and postings stay in memory.
 
         Args:
             index: Index whose items are searched.
             judged: "parent" to rank parents by their best item, or "item" to rank items.
             column: Column that is searched, "text" or "caption".
-            filter: SQL condition of the items; None for all of them.
+            filter: SQL condition on the items; None for all of them.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s
@@ -64,18 +64,18 @@ class Bm25:
         self._bm25 = bm25s.BM25(**SETTINGS)
         vocabulary = self._tokenizer.get_vocab_dict()
         self._bm25.index((words, vocabulary), show_progress=False)
-        self._no_word = vocabulary.get("")  # bm25s gives it to a text of stop words alone
+        self._empty_token = vocabulary.get("")  # of texts that have only stop words
 
         self._names = parent_ids if judged == "parent" else item_ids
-        self._order = np.argsort(np.argsort(item_ids))  # ties as in every search: by item id
+        self._order = np.argsort(np.argsort(item_ids))  # breaks ties by item id, as search does
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
 
     def rank(self, queries: Sequence[str], k: int) -> list[dict[str, float]]:
-        """For each query the scores of its at most k best documents, best first."""
+        """Returns the scores of the k best documents per query, best first."""
         return [self._rank(words, k) for words in self._words(queries, update_vocab=False)]
 
     def _rank(self, words: list[int], k: int) -> dict[str, float]:
-        words = [word for word in words if word != self._no_word]
+        words = [word for word in words if word != self._empty_token]
         if not words:
             return {}
         scores = self._bm25.get_scores(words)
@@ -83,5 +83,7 @@ class Bm25:
         best = top_rows(scores, None, self._order, k, self._groups)
         return {self._names[row]: float(scores[row]) for row in best}
 
-    def _words(self, texts: Sequence[str], **how: Any) -> list[list[int]]:
-        return self._tokenizer.tokenize(list(texts), return_as="ids", show_progress=False, **how)
+    def _words(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        return self._tokenizer.tokenize(
+            list(texts), return_as="ids", show_progress=False, **options
+        )

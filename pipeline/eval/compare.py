@@ -1,4 +1,4 @@
-"""Two evaluations of the same judged queries, row by row."""
+"""Row-by-row comparison of two evaluations of the same judged queries."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.eval.results import Evaluation, differences, read_results
+from pipeline.eval.results import Evaluation, query_differences, read_results
 from pipeline.eval.significance import holm, randomisation_p
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One row in both evaluations, under one measure.
+    """Difference of one row between two evaluations, under one metric.
 
     Attributes:
-        name: the row's.
-        a: its mean in the first evaluation.
-        b: and in the second.
-        p: of b - a, corrected over the rows.
+        name: Name of the row.
+        measure: Name of the metric.
+        a: Mean in the first evaluation.
+        b: Mean in the second evaluation.
+        p: p value of b - a, corrected over the rows.
     """
 
     name: str
@@ -30,19 +31,19 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """What the second has more."""
+        """Mean in the second evaluation minus mean in the first."""
         return self.b - self.a
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from one evaluation to another.
+    """Differences between two evaluations.
 
     Attributes:
-        outputs: the two folders.
-        evaluations: what lies there.
-        differences: by measure, the rows that both have.
-        only: the rows that the first has alone, and the second.
+        outputs: Output folders of both evaluations.
+        evaluations: Both evaluations.
+        differences: Differences of the common rows, by metric.
+        only: Names of the rows that only the first, and only the second evaluation has.
     """
 
     outputs: tuple[str, str]
@@ -52,7 +53,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """The measure that comes first: that of the first evaluation, if both have it."""
+        """Main metric: that of the first evaluation if both have it."""
         return next(iter(self.differences))
 
 
@@ -60,7 +61,8 @@ def compare(output_a: str, output_b: str) -> Comparison:
     """Compares the evaluations in two output folders of `jobs.evaluate`.
 
     Raises:
-        SpecError: one is not there, or they share no judged queries, no measure or no row.
+        SpecError: An evaluation is missing, or both have no judged queries, metric or row in
+            common.
     """
     a, b = read_results(output_a, "OUT_A"), read_results(output_b, "OUT_B")
     if a.judgments != b.judgments:
@@ -80,7 +82,7 @@ def compare(output_a: str, output_b: str) -> Comparison:
         )
     by_measure = {}
     for measure in measures:
-        gains = [differences(rows_b[name], rows_a[name], measure) for name in both]
+        gains = [query_differences(rows_b[name], rows_a[name], measure) for name in both]
         p_values = holm(randomisation_p(np.stack(gains)).tolist())
         by_measure[measure] = [
             Difference(name, measure, rows_a[name].means[measure], rows_b[name].means[measure], p)

@@ -1,4 +1,4 @@
-"""Diagnoses the representations of an index on judged queries, each in one pass."""
+"""Diagnoses of the representations of an index on judged queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.eval.diagnostics import (
     inter_token_similarity,
     match_pairs,
     matching_strength,
-    profile,
+    strength_profile,
     used_vectors,
 )
 from pipeline.index.info import RepresentationInfo
@@ -27,43 +27,45 @@ from pipeline.index.reader import Index
 from pipeline.registry import CODECS
 from pipeline.search.searcher import Searcher
 
-#: Codecs of full tokens that are an oracle before others, the first before all: the default, so
-#: that what was diagnosed stays when a more exact column is added.
-BEST = ("float16", "float32", "int8")
+#: Codecs of the uncompressed reference, by preference. The default codec is first, so that adding a
+#: more exact column does not change diagnoses.
+CODEC_PREFERENCE = ("float16", "float32", "int8")
 
 
-def full_tokens_of(index: Index, name: str) -> str | None:
-    """The representation that holds every token of what this one is made of; None without one.
+def uncompressed_representation(index: Index, name: str) -> str | None:
+    """Returns the uncompressed representation of the same encoder and field, or None.
 
-    And none for vectors that queries are transformed for, or whose codec keeps no scores, such as
-    bits: their scores are no share of a cosine.
+    The result is also None for representations that transform queries, or whose codec does not
+    preserve scores (such as binary): their scores are not comparable with a cosine.
     """
     info = index.representation(name)
-    if info.encoder.dim != info.dim or not _codec(info).keeps_scores:
+    if info.encoder.dim != info.dim or not _codec_class(info).keeps_scores:
         return None
-    same = [
-        (BEST.index(codec) if (codec := its.codec["name"]) in BEST else len(BEST), other)
-        for other, its in index.representations().items()
-        if its.is_uncompressed
-        and (its.encoder.fingerprint, its.field) == (info.encoder.fingerprint, info.field)
-        and _codec(its).keeps_scores
+    candidates = [
+        other_name
+        for other_name, other in index.representations().items()
+        if other.is_uncompressed
+        and (other.encoder.fingerprint, other.field) == (info.encoder.fingerprint, info.field)
+        and _codec_class(other).keeps_scores
     ]
-    return min(same, key=lambda entry: entry[0], default=(0, None))[1]
+
+    def rank(candidate: str) -> int:
+        codec = index.representation(candidate).codec["name"]
+        return CODEC_PREFERENCE.index(codec) if codec in CODEC_PREFERENCE else len(CODEC_PREFERENCE)
+
+    return min(candidates, key=rank, default=None)
 
 
-def _codec(info: RepresentationInfo) -> type[Codec]:
+def _codec_class(info: RepresentationInfo) -> type[Codec]:
     return CODECS.load(info.codec["name"])
 
 
 class Diagnoser:
-    """Diagnoses one representation after the other, with what they share computed once.
+    """Diagnoses representations one after another and shares computations between them.
 
-    A judged parent is represented by one item, the best of its items for the query under the full
-    tokens, so that every representation of an encoder is held against the same pairs; without full
-    tokens it is the best under the representation itself.
-
-    Args:
-        queries_of: the judged queries as vectors, for a representation.
+    A judged parent is represented by its best item for the query under the uncompressed
+    representation, so that all representations of an encoder are compared on the same pairs.
+    Without an uncompressed representation, it is the best item under the diagnosed one.
     """
 
     def __init__(
@@ -72,94 +74,112 @@ class Diagnoser:
         judged: JudgedQueries,
         by: Literal["parent", "item"],
         filter: str | None,
-        queries_of: Callable[[str], EncodedQueries | list[np.ndarray]],
+        encode: Callable[[str], EncodedQueries | list[np.ndarray]],
     ):
+        """Lists the rows of the index and of the relevant documents.
+
+        Args:
+            searcher: Searcher of the index.
+            judged: Queries and their relevance judgments.
+            by: Level of the judgments, "parent" or "item".
+            filter: SQL condition on the items; None for all of them.
+            encode: Function that returns the judged queries as vectors, for a representation.
+        """
         self._searcher, self._judged, self._by, self._filter = searcher, judged, by, filter
-        self._queries_of = queries_of
-        self._chosen: dict[str, list[np.ndarray]] = {}
-        self._whole: dict[str, list[np.ndarray]] = {}
-        self._rows, self._relevant = self._items()
+        self._encode = encode
+        self._pair_rows: dict[str, list[np.ndarray]] = {}
+        self._full_scores: dict[str, list[np.ndarray]] = {}
+        self._rows, self._relevant = self._list_rows()
 
     def diagnose(self, name: str) -> Diagnosis:
-        """Everything that can be said of one representation."""
-        full = full_tokens_of(self._searcher.index, name)
-        chosen = self._pairs(full or name)
+        """Returns the diagnosis of one representation."""
+        full = uncompressed_representation(self._searcher.index, name)
+        candidates = self._pairs(full or name)
         packed, queries = self._searcher.packed(name), self._queries(name)
-        there = [rows[packed.lengths[rows].numpy() > 0] for rows in chosen]
-        matches = match_pairs(queries, packed, there)
+        pair_rows = [rows[packed.lengths[rows].numpy() > 0] for rows in candidates]
+        matches = match_pairs(queries, packed, pair_rows)
         used_T = used_vectors(queries, packed, self._rows)
-        items = np.unique(np.concatenate([np.empty(0, np.int64), *there]))
+        items = np.unique(np.concatenate([np.empty(0, np.int64), *pair_rows]))
         lengths = packed.lengths[items].numpy()
         strength = matching_strength(matches, int(lengths.max(initial=0)))
-        likeness = inter_token_similarity(packed, self._rows)
+        similarity = inter_token_similarity(packed, self._rows)
         num_vectors = int(packed.lengths[self._rows].sum())
         return Diagnosis(
             full=full or "",
-            pairs={} if full is None else self._scores(matches, there, full),
-            num_missing=sum(map(len, chosen)) - sum(map(len, there)),
+            pairs={} if full is None else self._scores(matches, pair_rows, full),
+            num_missing=sum(map(len, candidates)) - sum(map(len, pair_rows)),
             used=_share(used_T.sum(), num_vectors),
             used_relevant=_share(np.unique(matches.vectors).size, lengths.sum()),
             cv=coefficient_of_variation(strength),
             gini=gini(strength),
             num_positions=len(strength),
-            strengths=profile(strength),
-            similarity=likeness.map.round(4).tolist(),
-            similarity_mean=likeness.mean,
-            num_sampled=likeness.num_items,
+            strengths=strength_profile(strength),
+            similarity=similarity.map.round(4).tolist(),
+            similarity_mean=similarity.mean,
+            num_sampled=similarity.num_items,
         )
 
     def _scores(
-        self, matches: Matches, there: list[np.ndarray], full: str
+        self, matches: Matches, pair_rows: list[np.ndarray], full: str
     ) -> dict[str, list[list[float]]]:
-        """The scores of each query's pairs with the representation, and with the full tokens."""
-        chosen = self._pairs(full)
-        ends = np.cumsum([len(rows) for rows in chosen])[:-1]
-        if full not in self._whole:
-            whole = match_pairs(self._queries(full), self._searcher.packed(full), chosen)
-            self._whole[full] = np.split(whole.scores, ends)
-        whole_scores = [
-            scores[np.isin(rows, own)]
-            for scores, rows, own in zip(self._whole[full], chosen, there, strict=True)
+        """Returns the pairs of each query: their score, and their uncompressed score."""
+        full_rows = self._pairs(full)
+        ends = np.cumsum([len(rows) for rows in full_rows])[:-1]
+        if full not in self._full_scores:
+            full_matches = match_pairs(self._queries(full), self._searcher.packed(full), full_rows)
+            self._full_scores[full] = np.split(full_matches.scores, ends)
+        full_scores = [
+            scores[np.isin(rows, selected)]
+            for scores, rows, selected in zip(
+                self._full_scores[full], full_rows, pair_rows, strict=True
+            )
         ]
-        pairs = np.stack([matches.scores, np.concatenate([np.empty(0), *whole_scores])], axis=1)
-        ends = np.cumsum([len(rows) for rows in there])[:-1]
+        pairs = np.stack([matches.scores, np.concatenate([np.empty(0), *full_scores])], axis=1)
+        ends = np.cumsum([len(rows) for rows in pair_rows])[:-1]
         by_query = zip(self._judged.queries, np.split(pairs, ends), strict=True)
-        return {query_id: own.tolist() for query_id, own in by_query if len(own)}
+        return {query_id: scores.tolist() for query_id, scores in by_query if len(scores)}
 
     def _pairs(self, reference: str) -> list[np.ndarray]:
-        """(P,) for each query the ascending rows of the items that stand for what is relevant."""
-        if reference not in self._chosen:
+        """Returns the ascending rows (P,) of the items that represent relevant documents.
+
+        Args:
+            reference: Representation that selects the best item of a parent.
+
+        Returns:
+            One array per query.
+        """
+        if reference not in self._pair_rows:
             packed = self._searcher.packed(reference)
             candidates = []
             for documents in self._relevant:
-                rows = np.array(sorted({row for own in documents for row in own}), np.int64)
+                rows = np.array(sorted({row for items in documents for row in items}), np.int64)
                 candidates.append(rows[packed.lengths[rows].numpy() > 0])
             scores = match_pairs(self._queries(reference), packed, candidates).scores
             ends = np.cumsum([len(rows) for rows in candidates])[:-1]
-            self._chosen[reference] = [
-                _best(documents, dict(zip(rows.tolist(), own.tolist(), strict=True)))
-                for documents, rows, own in zip(
+            self._pair_rows[reference] = [
+                _best_items(documents, dict(zip(rows.tolist(), values.tolist(), strict=True)))
+                for documents, rows, values in zip(
                     self._relevant, candidates, np.split(scores, ends), strict=True
                 )
             ]
-        return self._chosen[reference]
+        return self._pair_rows[reference]
 
     def _queries(self, name: str) -> list[torch.Tensor]:
-        return self._searcher.queries(self._queries_of(name), name).tokens
+        return self._searcher.queries(self._encode(name), name).tokens
 
-    def _items(self) -> tuple[np.ndarray, list[list[list[int]]]]:
-        """The rows that take part; for each query and relevant document the rows of its items."""
+    def _list_rows(self) -> tuple[np.ndarray, list[list[list[int]]]]:
+        """Returns the evaluated rows, and the item rows of each relevant document per query."""
         relevant = [
             [document for document, grade in self._judged.qrels[query_id].items() if grade > 0]
             for query_id in self._judged.queries
         ]
         index, column = self._searcher.index, f"{self._by}_id"
-        taking_part = None
+        selected = None
         if self._filter is not None:
             ids = [
                 b["item_id"].to_pylist() for b in index.batches(["item_id"], filter=self._filter)
             ]
-            taking_part = {item_id for batch in ids for item_id in batch}
+            selected = {item_id for batch in ids for item_id in batch}
         wanted = {document for documents in relevant for document in documents}
         rows: list[int] = []
         rows_of: dict[str, list[int]] = {}
@@ -167,7 +187,7 @@ class Diagnoser:
         for batch in index.batches(list(dict.fromkeys(["item_id", column]))):
             names = batch["item_id"].to_pylist(), batch[column].to_pylist()
             for item_id, document in zip(*names, strict=True):
-                if taking_part is None or item_id in taking_part:
+                if selected is None or item_id in selected:
                     rows.append(row)
                     if document in wanted:
                         rows_of.setdefault(document, []).append(row)
@@ -176,8 +196,8 @@ class Diagnoser:
         return np.array(rows, np.int64), found
 
 
-def _best(documents: list[list[int]], scores: dict[int, float]) -> np.ndarray:
-    """The row of each document's best item, ascending; documents without scores are left out."""
+def _best_items(documents: list[list[int]], scores: dict[int, float]) -> np.ndarray:
+    """Returns the ascending rows of the best items; documents without scores are skipped."""
     scored = [[row for row in rows if row in scores] for rows in documents]
     return np.array(sorted(max(rows, key=scores.__getitem__) for rows in scored if rows), np.int64)
 

@@ -1,9 +1,9 @@
-"""Why a compressed index ranks as it does: score retention, use of the vectors, their likeness.
+"""Diagnostics of compressed indexes: score retention, use of the vectors, inter-token similarity.
 
-The papers' own diagnostics, from the best matches between judged queries and stored vectors. A
-*match record* is one token of a query, the vector of a relevant item that it matches best, and how
-similar both are. A *position* is a place in an item's sequence of stored vectors, or in a query's
-sequence of tokens.
+The metrics are those of the papers, computed from the best matches between query tokens and stored
+vectors. A *match record* is a query token, the best-matching vector of a relevant item, and their
+similarity. A *position* is an index into the sequence of stored vectors of an item, or into the
+tokens of a query.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from pipeline.search.maxsim import best_tokens
 from pipeline.search.packed import PackedVectors
 from pipeline.tokens import normalise
 
-#: Query tokens scored at once, as many as ranking takes of short queries.
-TOKENS_AT_ONCE = 1280
-#: Rows of a similarity map at most: neighbouring positions of longer items share a row.
+#: Number of query tokens per scoring call, the same as for ranking short queries.
+TOKENS_PER_BATCH = 1280
+#: Maximum number of rows of a similarity map; in longer items, adjacent positions share a row.
 MAX_ROWS = 64
-#: Bars of a strength profile at most.
+#: Maximum number of bars of a strength profile.
 MAX_BARS = 256
-#: Items that similarities are averaged over at most: a seeded sample of larger indexes.
+#: Maximum number of items to average similarities over; larger indexes are sampled.
 MAX_ITEMS = 1000
 
-#: The scores of a relevant pair: with the representation, and with the full tokens.
+#: Scores of a relevant pair: compressed, and uncompressed.
 Scores = Sequence[float]
 
 
 class Retention(NamedTuple):
-    """Oracle Score Retention, as both averages in use.
+    """Oracle Score Retention, averaged in both ways in use.
 
     Attributes:
-        mean: of the pairs' ratios, as the paper defines it.
-        ratio_of_means: mean score over mean full score, as its tables were computed.
-        num_pairs: what both are averages over.
-        num_left_out: pairs whose full score is negative: no ratio means anything there.
+        mean: Mean of the ratios of the pairs, as the paper defines it.
+        ratio_of_means: Mean score divided by mean uncompressed score, as in the paper's tables.
+        num_pairs: Number of pairs.
+        num_left_out: Number of pairs left out because a negative uncompressed score has no
+            meaningful ratio.
     """
 
     mean: float
@@ -49,30 +50,30 @@ class Retention(NamedTuple):
 
 
 def score_retention(pairs: Sequence[Scores]) -> Retention | None:
-    """Oracle Score Retention over pairs of a query and a relevant item (SAP, equation 8).
+    """Computes Oracle Score Retention over pairs of a query and a relevant item (SAP, equation 8).
 
         R = sum_i max_{v in pruned} <q_i, v>  /  sum_i max_{v in full} <q_i, v>
 
-    A pair whose full score is 0 has lost nothing: its ratio is 1.
+    A pair with an uncompressed score of 0 has lost nothing: its ratio is 1.
 
     Args:
-        pairs: (score, full score) of each pair.
+        pairs: (score, uncompressed score) of each pair.
 
     Returns:
-        None if no pair has a full score of at least 0.
+        None if no pair has an uncompressed score of at least 0.
 
     >>> score_retention([(1.0, 2.0), (3.0, 3.0), (0.0, 0.0), (1.0, -1.0)])
     Retention(mean=0.8333333333333334, ratio_of_means=0.8, num_pairs=3, num_left_out=1)
     """
     pairs_P2 = np.asarray(pairs, np.float64).reshape(-1, 2)
-    kept_P2 = pairs_P2[pairs_P2[:, 1] >= 0]
-    if not len(kept_P2):
+    valid_P2 = pairs_P2[pairs_P2[:, 1] >= 0]
+    if not len(valid_P2):
         return None
-    score_P, full_P = kept_P2.T
+    score_P, full_P = valid_P2.T
     ratio_P = np.divide(score_P, full_P, out=np.ones_like(full_P), where=full_P > 0)
     ratio = score_P.sum() / full_P.sum() if full_P.any() else 1.0
-    num_kept = len(kept_P2)
-    return Retention(float(ratio_P.mean()), float(ratio), num_kept, len(pairs_P2) - num_kept)
+    num_pairs = len(valid_P2)
+    return Retention(float(ratio_P.mean()), float(ratio), num_pairs, len(pairs_P2) - num_pairs)
 
 
 def used_vectors(
@@ -81,13 +82,13 @@ def used_vectors(
     """Marks the stored vectors that are the best match of any query token in their item.
 
     All pairs of a query and an item count. AGC (section 6.5) instead counts vectors that are
-    "active during a single evaluation pass" from the records of relevant pairs only; these are the
-    `vectors` of `Matches`.
+    "active during a single evaluation pass", using only the records of relevant pairs; these are
+    the `vectors` of `Matches`.
 
     Args:
         queries: Token vectors (M, D) of each query.
         packed: Stored vectors of the items.
-        rows: Rows of the items that take part, ascending (B,).
+        rows: Rows of the evaluated items, ascending (B,).
 
     Returns:
         (T,) bool, one value per stored vector.
@@ -96,22 +97,22 @@ def used_vectors(
     tokens_MD = torch.cat(list(queries))
     documents = torch.from_numpy(rows)
     starts_B = packed.starts[documents].unsqueeze(1)
-    for part_MD in tokens_MD.split(TOKENS_AT_ONCE):
+    for part_MD in tokens_MD.split(TOKENS_PER_BATCH):
         for first, _, token_bM in best_tokens(part_MD, packed, rows=documents):
-            place_bM = (token_bM + starts_B[first : first + len(token_bM)])[token_bM[:, 0] >= 0]
-            used_T[place_bM.numpy()] = True
+            vector_bM = (token_bM + starts_B[first : first + len(token_bM)])[token_bM[:, 0] >= 0]
+            used_T[vector_bM.numpy()] = True
     return used_T
 
 
 class Matches(NamedTuple):
-    """The match records of relevant pairs, pair after pair.
+    """Match records of relevant pairs, concatenated over P pairs to R records.
 
     Attributes:
-        scores: (P,) the late score of each pair.
-        document: (R,) positions of the vectors that match best.
-        query: (R,) positions of the query tokens.
-        similarity: (R,)
-        vectors: (R,) the matched vectors' places among all that are stored.
+        scores: MaxSim score of each pair (P,).
+        document: Position of the best-matching vector (R,).
+        query: Position of the query token (R,).
+        similarity: Similarity of the match (R,).
+        vectors: Index of the matched vector among all stored vectors (R,).
     """
 
     scores: np.ndarray
@@ -124,12 +125,12 @@ class Matches(NamedTuple):
 def match_pairs(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sequence[np.ndarray]
 ) -> Matches:
-    """Returns the match records of each query with some items.
+    """Returns the match records of each query with its items.
 
     Args:
         queries: Token vectors (M, D) of each query.
         packed: Stored vectors of the items.
-        rows: For each query the rows of items that have vectors, ascending (P,).
+        rows: Ascending rows (P,) of the items of each query; the items must have vectors.
     """
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
@@ -145,8 +146,8 @@ def match_pairs(
                     (token_bM + starts).flatten().numpy(),
                 )
             )
-    nothing = (np.empty(0), *([np.empty(0, np.int64)] * 2), np.empty(0), np.empty(0, np.int64))
-    return Matches(*(np.concatenate(column) for column in zip(nothing, *parts, strict=True)))
+    empty = (np.empty(0), *([np.empty(0, np.int64)] * 2), np.empty(0), np.empty(0, np.int64))
+    return Matches(*(np.concatenate(column) for column in zip(empty, *parts, strict=True)))
 
 
 def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
@@ -154,14 +155,15 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
 
         S[p, i] = (sum of the maximum similarities of the records at (p, i)) / (records at i)
 
-    The mean over query positions is the profile that the paper's Figure 3 draws.
+    The mean over query positions is the profile in Figure 3 of the paper.
 
     Args:
         matches: Match records of the pairs.
         num_positions: Number of vectors of the longest item among the pairs.
 
     Returns:
-        (document positions, query positions) float64; the columns are those with a record.
+        (document positions, query positions) float64, with one column per query position up to the
+        last that has a record.
     """
     num_queries = int(matches.query.max()) + 1 if len(matches.query) else 0
     strength = np.zeros((num_positions, num_queries))
@@ -170,10 +172,11 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
 
 
 def coefficient_of_variation(strengths: np.ndarray) -> float | None:
-    """CV = sigma / mu x 100 of matching strengths (AGC, section 6.5): lower is more even.
+    """Computes CV = sigma / mu x 100 of matching strengths (AGC, section 6.5); lower is more even.
 
-    The standard deviation is that of the whole (divided by n). Strengths are sums of similarities
-    and can be negative, where neither measure of evenness is defined: they count as 0.
+    The standard deviation is that of the population (divided by n). Strengths are sums of
+    similarities and can be negative. Neither CV nor Gini is defined there, so negative strengths
+    count as 0.
 
     Returns:
         None if no strength is positive.
@@ -187,12 +190,12 @@ def coefficient_of_variation(strengths: np.ndarray) -> float | None:
 
 
 def gini(strengths: np.ndarray) -> float | None:
-    """The Gini coefficient of matching strengths (AGC, section 6.5): 0 is even, 1 is one for all.
+    """Computes the Gini coefficient of matching strengths (AGC, section 6.5), from 0 (even) to 1.
 
         G = 2 (sum over i of i x_i) / (n (sum of x_i)) - (n + 1) / n,  x ascending, i from 1
 
-    The paper prints the numerator as a sum of x_i squared, which depends on the unit of x; the
-    standard formula, which it is but for that, is meant. Negative strengths count as 0.
+    The paper prints the numerator as a sum of squared x_i, which would depend on the unit of x;
+    this is the standard formula. Negative strengths count as 0.
 
     Returns:
         None if no strength is positive.
@@ -208,14 +211,15 @@ def gini(strengths: np.ndarray) -> float | None:
     return float(2 * (ranks * ascending).sum() / (size * total) - (size + 1) / size)
 
 
-class Likeness(NamedTuple):
-    """How similar the vectors of an item are to each other, mean over items.
+class TokenSimilarity(NamedTuple):
+    """Similarity between the vectors of an item, averaged over items.
 
     Attributes:
-        map: (rows, rows) mean cosine between positions; of items longer than `MAX_ROWS` between
-            runs of neighbouring positions, pairs of a vector with itself counted.
-        mean: over all pairs of two vectors of an item, mean over items; None without such pairs.
-        num_items: how many items were looked at.
+        map: Mean cosine between positions (rows, rows), including each vector with itself. In items
+            longer than `MAX_ROWS`, a row is a run of adjacent positions.
+        mean: Mean over all pairs of different vectors of an item, averaged over items; None without
+            such pairs.
+        num_items: Number of items averaged over.
     """
 
     map: np.ndarray
@@ -225,16 +229,16 @@ class Likeness(NamedTuple):
 
 def inter_token_similarity(
     packed: PackedVectors, rows: np.ndarray, max_items: int = MAX_ITEMS, seed: int = 0
-) -> Likeness:
+) -> TokenSimilarity:
     """Averages the cosines between the vectors of an item over items, by position (AGC, 6.5).
 
-    A sum over pairs of two runs of positions is the product of the runs' sums, so the memory is
-    that of one item, however long it is.
+    The sum over all pairs from two runs of positions is the product of the sums of the runs, so the
+    memory is that of one item, however long it is.
 
     Args:
         packed: Stored vectors of the items.
-        rows: Rows of the items that take part; those without vectors are ignored.
-        max_items: Maximum number of items; of more items a random sample is used.
+        rows: Rows of the evaluated items; those without vectors are ignored.
+        max_items: Maximum number of items; of more items, a random sample is used.
         seed: Seed of the sample.
     """
     rows = rows[packed.lengths[rows].numpy() > 0]
@@ -253,46 +257,48 @@ def inter_token_similarity(
         count_R = np.bincount(bin_N.numpy(), minlength=num_rows)
         counts += np.outer(count_R, count_R)
         if num_vectors > 1:
-            whole = float(vectors_ND.sum(dim=0).square().sum())
-            own = float(vectors_ND.square().sum())
-            means.append((whole - own) / (num_vectors * (num_vectors - 1)))
+            all_pairs = float(vectors_ND.sum(dim=0).square().sum())
+            diagonal = float(vectors_ND.square().sum())
+            means.append((all_pairs - diagonal) / (num_vectors * (num_vectors - 1)))
     mean = float(np.mean(means)) if means else None
-    return Likeness(sums / np.maximum(counts, 1), mean, len(rows))
+    return TokenSimilarity(sums / np.maximum(counts, 1), mean, len(rows))
 
 
-def profile(strength: np.ndarray, max_bars: int = MAX_BARS) -> list[float]:
-    """The mean over query positions of each position's strength, and of neighbours if many.
+def strength_profile(strength: np.ndarray, max_bars: int = MAX_BARS) -> list[float]:
+    """Returns the mean strength of each position, or of runs of adjacent positions.
 
-    >>> profile(np.array([[1.0, 3.0], [0.0, 0.0], [4.0, 4.0]]), max_bars=2)
+    >>> strength_profile(np.array([[1.0, 3.0], [0.0, 0.0], [4.0, 4.0]]), max_bars=2)
     [1.0, 4.0]
     """
     strengths = strength.mean(axis=1) if strength.size else np.zeros(len(strength))
     bars = min(len(strengths), max_bars)
-    place = np.arange(len(strengths)) * bars // max(1, len(strengths))
-    sums = np.bincount(place, weights=strengths, minlength=bars)
-    return (sums / np.maximum(np.bincount(place, minlength=bars), 1)).tolist()
+    bar_N = np.arange(len(strengths)) * bars // max(1, len(strengths))
+    sums = np.bincount(bar_N, weights=strengths, minlength=bars)
+    return (sums / np.maximum(np.bincount(bar_N, minlength=bars), 1)).tolist()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the diagnostics say of one representation.
+    """Diagnostics of one representation.
 
     Attributes:
-        full: the representation of the full tokens that retention is of; empty: there is none.
-        pairs: by query id, (score, full score) of each pair with a relevant item; without full
-            tokens there are none.
-        num_missing: relevant pairs left out because this representation lacks the item's vectors.
-        used: share of the stored vectors that are the best match of any query token, over all pairs
-            of a query and an item.
-        used_relevant: the same over relevant pairs, of the vectors of their items (AGC's).
-        cv: coefficient of variation of the matching strengths; None if nothing matches.
-        gini: their Gini coefficient.
-        num_positions: the length of the longest item among the relevant pairs.
-        strengths: the matching strength of each position, of neighbouring ones together if there
-            are more than `MAX_BARS`.
-        similarity: the similarity map between positions.
-        similarity_mean: the mean similarity of two vectors of an item.
-        num_sampled: how many items the similarities are of.
+        full: Uncompressed representation that retention is relative to; empty without one.
+        pairs: (score, uncompressed score) of each relevant pair, by query id; empty without an
+            uncompressed representation.
+        num_missing: Number of relevant pairs left out because the item has no vectors in this
+            representation.
+        used: Fraction of the stored vectors that are the best match of any query token, over all
+            pairs of a query and an item.
+        used_relevant: The same fraction over relevant pairs and the vectors of their items, as in
+            AGC.
+        cv: Coefficient of variation of the matching strengths; None if nothing matches.
+        gini: Gini coefficient of the matching strengths; None if nothing matches.
+        num_positions: Length of the longest item among the relevant pairs.
+        strengths: Matching strength of each position; adjacent positions are averaged beyond
+            `MAX_BARS`.
+        similarity: Similarity map between positions.
+        similarity_mean: Mean similarity of two vectors of an item.
+        num_sampled: Number of items that the similarities are averaged over.
     """
 
     full: str
@@ -309,15 +315,15 @@ class Diagnosis:
     num_sampled: int
 
     def retention(self, query_ids: Sequence[str] | None = None) -> Retention | None:
-        """The score retention, of all queries or of some."""
+        """Returns the score retention over all queries, or over some of them."""
         wanted = self.pairs if query_ids is None else query_ids
         return score_retention([pair for q in wanted for pair in self.pairs.get(q, ())])
 
 
 def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """The mean over the seeds of a method.
+    """Returns the mean over the seeds of a method.
 
-    Retention is linear in a pair's score, so the mean of the scores has the mean retention.
+    Retention is linear in the score of a pair, so the mean scores have the mean retention.
     """
     first, *others = diagnoses
 
@@ -326,12 +332,12 @@ def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         return float(np.mean(values)) if values else None
 
     def mean_list(name: str) -> list:
-        """Of equally many numbers; a seed that stores another number of vectors is left out."""
+        """Averages the lists that are as long as the first one."""
         lists = [getattr(d, name) for d in diagnoses]
         lists = [values for values in lists if len(values) == len(lists[0])]
         return np.mean(lists, axis=0).tolist()
 
-    in_all = [
+    common_ids = [
         query_id
         for query_id, pairs in first.pairs.items()
         if all(len(other.pairs.get(query_id, ())) == len(pairs) for other in others)
@@ -340,7 +346,7 @@ def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         full=first.full,
         pairs={
             query_id: np.mean([d.pairs[query_id] for d in diagnoses], axis=0).tolist()
-            for query_id in in_all
+            for query_id in common_ids
         },
         num_missing=max(d.num_missing for d in diagnoses),
         **{name: mean(name) for name in ("used", "used_relevant", "cv", "gini")},

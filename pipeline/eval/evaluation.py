@@ -1,4 +1,4 @@
-"""Evaluates the representations of an index under each score on one benchmark."""
+"""Evaluation of the representations of an index, under each score, on one benchmark."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
 from pipeline.eval import JudgedQueries, bm25
-from pipeline.eval.cells import Cell, Cells, Diagnosed, Grounded
+from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
 from pipeline.eval.diagnostics import Diagnosis
-from pipeline.eval.example_selection import Pictures, choose, compared, describe
+from pipeline.eval.document_categories import queries_by_document_category
+from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
 from pipeline.eval.examples import Examples
 from pipeline.eval.grounding import (
-    Generated,
+    GeneratedPhrases,
     Grounder,
     Phrase,
     check_phrases,
     generate_phrases,
     read_phrases,
 )
-from pipeline.eval.kinds import queries_by_kind
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import write_run
 from pipeline.eval.plan import Row, planned_rows
@@ -41,9 +41,9 @@ from pipeline.eval.results import (
     SINGLE,
     Evaluation,
     Result,
-    in_order,
     merge_seeds,
     method_name,
+    sort_results,
 )
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.filters import filtering
@@ -54,19 +54,19 @@ from pipeline.registry import BENCHMARKS, COMPRESSORS
 from pipeline.search.searcher import Searcher, open_index
 from pipeline.version import __version__
 
-#: Number of seeds of random pruning, as in SAP's appendix C.
+#: Recommended number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
 
 
 def run(
-    spec: EvaluateSpec, say: Callable[[str], None], pictures: Pictures | None = None
+    spec: EvaluateSpec, report: Callable[[str], None], draw_hit: DrawHit | None = None
 ) -> Evaluation:
-    """Evaluates rows that are not cached in the output folder, and writes their runs there.
+    """Evaluates rows that are not cached in the output folder, and writes their runs to it.
 
     Args:
         spec: Spec of the evaluation.
-        say: Function that reports a line of progress.
-        pictures: Draws the images of a hit in the examples, see `Pictures`.
+        report: Function that reports a line of progress.
+        draw_hit: Function that draws the images of a hit in the examples; see `DrawHit`.
 
     Raises:
         SpecError: The benchmark, the index or a representation is missing or invalid.
@@ -80,60 +80,62 @@ def run(
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
     ranker = Ranker(spec, judged, searcher)
-    notes = list(_left_out(spec, judged, searcher.index))
+    notes = list(_benchmark_notes(spec, judged, searcher.index))
     plan = list(planned_rows(spec, searcher))
     if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
-        notes.append(f"no item has a {spec.text}: there is no row of BM25")
+        notes.append(f"no BM25 row: no item has a {spec.text}")
     for row in plan:
-        if row.rerank is not None:  # before any row is scored
+        if row.rerank is not None:  # fails before any row is scored
             ranker.reranker(row.rerank)
     for line in notes:
-        say(line)
+        report(line)
 
-    by_kind = {}
+    document_categories = {}
     if spec.kinds is not None:
-        by_kind = queries_by_kind(searcher.index, judged, spec.kinds, spec.judged, spec.filter)
+        document_categories = queries_by_document_category(
+            searcher.index, judged, spec.kinds, spec.judged, spec.filter
+        )
     phrases = _phrases(spec, searcher, plan)
-    if isinstance(spec.grounding, Generated) and len(phrases) < spec.grounding.num_phrases:
-        notes.append(f"grounding: {len(phrases)} phrases found in the items' texts")
-        say(notes[-1])
+    if isinstance(spec.grounding, GeneratedPhrases) and len(phrases) < spec.grounding.num_phrases:
+        notes.append(f"grounding: {len(phrases)} phrases found in the texts of the items")
+        report(notes[-1])
     grounder = Grounder(searcher, phrases)
 
     samples = _Samples(searcher.index, spec.filter)
     headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
-    cells = Cells(spec.output)
+    cache = Cache(spec.output)
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):
         key = ranker.key(row)
-        cell = cells.read(key, Cell)
-        speed = "(as before)"
-        if cell is None:
-            cell = ranker.cell(row)
-            cells.write(key, cell)
-            speed = f"{cell.queries_per_second:,.0f} queries/s"
-        result = replace(_result(searcher, row, cell), weights=ranker.weights(row.score))
+        entry = cache.read(key, CachedResult)
+        speed = "(cached)"
+        if entry is None:
+            entry = ranker.measure(row)
+            cache.write(key, entry)
+            speed = f"{entry.queries_per_second:,.0f} queries/s"
+        result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
         if spec.diagnostics and result.score == "late":
-            result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cells))
+            result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
         if phrases and result.score == "late":
-            numbers = _grounding(searcher.index, grounder, phrases, row.representation, cells)
-            result = replace(result, grounding=numbers)
+            metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
+            result = replace(result, grounding=metrics)
         if row.score in ("late", "hybrid"):
             result = replace(result, fitted=samples.fitted(row.representation))
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
-        write_run(run_file, cell.rankings, result.name)
+        write_run(run_file, entry.rankings, result.name)
         quality = f"{headline} {result.means[headline]:.4f}"
-        say(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
+        report(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
-    results = in_order(merge_seeds(results))
-    for line in _remarks(results):
+    results = sort_results(merge_seeds(results))
+    for line in _result_notes(results):
         notes.append(line)
-        say(line)
+        report(line)
     evaluation = Evaluation(
         spec=dump(spec),
         headline=headline,
@@ -143,57 +145,61 @@ def run(
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
         results=results,
-        kinds=by_kind,
+        kinds=document_categories,
         categories=judged.categories,
     )
-    examples = _examples(evaluation, judged, searcher, ranker, cells, keys, pictures)
+    examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
 
 
 class _Samples:
-    """Compares the samples that representations were fitted on with the evaluated items."""
+    """Overlap between the samples that representations were fitted on and the evaluated items."""
 
     def __init__(self, index: Index, filter: str | None):
         self._index, self._filter = index, filter
 
     def fitted(self, representation: str) -> dict[str, Any]:
-        """Returns what a representation was fitted on, see `Result.fitted`."""
+        """Describes the sample that a representation was fitted on; see `Result.fitted`."""
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
         sample = stored_sample(self._index.uri, info)
         if sample is None:
             return {"num_items": None, "evaluated": None, "origin": {}}
-        number = int(np.isin(sample.items_N, self._evaluated_N).sum())
-        return {"num_items": len(sample.items_N), "evaluated": number, "origin": sample.origin}
+        num_evaluated = int(np.isin(sample.items_N, self._evaluated_N).sum())
+        return {
+            "num_items": len(sample.items_N),
+            "evaluated": num_evaluated,
+            "origin": sample.origin,
+        }
 
     @functools.cached_property
     def _evaluated_N(self) -> np.ndarray:
-        """(N,) uint64 hashes of the evaluated items."""
+        """Content hashes of the evaluated items (N,) uint64."""
         batches = self._index.batches(CONTENT, filter=self._filter)
         return np.concatenate([np.zeros(0, np.uint64), *map(content_hashes, batches)])
 
 
-def _diagnosis(ranker: Ranker, representation: str, cells: Cells) -> Diagnosis:
-    """Returns the diagnosis of a representation, from the cache if nothing changed."""
+def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
+    """Returns the diagnosis of a representation, cached if its inputs are unchanged."""
     key = ranker.diagnosis_key(representation)
-    kept = cells.read(key, Diagnosed)
-    if kept is None:
-        kept = Diagnosed(diagnosis=ranker.diagnosis(representation))
-        cells.write(key, kept)
-    return kept.diagnosis
+    entry = cache.read(key, CachedDiagnosis)
+    if entry is None:
+        entry = CachedDiagnosis(diagnosis=ranker.diagnosis(representation))
+        cache.write(key, entry)
+    return entry.diagnosis
 
 
 def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
-    """Returns the phrases to ground, if the spec asks for grounding.
+    """Returns the phrases to ground; none if the spec does not ask for grounding.
 
     Raises:
-        SpecError: They are invalid, or their items are missing or have no regions.
+        SpecError: The phrases are invalid, or their items are missing or have no regions.
     """
     if spec.grounding is None:
         return []
     names = [row.representation for row in plan if row.score == "late"]
-    if isinstance(spec.grounding, Generated):
+    if isinstance(spec.grounding, GeneratedPhrases):
         return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
     phrases = read_phrases(spec.grounding)
     check_phrases(phrases, searcher.index, names)
@@ -201,50 +207,49 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
 
 
 def _grounding(
-    index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cells: Cells
+    index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cache: Cache
 ) -> dict[str, float]:
-    """Returns the grounding of a representation, from the cache if nothing changed."""
+    """Returns the grounding metrics of a representation, cached if its inputs are unchanged."""
     columns = grounder.columns(name)
     if columns is None:
         return {}
     info = index.representation(name)
-    key = Cells.key(
+    key = cache_key(
         grounding=phrases,
         content=index.content_key(["item_id", *columns]),
         made=fitting_key(info),
     )
-    kept = cells.read(key, Grounded)
-    if kept is None:
-        kept = Grounded(numbers=grounder.measure(name))
-        cells.write(key, kept)
-    return kept.numbers
+    entry = cache.read(key, CachedGrounding)
+    if entry is None:
+        entry = CachedGrounding(numbers=grounder.measure(name))
+        cache.write(key, entry)
+    return entry.numbers
 
 
-def _remarks(results: Sequence[Result]) -> Iterator[str]:
+def _result_notes(results: Sequence[Result]) -> Iterator[str]:
     """Yields notes on missing diagnostics, and on rows with few seeds."""
     late = [result for result in results if result.score == "late"]
     ungrounded = [result.representation for result in late if not result.grounding]
     if len(ungrounded) < len(late) and ungrounded:
-        yield f"no grounding for {', '.join(ungrounded)}: they store no support, or no places"
+        yield f"no grounding for {', '.join(ungrounded)}: no stored assignments or regions"
     diagnosed = [(result, result.diagnosis) for result in results if result.diagnosis]
     if without := [result.representation for result, diagnosis in diagnosed if not diagnosis.full]:
         yield (
-            f"no OSR for {', '.join(without)}: the index has no full tokens (compressor none) "
-            "of the encoder, or their scores are no share of a cosine"
+            f"no OSR for {', '.join(without)}: the index has no uncompressed representation "
+            "(compressor none) of the encoder, or the scores are not comparable with a cosine"
         )
     retentions = [result.retention for result, _ in diagnosed if result.retention]
     if most := max((retention.num_left_out for retention in retentions), default=0):
         yield (
-            f"{most} relevant pairs have a negative score with the full tokens and are left out of "
-            "OSR"
+            f"up to {most} relevant pairs are left out of OSR: their uncompressed score is negative"
         )
     if missing := max((diagnosis.num_missing for _, diagnosis in diagnosed), default=0):
-        yield f"up to {missing} relevant pairs are left out of diagnoses: the item has no vectors"
+        yield f"up to {missing} relevant pairs are left out of diagnostics: the item has no vectors"
     random = [result for result in results if result.is_random and result.score == "late"]
     few = {r.representation: len(r.seeds) for r in random if len(r.seeds) < NUM_SEEDS}
     if few:
-        shown = ", ".join(f"{name}: {number}" for name, number in few.items())
-        yield f"random stands for fewer than {NUM_SEEDS} seeds ({shown})"
+        counts = ", ".join(f"{name}: {number}" for name, number in few.items())
+        yield f"random pruning was measured with fewer than {NUM_SEEDS} seeds ({counts})"
 
 
 def _examples(
@@ -252,34 +257,34 @@ def _examples(
     judged: JudgedQueries,
     searcher: Searcher,
     ranker: Ranker,
-    cells: Cells,
+    cache: Cache,
     keys: dict[str, str],
-    pictures: Pictures | None,
+    draw_hit: DrawHit | None,
 ) -> Examples:
-    """Returns the example queries, from the cache if everything they depend on is unchanged."""
-    shown = compared(evaluation)
-    key = Cells.key(
+    """Returns the example queries, cached if their inputs are unchanged."""
+    shown = compared_rows(evaluation)
+    key = cache_key(
         rows=keys,
         shown=[result.name for result in shown],
         texts=searcher.index.content_key(["title", "text"]),
-        pictures=pictures and f"{pictures.__module__}.{pictures.__qualname__}",
+        pictures=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
     )
-    examples = cells.read(key, Examples)
+    examples = cache.read(key, Examples)
     if examples is None:
-        chosen = choose(evaluation, shown)
+        chosen = select_queries(evaluation, shown)
         hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
         rankings = {}
         for name in hits:
-            cell = cells.read(keys[name], Cell)
-            assert cell is not None, "every row of this run is in the cache"
-            rankings[name] = cell.rankings
-        examples = describe(evaluation, judged, searcher, chosen, hits, rankings, pictures)
-        cells.write(key, examples)
+            entry = cache.read(keys[name], CachedResult)
+            assert entry is not None, "every row of this run is in the cache"
+            rankings[name] = entry.rankings
+        examples = build_examples(evaluation, judged, searcher, chosen, hits, rankings, draw_hit)
+        cache.write(key, examples)
     return examples
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of this software, its dependencies and the platform."""
+    """Returns the versions of Maxray, its main dependencies and the platform."""
     packages = {"torch": "torch", "lance": "pylance", "ray": "ray", "transformers": "transformers"}
     return {
         "maxray": __version__,
@@ -288,8 +293,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
-    measured = cell.model_dump(exclude={"rankings"})
+def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
+    measured = entry.model_dump(exclude={"rankings"})
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
@@ -297,25 +302,33 @@ def _result(searcher: Searcher, row: Row, cell: Cell) -> Result:
     if row.score == SINGLE and info.pooled_column is not None:
         return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
     compressor = info.compressor
-    with contextlib.suppress(SpecError):  # settings that are newer than the index have defaults
+    with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
         compressor = dump(COMPRESSORS.resolve(compressor))
     method = method_name(compressor, info.codec, info.field)
     budget = compressor.get("num_vectors")
-    named = row.representation, method, budget, row.score, encoder
-    return Result(*named, **measured, compressor=compressor, codec=info.codec)
+    return Result(
+        row.representation,
+        method,
+        budget,
+        row.score,
+        encoder,
+        **measured,
+        compressor=compressor,
+        codec=info.codec,
+    )
 
 
-def _reranked(result: Result, second: RerankSpec) -> Result:
-    """Returns the row of a reranker, given that of its first stage measured with it."""
-    how = {
-        "model": second.model,
-        "pool": second.rerank_depth,
-        "add_first_stage": second.add_first_stage,
-        "precision": second.precision,
+def _reranked(result: Result, spec: RerankSpec) -> Result:
+    """Returns the row of a reranker, given the measurements under its first stage's name."""
+    settings = {
+        "model": spec.model,
+        "pool": spec.rerank_depth,
+        "add_first_stage": spec.add_first_stage,
+        "precision": spec.precision,
     }
     return replace(
         result,
-        representation=second.row,
+        representation=spec.row,
         method=EDJE,
         score=EDJE,
         num_vectors=None,
@@ -323,7 +336,7 @@ def _reranked(result: Result, second: RerankSpec) -> Result:
         codec={"name": "float16"},
         weights=None,
         first_stage=result.name,
-        rerank=how,
+        rerank=settings,
     )
 
 
@@ -331,7 +344,7 @@ def _count(index: Index, filter: str | None) -> int:
     """Returns the number of evaluated items.
 
     Raises:
-        SpecError: The filter is invalid or selects no item.
+        SpecError: The filter is invalid or matches no item.
     """
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
@@ -340,7 +353,7 @@ def _count(index: Index, filter: str | None) -> int:
     return number
 
 
-def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
+def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
     """Yields notes on queries and relevant documents that are left out.
 
     Raises:
@@ -360,9 +373,9 @@ def _left_out(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterat
     if not relevant:
         rule = "a benchmark with a grade above 0 for at least one query"
         raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
-    hopeless = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
-    if hopeless:
-        yield f"{hopeless} queries have no relevant document and score 0 in every row"
+    num_without = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
+    if num_without:
+        yield f"{num_without} queries have no relevant document and score 0 in every row"
     indexed = set()
     column = f"{spec.judged}_id"
     for batch in index.batches([column], filter=spec.filter):

@@ -1,4 +1,4 @@
-"""Selects example queries: where compression lost, where it won, and where every row fails."""
+"""Selection of example queries: losses and gains by compression, and failures of all rows."""
 
 from __future__ import annotations
 
@@ -6,81 +6,95 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.eval import JudgedQueries
-from pipeline.eval.examples import MARKS, Document, Example, Examples, Picture, Why
-from pipeline.eval.results import Evaluation, Result, differences
+from pipeline.eval.examples import (
+    HIGHLIGHT_DELIMITERS,
+    Document,
+    Example,
+    Examples,
+    HitImage,
+    Reason,
+)
+from pipeline.eval.results import Evaluation, Result, query_differences
 from pipeline.index.reader import Index, quote
 from pipeline.schema import Hit
 from pipeline.search.explain import highlights, snippet
 from pipeline.search.searcher import Searcher
 
-#: Draws a hit: (searcher, query text, hit, representation) -> captions and PNG files. A function
-#: with a name: under another name it draws the examples anew, else they are kept.
-Pictures = Callable[[Searcher, str, Hit, str], list[tuple[str, bytes]]]
+#: Function that draws a hit: (searcher, query text, hit, representation) -> captions and PNG files.
+#: Its qualified name is part of the cache key of the examples.
+DrawHit = Callable[[Searcher, str, Hit, str], list[tuple[str, bytes]]]
 
-#: How many examples of a kind there are at most, and hits and judged documents of each.
-NUM_DIFFERENT, NUM_FAILED, NUM_HITS, NUM_JUDGED = 3, 2, 3, 5
-#: A query fails if no row reaches this much of the headline measure on it.
-FAILED = 0.2
+#: Maximum number of examples that lost, that won and that failed, and of hits and judged documents
+#: per example.
+NUM_CHANGED, NUM_FAILED, NUM_HITS, NUM_JUDGED = 3, 2, 3, 5
+#: A query fails if the headline metric of every row is below this value.
+FAILURE_THRESHOLD = 0.2
 
 
-def compared(evaluation: Evaluation) -> list[Result]:
-    """The rows whose hits are shown: a compressed one after the reference that it is held against.
+def compared_rows(evaluation: Evaluation) -> list[Result]:
+    """Returns the rows whose hits are shown: the reference, then a compressed row.
 
-    It is the cheapest that keeps the quality of the full tokens, else the best. Without a
-    compressed row the best of token vectors stands alone; without token vectors there is none.
+    The compressed row is the cheapest that retains the quality of the uncompressed rows, or else
+    the best. Without compressed rows, it is the best multi-vector row alone.
     """
     tokens = [result for result in evaluation.results if result.score in ("late", "hybrid")]
     compressed = [result for result in tokens if result.is_compressed]
-    shown = evaluation.frugal(compressed) or evaluation.best(compressed)
+    shown = evaluation.cheapest(compressed) or evaluation.best(compressed)
     if shown is None:
         best = evaluation.best(tokens)
         return [] if best is None else [best]
-    reference = evaluation.of(evaluation.standing(shown).reference)
+    reference = evaluation.row(evaluation.comparison(shown).reference)
     return [shown] if reference is shown else [reference, shown]
 
 
-def choose(evaluation: Evaluation, shown: list[Result]) -> dict[str, Why]:
-    """The queries to show and why: most lost first, then most won, then those that all fail."""
-    chosen: dict[str, Why] = {}
+def select_queries(evaluation: Evaluation, shown: list[Result]) -> dict[str, Reason]:
+    """Selects the queries with the largest losses, the largest gains, and failures of all rows.
+
+    Returns:
+        The reason of each selection, by query id.
+    """
+    chosen: dict[str, Reason] = {}
     if len(shown) == 2:
         reference, compressed = shown
-        gains = differences(compressed, reference, evaluation.headline).tolist()
+        gains = query_differences(compressed, reference, evaluation.headline).tolist()
         by_gain = sorted(zip(gains, compressed.values, strict=True), key=lambda pair: pair[0])
-        lost = [query_id for gain, query_id in by_gain if gain < 0][:NUM_DIFFERENT]
-        won = [query_id for gain, query_id in reversed(by_gain) if gain > 0][:NUM_DIFFERENT]
+        lost = [query_id for gain, query_id in by_gain if gain < 0][:NUM_CHANGED]
+        won = [query_id for gain, query_id in reversed(by_gain) if gain > 0][:NUM_CHANGED]
         chosen = {**dict.fromkeys(lost, "lost"), **dict.fromkeys(won, "won")}
     if shown:
         best = {
-            query_id: max(evaluation.value(r.name, query_id) for r in evaluation.results)
+            query_id: max(evaluation.value(row.name, query_id) for row in evaluation.results)
             for query_id in shown[0].values
             if query_id not in chosen
         }
         failed = [
-            query_id for query_id in sorted(best, key=best.__getitem__) if best[query_id] < FAILED
+            query_id
+            for query_id in sorted(best, key=best.__getitem__)
+            if best[query_id] < FAILURE_THRESHOLD
         ]
         chosen |= dict.fromkeys(failed[:NUM_FAILED], "failed")
     return chosen
 
 
-def describe(
+def build_examples(
     evaluation: Evaluation,
     judged: JudgedQueries,
     searcher: Searcher,
-    chosen: Mapping[str, Why],
+    chosen: Mapping[str, Reason],
     hits: Mapping[str, list[list[Hit]]],
     rankings: Mapping[str, Mapping[str, Mapping[str, float]]],
-    pictures: Pictures | None,
+    draw_hit: DrawHit | None,
 ) -> Examples:
-    """Returns everything that the chosen examples show.
+    """Builds the examples of a report.
 
     Args:
         evaluation: Evaluation that the examples belong to.
         judged: Queries and their relevance judgments.
         searcher: Searcher of the evaluated index.
-        chosen: Ids of the chosen queries, with the reason for each choice.
-        hits: Best hits of each chosen query, by the name of a compared row.
+        chosen: Ids of the selected queries, with the reason of each.
+        hits: Best hits of each selected query, by the name of a compared row.
         rankings: Scores by document id, best first, by row name and query id.
-        pictures: Function that draws the best hit of each compared row; None to draw nothing.
+        draw_hit: Function that draws the best hit of each compared row; None to draw nothing.
     """
     id_column = f"{evaluation.spec['judged']}_id"
     best_grades = {
@@ -90,21 +104,21 @@ def describe(
     wanted = {document_id for grades in best_grades.values() for document_id, _ in grades}
     texts = _texts(searcher.index, id_column, wanted)
     examples = []
-    for place, (query_id, why) in enumerate(chosen.items()):
+    for i, (query_id, reason) in enumerate(chosen.items()):
         query, grades = judged.queries[query_id], judged.qrels[query_id]
         ranks = {name: _ranks(rankings[name][query_id]) for name in hits}
         found: dict[str, list[Document]] = {}
-        for name, of_queries in hits.items():
+        for name, row_hits in hits.items():
             found[name] = []
-            for hit in of_queries[place]:
-                drawn = []
-                if pictures is not None and hit.rank == 1:
-                    drawn = pictures(searcher, query, hit, evaluation.of(name).representation)
-                shown = getattr(hit, id_column), hit.title or "", _matched(hit)
-                found[name].append(_document(*shown, grades, ranks, drawn))
+            for hit in row_hits[i]:
+                images = []
+                if draw_hit is not None and hit.rank == 1:
+                    images = draw_hit(searcher, query, hit, evaluation.row(name).representation)
+                text = getattr(hit, id_column), hit.title or "", _best_passage(hit)
+                found[name].append(_document(*text, grades, ranks, images))
         examples.append(
             Example(
-                why=why,
+                why=reason,
                 query_id=query_id,
                 query=query,
                 values={name: evaluation.value(name, query_id) for name in hits},
@@ -125,35 +139,38 @@ def _ranks(ranking: Mapping[str, float]) -> dict[str, int]:
 def _document(
     document_id: str,
     title: str,
-    shown: str,
+    snippet: str,
     grades: Mapping[str, int],
     ranks: Mapping[str, Mapping[str, int]],
-    pictures: Sequence[tuple[str, bytes]] = (),
+    images: Sequence[tuple[str, bytes]] = (),
 ) -> Document:
     return Document(
         document_id=document_id,
         title=title,
-        snippet=shown,
+        snippet=snippet,
         grade=grades.get(document_id),
-        ranks={name: of_documents.get(document_id) for name, of_documents in ranks.items()},
-        pictures=[Picture(caption=c, png=base64.b64encode(png).decode()) for c, png in pictures],
+        ranks={name: row_ranks.get(document_id) for name, row_ranks in ranks.items()},
+        pictures=[HitImage(caption=c, png=base64.b64encode(png).decode()) for c, png in images],
     )
 
 
 def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, str]]:
-    """Title and beginning of the text of documents, by id; of a parent those of its first item."""
+    """Returns the title and the beginning of the text by document id.
+
+    A parent has those of its first item.
+    """
     texts: dict[str, tuple[str, str]] = {}
     if ids:
         filter = f"{id_column} IN ({', '.join(map(quote, sorted(ids)))})"
         for batch in index.batches([id_column, "title", "text"], filter=filter):
             for row in batch.to_pylist():
                 title, text = row["title"] or "", row["text"] or ""
-                shown = snippet(text.removeprefix(title).lstrip(), [])
-                texts.setdefault(row[id_column], (title, shown))
+                beginning = snippet(text.removeprefix(title).lstrip(), [])
+                texts.setdefault(row[id_column], (title, beginning))
     return texts
 
 
-def _matched(hit: Hit) -> str:
-    """Returns the stretch of the hit's text with its best passage, the matched words marked."""
+def _best_passage(hit: Hit) -> str:
+    """Returns the best passage of a hit's text, with delimiters around the matched words."""
     spans = highlights(hit.passages[0]) if hit.passages else []
-    return snippet(hit.text or "", spans, marks=MARKS)
+    return snippet(hit.text or "", spans, marks=HIGHLIGHT_DELIMITERS)

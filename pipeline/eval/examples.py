@@ -1,30 +1,34 @@
-"""Example queries of a report: their judged documents, and the hits of the compared rows."""
+"""Example queries of a report, with their judged documents and the hits of the compared rows."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.eval.cells import Kept
+from pipeline.eval.cache import CacheEntry
 
-#: Delimiters of matched words: `snippet` has removed control characters from texts.
-MARKS = ("\x02", "\x03")
-Why = Literal["lost", "won", "failed"]
+#: Delimiters of matched words; `snippet` removes control characters from texts.
+HIGHLIGHT_DELIMITERS = ("\x02", "\x03")
+Reason = Literal["lost", "won", "failed"]
 
 
-class Picture(Kept):
-    """An image of a hit: PNG in base64."""
+class HitImage(CacheEntry):
+    """Image of a hit.
+
+    Attributes:
+        png: PNG file in base64.
+    """
 
     caption: str
     png: str
 
 
-class Document(Kept):
-    """A document of an example.
+class Document(CacheEntry):
+    """Document of an example.
 
     Attributes:
-        snippet: The best passage, with matched words between `MARKS`.
-        grade: The judged grade; None if the document was not judged for this query.
-        ranks: Its rank by compared row; None below the depth of the runs.
+        snippet: Best passage, with `HIGHLIGHT_DELIMITERS` around matched words.
+        grade: Grade of the document; None if it was not judged for the query.
+        ranks: Rank of the document, by compared row; None if it is not in the run.
     """
 
     document_id: str
@@ -32,18 +36,19 @@ class Document(Kept):
     snippet: str
     grade: int | None
     ranks: dict[str, int | None]
-    pictures: list[Picture]
+    pictures: list[HitImage]
 
 
-class Example(Kept):
+class Example(CacheEntry):
     """One query with its judged documents and the hits of the compared rows.
 
     Attributes:
-        values: The headline measure, by row.
-        hits: The best hits, by row.
+        why: Reason for the selection of the query.
+        values: Headline metric, by row.
+        hits: Best hits, by row.
     """
 
-    why: Why
+    why: Reason
     query_id: str
     query: str
     values: dict[str, float]
@@ -51,7 +56,7 @@ class Example(Kept):
     hits: dict[str, list[Document]]
 
 
-class Examples(Kept):
-    """The examples of one evaluation, as they are cached."""
+class Examples(CacheEntry):
+    """Examples of one evaluation."""
 
     examples: list[Example]

@@ -1,4 +1,4 @@
-"""The level of judgments: whether the ids that they name are those of items or of parents."""
+"""Level of judgments: item ids or parent ids."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Level = Literal["parent", "item"]
 def judged_level(
     index: Index,
     judged: JudgedQueries,
-    asked: Literal["auto", "parent", "item"],
+    level: Literal["auto", "parent", "item"],
     filter: str | None,
 ) -> Level:
-    """Returns the level on which judgments are read.
+    """Returns the level of the ids in the judgments.
 
-    With `auto` it is the level at which the index has ids that are judged. Ids that are both an
-    item's and its parent's, such as those of whole documents, do not tell levels apart.
+    With `auto`, it is the level at which the index has the judged ids. Ids that are both an item's
+    and its parent's, such as those of whole documents, do not distinguish the levels.
 
     Args:
         index: Index of the documents.
         judged: Queries and their relevance judgments.
-        asked: Level in the spec, or `auto`.
-        filter: Filter of the items that take part.
+        level: Level in the spec, or `auto`.
+        filter: SQL condition on the items; None for all of them.
 
     Raises:
-        SpecError: For `judged`: no judged id is in the index at the level that is asked for; or,
-            with `auto`, at both levels there are ids that the other one lacks.
+        SpecError: For `judged`: the index has no judged id at the level; or, with `auto`, each
+            level has judged ids that the other one lacks.
     """
     named = {document for grades in judged.qrels.values() for document in grades}
     items: set[str] = set()
@@ -43,26 +43,26 @@ def judged_level(
     if not items and not parents:
         raise SpecError(
             "judged",
-            asked,
+            level,
             "a level whose ids are in the index (and match `filter`)",
             f"has none of the {len(named):,} judged ids",
         )
-    if asked != "auto":
-        if not found[asked]:
-            (other,) = {"parent", "item"} - {asked}
+    if level != "auto":
+        if not found[level]:
+            (other,) = {"parent", "item"} - {level}
             number = f"{len(found[other]):,} of the {len(named):,} judged ids"
             problem = f"matches no judged id ({number} are {other}s)"
-            raise SpecError("judged", asked, f"{other}", problem)
-        return asked
+            raise SpecError("judged", level, f"{other}", problem)
+        return level
     only_items, only_parents = items - found["parent"], found["parent"] - items
     if only_items and not only_parents:
         return "item"
-    # Where every id is of both levels, they differ if a parent has further items.
-    has_parts = any(number > 1 for number in parents.values())
-    if only_items or (not only_parents and has_parts):
+    # If every judged id is on both levels, the levels differ when a parent has more than one item.
+    has_more_items = any(number > 1 for number in parents.values())
+    if only_items or (not only_parents and has_more_items):
         raise SpecError(
             "judged",
-            asked,
+            level,
             "parent or item",
             f"is ambiguous (of {len(named):,} judged ids, {len(parents):,} are parents and"
             f" {len(items):,} are items)",

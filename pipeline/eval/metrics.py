@@ -1,7 +1,7 @@
-"""Measures by their ir-measures names, and runs in TREC's form.
+"""Retrieval metrics by their ir-measures names, and runs in TREC format.
 
-A run is `{query id: {document id: score}}`. Equal scores are ordered as trec_eval orders them, so
-a value here is the one that trec_eval computes for the written run.
+A run is `{query id: {document id: score}}`. Ties are ordered as in trec_eval, so metrics equal
+those that trec_eval computes for the written run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ir_measures.providers import FallbackProvider
 
 from pipeline.atomic import open_atomic
 from pipeline.config import SpecError
-from pipeline.eval.topics import lines_of
+from pipeline.eval.topics import read_lines
 
 Run = Mapping[str, Mapping[str, float]]
 Grades = Mapping[str, int]
 
 DEFAULT_MEASURES = ("nDCG@5", "nDCG@10", "R@5", "R@10", "R@100", "RR@10", "AP")
 
-#: Where measures other than nDCG and RR come from. Left out: gdeval (a Perl script, which also
-#: rounds), accuracy (divides by zero if every hit is relevant), pyndeval (needs subtopics).
+#: Providers of all metrics except nDCG and RR. Excluded are gdeval (a Perl script that rounds),
+#: accuracy (divides by zero if all hits are relevant) and pyndeval (needs subtopics).
 PROVIDERS = FallbackProvider(
     [ir_measures.pytrec_eval, ir_measures.cwl_eval, ir_measures.compat, ir_measures.judged]
 )
 
 
 def parse_measure(name: str) -> ir_measures.Measure:
-    """Returns the measure of that name.
+    """Returns the metric of a name.
 
     Raises:
-        SpecError: no such measure, or none that can be computed with these parameters.
+        SpecError: The metric does not exist, or cannot be computed with these parameters.
     """
     rule = f"an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
     try:
@@ -44,9 +44,9 @@ def parse_measure(name: str) -> ir_measures.Measure:
         measure.validate_params()
     except (NameError, ValueError, TypeError, AssertionError):
         raise SpecError("measures", name, rule) from None
-    if measure.NAME not in OWN and not PROVIDERS.supports(measure):
+    if measure.NAME not in BUILT_IN and not PROVIDERS.supports(measure):
         raise SpecError("measures", name, rule, "is not supported")
-    if measure.params.get("cutoff", 1) < 1:  # of which trec_eval ends the process
+    if measure.params.get("cutoff", 1) < 1:  # terminates the process in trec_eval
         raise SpecError("measures", name, rule)
     return measure
 
@@ -54,9 +54,9 @@ def parse_measure(name: str) -> ir_measures.Measure:
 def per_query(
     run: Run, qrels: Mapping[str, Grades], measures: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Computes each measure for each judged query: `{query id: {measure: value}}`.
+    """Computes the metrics of each judged query: `{query id: {metric: value}}`.
 
-    A judged query that the run lacks counts 0; a query of the run without judgments is left out.
+    A judged query that is not in the run counts 0, and a query without judgments is ignored.
     Negative grades count as grade 0.
 
     >>> per_query({"q": {"a": 2.0, "b": 1.0}}, {"q": {"b": 1}, "r": {"c": 1}}, ["RR@10"])
@@ -70,7 +70,7 @@ def per_query(
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
     for name in measures:
         measure = parse_measure(name)
-        if compute := OWN.get(measure.NAME or ""):
+        if compute := BUILT_IN.get(measure.NAME or ""):
             found = {q: compute(order, graded[q], measure) for q, order in rankings.items()}
         else:
             found = _provided(rankings, graded, measure)
@@ -80,9 +80,9 @@ def per_query(
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
-    """Returns the documents, best first; of equal scores the larger id first, as in trec_eval.
+    """Returns the documents, best first; ties are ordered by descending id, as in trec_eval.
 
-    trec_eval holds scores in single precision, so scores that differ beyond it are equal.
+    trec_eval stores scores in single precision, so scores that are equal in float32 are ties.
 
     >>> ranking({"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0 + 1e-9})
     ['c', 'd', 'b', 'a']
@@ -98,11 +98,12 @@ def _provided(
     graded: dict[str, dict[str, int]],
     measure: ir_measures.Measure,
 ) -> dict[str, float]:
-    """Computes a measure by its provider, each in a call of its own.
+    """Computes one metric with its provider.
 
-    In one call for several measures nDCG may get the gains of another one, and measures that are
-    equal share one value. Scores are ranks, so that no provider has ties to break. pytrec_eval is
-    slow or crashes on unusual grades: it is given 1 for the relevant documents and else 0.
+    Each metric has its own call: within one call, nDCG may get the gains of another metric, and
+    equal metrics share one value. Scores are replaced by ranks so that providers have no ties to
+    break. pytrec_eval is slow or crashes on unusual grades, so it gets 1 for relevant documents and
+    0 otherwise.
     """
     run = {
         query_id: {document_id: -float(rank) for rank, document_id in enumerate(order)}
@@ -121,9 +122,9 @@ def _provided(
 
 
 def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
-    """Computes nDCG: the gain of a grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, eq. 7).
+    """Computes nDCG: the gain of grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, equation 7).
 
-    The discount of rank i, from 1, is `log2(i + 1)`; `gains` replaces grades by others.
+    The discount of rank i, counted from 1, is `log2(i + 1)`. `gains` maps grades to other grades.
     """
     replaced = measure.params.get("gains", {})
     grades = {document_id: replaced.get(grade, grade) for document_id, grade in grades.items()}
@@ -132,26 +133,26 @@ def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) ->
 
     def dcg(ranked: Iterable[int]) -> float:
         grades_K = np.array([max(0, grade) for grade in ranked], np.float64)
-        # As a share of 2^top, which cancels: large grades do not overflow.
+        # Divided by 2^top, which cancels, so that large grades do not overflow.
         gains_K = np.exp2(grades_K - top) - np.exp2(-float(top)) if is_exponential else grades_K
         return float(gains_K @ (1 / np.log2(np.arange(len(gains_K)) + 2)))
 
     ideal = dcg(sorted(grades.values(), reverse=True)[: _cutoff(measure)])
-    return dcg(grades.get(each, 0) for each in _considered(order, grades, measure)) / (ideal or 1.0)
+    return dcg(grades.get(document, 0) for document in _truncated(order, grades, measure)) / (
+        ideal or 1.0
+    )
 
 
 def _reciprocal_rank(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
-    """Computes 1 / rank of the first document whose grade is at least `rel`; 0 if there is none."""
-    for rank, document_id in enumerate(_considered(order, grades, measure), start=1):
+    """Computes 1 / rank of the first document with a grade of at least `rel`, or 0 without one."""
+    for rank, document_id in enumerate(_truncated(order, grades, measure), start=1):
         if grades.get(document_id, -math.inf) >= measure["rel"]:
             return 1 / rank
     return 0.0
 
 
-def _considered(
-    order: Sequence[str], grades: Grades, measure: ir_measures.Measure
-) -> Sequence[str]:
-    """Returns the part of a ranking that a measure sees."""
+def _truncated(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> Sequence[str]:
+    """Returns the part of a ranking that a metric considers."""
     if measure["judged_only"]:
         order = [document_id for document_id in order if document_id in grades]
     return order[: _cutoff(measure)]
@@ -161,13 +162,13 @@ def _cutoff(measure: ir_measures.Measure) -> int | None:
     return measure.params.get("cutoff")
 
 
-#: Measures that are computed here. ir-measures gives RR@k and exponential gains to providers that
-#: order ties otherwise than trec_eval does.
-OWN: dict[str, Any] = {"nDCG": _ndcg, "RR": _reciprocal_rank}
+#: Metrics that are computed here, because for RR@k and exponential gains ir-measures uses providers
+#: that order ties differently from trec_eval.
+BUILT_IN: dict[str, Any] = {"nDCG": _ndcg, "RR": _reciprocal_rank}
 
 
 def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each measure over the queries.
+    """Returns the mean of each metric over the queries.
 
     >>> means({"q": {"RR@10": 0.5}, "r": {"RR@10": 0.0}})
     {'RR@10': 0.25}
@@ -177,45 +178,48 @@ def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], tag: str) -> None:
-    """Writes lines `query Q0 document rank score tag`, whole or not at all.
+    """Writes lines `query Q0 document rank score tag` atomically.
 
-    A run that is too long for memory can come as pairs of a query id and its scores. White space
-    in ids, which the format cannot express, is written as %20 and the like; `read_run` takes it
-    back.
+    The format does not allow white space in ids: it is percent-encoded, and `read_run` decodes it.
+
+    Args:
+        uri: Path or URI of the file.
+        run: Run, or pairs of a query id and its scores if the run does not fit in memory.
+        tag: Name of the run.
     """
     with open_atomic(uri) as file:
         for query_id, scores in run.items() if isinstance(run, Mapping) else run:
-            # Stable: equal scores stay in their order.
+            # The sort is stable: ties keep their order.
             ranked = sorted(scores.items(), key=lambda entry: -entry[1])
             for rank, (document_id, score) in enumerate(ranked, start=1):
-                ids = f"{_word(query_id)} Q0 {_word(document_id)}"
+                ids = f"{_escape(query_id)} Q0 {_escape(document_id)}"
                 file.write(f"{ids} {rank} {score:.9g} {tag}\n")
 
 
-def _word(name: str) -> str:
-    """An id as one word; a % that would be taken for the code of white space is coded too.
+def _escape(name: str) -> str:
+    """Percent-encodes white space in an id, and every % that would be decoded as white space or %.
 
-    >>> _word("my file.txt"), _word("50%"), _word("a%20b")
+    >>> _escape("my file.txt"), _escape("50%"), _escape("a%20b")
     ('my%20file.txt', '50%', 'a%2520b')
     """
     return re.sub(r"\s|%(?=25|20|0[9A-D])", lambda match: quote(match[0]), name)
 
 
-def _unword(word: str) -> str:
+def _unescape(word: str) -> str:
     return re.sub(r"%(25|20|0[9A-D])", lambda match: unquote(match[0]), word)
 
 
 def read_run(uri: str) -> dict[str, dict[str, float]]:
-    """Reads what `write_run` or another system wrote.
+    """Reads a run in TREC format.
 
     Raises:
-        SpecError: no such file, or a line that does not have TREC's six columns.
+        SpecError: The file is missing, or a line does not have the six columns.
     """
     run: dict[str, dict[str, float]] = {}
-    for number, line in lines_of(uri, "run"):
+    for number, line in read_lines(uri, "run"):
         try:
             query_id, _, document_id, _, score, _ = line.split()
-            run.setdefault(_unword(query_id), {})[_unword(document_id)] = float(score)
+            run.setdefault(_unescape(query_id), {})[_unescape(document_id)] = float(score)
         except ValueError:
             rule, note = "a line `query Q0 document rank score tag`", f" (line {number} of {uri})"
             raise SpecError("run", line[:80], rule, note=note) from None

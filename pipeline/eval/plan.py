@@ -1,4 +1,4 @@
-"""Lists the rows of an evaluation: what each ranks by."""
+"""Rows of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.search.searcher import Searcher
 
 
 class Row(NamedTuple):
-    """The ranking of one row: a representation and a score; `bm25` twice for BM25.
+    """Representation and score of a row; both are `bm25` for BM25.
 
-    With `rerank` they are those of its first stage.
+    With `rerank`, they are those of the first stage.
     """
 
     representation: str
@@ -25,20 +25,20 @@ class Row(NamedTuple):
 
 
 def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
-    """Yields the rows of the table, the single vector of each encoder once and first.
+    """Yields the rows of the table; the single vector of each encoder comes first, and once.
 
     Raises:
         SpecError: A representation is missing, or lacks single vectors that a score needs.
     """
-    names = spec.representations or _filled(searcher.index, spec.filter)
+    names = spec.representations or _nonempty_representations(searcher.index, spec.filter)
     if not names:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
     infos = [searcher.representation(name) for name in names]
     for info in infos:
-        needy = [score for score in spec.scores if score != "late"]
-        if needy and info.pooled_column is None:
+        single_scores = [score for score in spec.scores if score != "late"]
+        if single_scores and info.pooled_column is None:
             problem = f"needs the single vectors that {info.name} lacks"
-            raise SpecError("scores", needy[0], "late", problem)
+            raise SpecError("scores", single_scores[0], "late", problem)
     scores = spec.scores or SCORES
     if SINGLE in scores:
         by_column = {info.pooled_column: info.name for info in infos if info.pooled_column}
@@ -47,30 +47,30 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         for score in scores:
             if score != SINGLE and (score == "late" or info.pooled_column):
                 yield Row(info.name, score)
-    for second in spec.rerank:
-        yield _first_stage(second, searcher, names)
+    for reranker in spec.rerank:
+        yield _reranked_row(reranker, searcher, names)
 
 
-def _first_stage(second: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
+def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
     """Returns the row of a reranker.
 
     Raises:
         SpecError: The representation is missing, or lacks single vectors that the score needs.
     """
-    name = second.representation or ("full" if "full" in names else names[0])
+    name = reranker.representation or ("full" if "full" in names else names[0])
     info = searcher.representation(name)
-    score: Score = second.score or (SINGLE if info.pooled_column else "late")
+    score: Score = reranker.score or (SINGLE if info.pooled_column else "late")
     if score != "late" and info.pooled_column is None:
         problem = f"needs the single vectors that {name} lacks"
         raise SpecError("rerank.score", score, "late", problem)
-    return Row(name, score, second)
+    return Row(name, score, reranker)
 
 
-def _filled(index: Index, filter: str | None) -> list[str]:
+def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
     """Returns the representations that at least one item has."""
-    filled = {name: both(filter, f"`{name}` IS NOT NULL") for name in index.representations()}
+    filters = {name: both(filter, f"`{name}` IS NOT NULL") for name in index.representations()}
     return [
         name
-        for name, has in filled.items()
-        if any(batch.num_rows for batch in index.batches(["item_id"], filter=has))
+        for name, condition in filters.items()
+        if any(batch.num_rows for batch in index.batches(["item_id"], filter=condition))
     ]

@@ -1,4 +1,4 @@
-"""Ranks the judged queries by the rows of an evaluation, and measures latency and sizes."""
+"""Ranking of the judged queries by the rows of an evaluation, with latencies and sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25
-from pipeline.eval.cells import Cell, Cells
-from pipeline.eval.diagnose import Diagnoser, full_tokens_of
+from pipeline.eval.cache import CachedResult, cache_key
+from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
@@ -34,99 +34,99 @@ if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
 
 AnyQueries = EncodedQueries | list[np.ndarray]
-#: Number of queries that are scored one at a time, for the latency.
-ALONE = 50
+#: Number of queries that are scored one at a time to measure latency.
+NUM_TIMED = 50
 
 
 class Ranker:
-    """Ranks the judged queries by one row after the other; loads encoders when they are needed."""
+    """Ranker of the judged queries by one row after another; encoders are loaded on first use."""
 
     def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
         self._spec, self._judged, self._searcher = spec, judged, searcher
         self._group_by = "parent" if spec.judged == "parent" else None
         self._encoded: dict[str, EncodedQueries] = {}
-        self._vectors = _own_vectors(spec, judged) if spec.query_vectors else None
+        self._vectors = _query_vectors(spec, judged) if spec.query_vectors else None
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
-        self._joints: dict[tuple[str, str | None], Reranker] = {}  # by folder and precision
+        self._loaded: dict[tuple[str, str | None], Reranker] = {}  # by model and precision
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
-        """Returns the cache key of `cell`: a hash of everything that it depends on."""
+        """Returns the cache key of `measure`, a hash of everything that it depends on."""
         index = self._searcher.index
         if row.score == BM25:
-            columns = ["item_id", "parent_id", self._spec.text, *self._filtered]
-            decides: dict[str, Any] = {
+            columns = ["item_id", "parent_id", self._spec.text, *self._filter_columns]
+            dependencies: dict[str, Any] = {
                 "content": index.content_key(columns),
                 "text": self._spec.text,
             }
         else:
             info = index.representation(row.representation)
-            columns = ["item_id", "parent_id", *_columns(row, info), *self._filtered]
-            decides = {
+            columns = ["item_id", "parent_id", *_columns(row, info), *self._filter_columns]
+            dependencies = {
                 "content": index.content_key(columns),
                 "encoder": info.encoder.fingerprint,
                 "codec": None if row.score == SINGLE else info.codec,
                 "vectors": self._vectors_hash,
             }
-        return Cells.key(
-            **decides,
+        return cache_key(
+            **dependencies,
             score=row.score,
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,
             **({"where": self._spec.filter} if self._spec.filter else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
-            **({"rerank": self._decides(row.rerank)} if row.rerank else {}),
+            **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
         )
 
     def reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the second stage of a row, loaded once.
+        """Returns the reranker of a row, loaded once.
 
         Raises:
-            SpecError: it is not there, or cannot read what the index has.
+            SpecError: The model is missing, or cannot be used with the index.
         """
         if spec.row not in self._rerankers:
-            loaded = self._joint(spec)
+            loaded = self._load_reranker(spec)
             self._rerankers[spec.row] = loaded.with_depth(spec.rerank_depth, spec.add_first_stage)
         return self._rerankers[spec.row]
 
-    def _joint(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker of a folder and precision, shared by rows of several depths."""
-        which = spec.model, spec.precision
-        if which not in self._joints:
+    def _load_reranker(self, spec: RerankSpec) -> Reranker:
+        """Returns the reranker of a model and precision, shared by rows that differ in depth."""
+        key = spec.model, spec.precision
+        if key not in self._loaded:
             from pipeline.search.rerank import Reranker
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
-            except SpecError as error:  # of one of several
+            except SpecError as error:
                 field = f"rerank.{self._spec.rerank.index(spec)}.model"
                 raise error.at(field) from None
-            self._joints[which] = reranker
-        return self._joints[which]
+            self._loaded[key] = reranker
+        return self._loaded[key]
 
-    def _decides(self, spec: RerankSpec) -> list[Any]:
-        """Returns everything that the output of a second stage depends on."""
+    def _rerank_key(self, spec: RerankSpec) -> list[Any]:
+        """Returns everything that the output of a reranker depends on."""
         index, reranker = self._searcher.index, self.reranker(spec)
         stored = index.content_key([RERANK_TOKENS])
         fingerprints = reranker.metadata["fingerprints"]
-        decides = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
-        return [*decides, spec.precision] if spec.precision else decides
+        key = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
+        return [*key, spec.precision] if spec.precision else key
 
     def weights(self, score: str) -> list[float] | None:
-        """Returns the weights of the hybrid score if they are not equal."""
+        """Returns the weights of the hybrid score, or None if they are equal."""
         weighted = score == "hybrid" and self._spec.weights != EQUAL
         return list(self._spec.weights) if weighted else None
 
     def diagnosis_key(self, representation: str) -> str:
         """Returns the cache key of `diagnosis`."""
         index = self._searcher.index
-        names = [representation, full_tokens_of(index, representation)]
-        columns = ["item_id", "parent_id", *filter(None, names), *self._filtered]
+        names = [representation, uncompressed_representation(index, representation)]
+        columns = ["item_id", "parent_id", *filter(None, names), *self._filter_columns]
         infos = [index.representation(name) for name in names if name]
-        return Cells.key(
+        return cache_key(
             diagnosis=names,
             content=index.content_key(columns),
             made=[fitting_key(info) for info in infos],
@@ -138,47 +138,47 @@ class Ranker:
     def diagnosis(self, representation: str) -> Diagnosis:
         """Diagnoses a representation on all judged queries."""
         if self._diagnoser is None:
-            spec, everyone = self._spec, range(len(self._judged.queries))
+            spec, all_queries = self._spec, range(len(self._judged.queries))
             assert spec.judged != "auto"
             self._diagnoser = Diagnoser(
                 self._searcher,
                 self._judged,
                 spec.judged,
                 spec.filter,
-                lambda name: self._queries(name, everyone),
+                lambda name: self._queries(name, all_queries),
             )
         return self._diagnoser.diagnose(representation)
 
     @property
-    def _filtered(self) -> list[str]:
-        """Columns that the filter may read."""
+    def _filter_columns(self) -> list[str]:
+        """Columns that the filter may use."""
         return ITEM.names if self._spec.filter else []
 
-    def cell(self, row: Row) -> Cell:
-        """Ranks every query by a row: all in one batch, then some one at a time."""
-        rank = self._by_words() if row.score == BM25 else self._by_vectors(row)
-        everyone = range(len(self._judged.queries))
-        rank(everyone[:1])  # whatever is done once is done now
+    def measure(self, row: Row) -> CachedResult:
+        """Ranks all queries by a row in one batch, then some of them one at a time."""
+        rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
+        all_queries = range(len(self._judged.queries))
+        rank(all_queries[:1])  # warm-up
         start = time.perf_counter()
-        ranked = rank(everyone)
+        ranked = rank(all_queries)
         seconds = time.perf_counter() - start
-        alone = []
-        for place in everyone[:ALONE]:
-            start_alone = time.perf_counter()
-            rank([place])
-            alone.append(1000 * (time.perf_counter() - start_alone))
+        latencies_ms = []
+        for number in all_queries[:NUM_TIMED]:
+            query_start = time.perf_counter()
+            rank([number])
+            latencies_ms.append(1000 * (time.perf_counter() - query_start))
         rankings = dict(zip(self._judged.queries, ranked, strict=True))
-        return Cell(
+        return CachedResult(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
-            **self._all_sizes(row),
-            queries_per_second=len(everyone) / seconds,
-            median_ms=float(np.median(alone)),
-            p95_ms=float(np.percentile(alone, 95)),
+            **self._row_sizes(row),
+            queries_per_second=len(all_queries) / seconds,
+            median_ms=float(np.median(latencies_ms)),
+            p95_ms=float(np.percentile(latencies_ms, 95)),
         )
 
-    def _all_sizes(self, row: Row) -> dict[str, float]:
-        """Returns the sizes of what a row reads per item, with the tokens of a reranker."""
+    def _row_sizes(self, row: Row) -> dict[str, float]:
+        """Returns the sizes of what a row reads per item, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
         if row.rerank is not None:
@@ -193,56 +193,62 @@ class Ranker:
         """Returns the best hits of some queries, with explanations."""
         if not query_ids:
             return []
-        places = {query_id: place for place, query_id in enumerate(self._judged.queries)}
-        queries = self._queries(result.representation, [places[q] for q in query_ids])
-        how = {"k": NUM_HITS, **self._how(result.score)}
-        options = SearchOptions.from_keywords(result.representation, explain=True, **how)
+        numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
+        queries = self._queries(result.representation, [numbers[q] for q in query_ids])
+        keywords = {"k": NUM_HITS, **self._search_options(result.score)}
+        options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
         return self._searcher.search_with(queries, options)
 
-    def _by_words(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda places: ranker.rank([texts[place] for place in places], self._spec.k)
+        return lambda numbers: ranker.rank([texts[number] for number in numbers], self._spec.k)
 
-    def _by_vectors(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         self._searcher.load(name, row.score)
-        second, texts = row.rerank, list(self._judged.queries.values())
-        depth = self._spec.k if second is None else max(self._spec.k, second.rerank_depth)
-        how = {"k": depth, **self._how(row.score)}
+        reranker, texts = row.rerank, list(self._judged.queries.values())
+        depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
+        options = {"k": depth, **self._search_options(row.score)}
 
-        def rank(places: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self._queries(name, places), name, **how)
-            if second is not None:
-                given = self._searcher, [texts[place] for place in places]
-                rankings = self.reranker(second).rerank(*given, rankings, self._spec.k)
+        def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
+            rankings = self._searcher.rank(self._queries(name, numbers), name, **options)
+            if reranker is not None:
+                selected = [texts[number] for number in numbers]
+                rankings = self.reranker(reranker).rerank(
+                    self._searcher, selected, rankings, self._spec.k
+                )
             if self._group_by:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
 
         return rank
 
-    def _how(self, score: str) -> dict[str, Any]:
-        how = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
-        return {**how, "weights": self.weights(score) or EQUAL}
+    def _search_options(self, score: str) -> dict[str, Any]:
+        options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
+        return {**options, "weights": self.weights(score) or EQUAL}
 
-    def _queries(self, representation: str, places: Sequence[int]) -> AnyQueries:
-        """Returns some judged queries as vectors, given by the caller or encoded."""
+    def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
+        """Returns some judged queries as vectors, either given in a file or encoded."""
         if self._vectors is not None:
-            return [self._vectors[place] for place in places]
+            return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
             texts = list(self._judged.queries.values())
             self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
         encoded = self._encoded[encoder]
-        tokens = encoded.tokens.take(torch.tensor(places))
-        return EncodedQueries(tokens, [encoded.token_texts[place] for place in places])
+        tokens = encoded.tokens.take(torch.tensor(numbers))
+        return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])
 
 
-def _own_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
-    """Returns the given vectors of the judged queries, in order."""
+def _query_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
+    """Returns the vectors of the judged queries from the file in the spec, in order.
+
+    Raises:
+        SpecError: The file is invalid or lacks a judged query.
+    """
     vectors = read_query_vectors(spec.query_vectors)
     for query_id in judged.queries:
         if query_id not in vectors:
@@ -259,12 +265,12 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns the codec and its artefact, for cache keys of what is computed from them."""
+    """Returns the fitted codec and its artefact, as part of cache keys."""
     return [*info.codec_fit.values(), *([info.codec_artefact] if info.codec_artefact else [])]
 
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:
-    """Returns the columns that hold a row's vectors, assignments and positions."""
+    """Returns the columns of a row's vectors, assignments and positions."""
     pooled = [] if row.score == "late" or not info.pooled_column else [info.pooled_column]
     if row.score == SINGLE:
         return pooled
@@ -272,12 +278,12 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 
 
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
-    """Returns vectors and bytes per item of what a row's score reads."""
+    """Returns the number of vectors and bytes per item that a row's score reads."""
     sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("late", "hybrid"):
-        there = stored(index, row.representation, filter)
+        stored_sizes = stored(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
-        sizes = {name: float(there[kind]) for name, kind in zip(SIZES, parts, strict=True)}
+        sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}
     if row.score in (SINGLE, "hybrid"):
         pooled = index.representation(row.representation).pooled_column
         type = index.schema.field(pooled).type

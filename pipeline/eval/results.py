@@ -1,4 +1,4 @@
-"""What an evaluation found: its rows, how they stand to each other, and the file of them."""
+"""Results of an evaluation: its rows, their comparisons, and the results file."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ RESULTS = "results.json"
 
 #: A difference whose corrected p value is below this is called significant.
 ALPHA = 0.05
-#: The share of the full tokens' quality that counts as keeping it.
-KEPT = 0.95
-#: What a seed's numbers call its score retention, beside the measures.
+#: Minimum fraction of the uncompressed quality at which a row counts as retaining it.
+QUALITY_THRESHOLD = 0.95
+#: Name of the score retention among the metrics of a seed.
 OSR = "OSR"
-#: How vectors are stored where nothing else is said; names leave it out.
+#: Default codec, which method names leave out.
 DEFAULT_CODEC = {"name": "float16"}
-#: Attributes of a row that are costs.
+#: Attributes of a row that are sizes per item, and all that are costs.
 SIZES = ("vectors_per_item", "vector_bytes", "assignment_bytes", "position_bytes", "all_bytes")
 COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms")
-#: Settings of a compressor that its method's name leaves out: axes of tables and plots, each.
+#: Settings of a compressor that method names leave out, because they are axes of tables and plots.
 AXES = ("num_vectors", "ratio", "seed")
 
 
 class Budget(NamedTuple):
-    """Number or share of vectors that a method stores per item; neither if it adapts itself."""
+    """Number or fraction of vectors per item; neither for a method that adapts to the item."""
 
     num_vectors: int | None
     ratio: float | None
@@ -60,37 +60,39 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table: a representation under one score, or BM25.
+    """Row of the table: a representation under one score, or BM25.
 
     Attributes:
-        representation: the searched column.
-        method: the compressor with its settings other than the budget; or full, single, bm25, edje.
-        num_vectors: the budget K; None for the full tokens, BM25, and budgets that are a ratio.
-        score: late, single, hybrid, bm25, edje.
-        encoder: the fingerprint of the query encoder; empty for BM25.
-        values: each measure for each query.
-        vectors_per_item: stored vectors, mean over the items; 0 for BM25, as all bytes are.
-        vector_bytes: bytes of the vectors that the score reads, mean over the items.
-        all_bytes: the same with assignments and token positions.
-        assignment_bytes: of `all_bytes`, those of which input token each vector stands for.
-        position_bytes: of `all_bytes`, those of where each input token stands.
-        queries_per_second: scoring and ranking of encoded queries with the vectors in memory; of
-            the texts for BM25.
-        median_ms: milliseconds that such a query takes when it comes alone, in the median.
-        p95_ms: and at the 95th percentile.
-        compressor: its resolved spec; empty for BM25 and single vectors.
-        codec: the resolved spec of how its vectors are stored.
-        diagnosis: what the diagnostics say; None for other than late rows, and without them.
-        grounding: the grounding measures by name; empty where they were not asked for.
-        weights: of the single and the late score in a hybrid one; None where they are equal.
-        first_stage: Of a reranker, the row of its first stage, which it is compared with.
-        rerank: Of a reranker, its `model`, `pool` (the rerank depth), `precision` and
+        representation: Column that is searched.
+        method: Compressor with its settings except the budget; or full, single, bm25 or edje.
+        num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
+        score: late, single, hybrid, bm25 or edje.
+        encoder: Fingerprint of the query encoder; empty for BM25.
+        values: Metrics by name, by query id.
+        vectors_per_item: Mean number of stored vectors per item; 0 for BM25, as all sizes are.
+        vector_bytes: Mean bytes per item of the vectors that the score reads.
+        all_bytes: Mean bytes per item including assignments and token positions.
+        assignment_bytes: Part of `all_bytes` that stores the assignments of input tokens to
+            vectors.
+        position_bytes: Part of `all_bytes` that stores the positions of input tokens.
+        queries_per_second: Throughput of scoring and ranking encoded queries with the vectors in
+            memory; for BM25, of ranking query texts.
+        median_ms: Median latency of a single query, in milliseconds.
+        p95_ms: 95th percentile of the latency of a single query, in milliseconds.
+        compressor: Resolved spec of the compressor; empty for BM25 and single vectors.
+        codec: Resolved spec of the codec.
+        diagnosis: Diagnostics of a MaxSim row; None for other rows or if they are disabled.
+        grounding: Grounding metrics by name; empty if they were not measured.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score; None if
+            equal.
+        first_stage: Row of a reranker's first stage, which it is compared with.
+        rerank: Settings of a reranker: `model`, `pool` (the rerank depth), `precision` and
             `add_first_stage`.
-        fitted: what the compressor or codec was fitted on: `num_items`, how many of these are
-            `evaluated`, and the `origin` of a separate sample; the numbers are None where an older
-            version did not record them. Empty if nothing was fitted.
-        seeds: of a row that is the mean over seeds, by representation, the means of the measures
-            and the score retention; empty for methods without a seed.
+        fitted: Sample that the compressor or codec was fitted on: `num_items`, the number of them
+            that are `evaluated`, and the `origin` of a separate sample; the numbers are None if an
+            older version did not record them. Empty if nothing was fitted.
+        seeds: Mean metrics and score retention by representation, for a row that is the mean over
+            seeds; empty for methods without a seed.
     """
 
     representation: str
@@ -119,57 +121,57 @@ class Result:
 
     @property
     def label(self) -> str:
-        """The score, with its weights where they are not equal: hybrid 1:0.25."""
+        """Score, with its weights if they are not equal, such as hybrid 1:0.25."""
         if self.weights is None:
             return self.score
         return f"{self.score} {':'.join(f'{weight:g}' for weight in self.weights)}"
 
     @property
     def name(self) -> str:
-        """What the run is called, and its file: full.late, full.hybrid-1-0.25."""
-        alone = self.score in (SINGLE, BM25, EDJE)
+        """Name of the run and its file, such as full.late or full.hybrid-1-0.25."""
+        has_one_score = self.score in (SINGLE, BM25, EDJE)
         score = self.label.translate(str.maketrans(" :", "--"))
-        return self.representation if alone else f"{self.representation}.{score}"
+        return self.representation if has_one_score else f"{self.representation}.{score}"
 
     @functools.cached_property
     def means(self) -> dict[str, float]:
-        """The mean over the queries, by measure."""
+        """Mean over the queries, by metric."""
         return means(self.values)
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the row has a budget, and is no reference for those that have."""
+        """True for rows with a budget, False for the references that they are compared with."""
         return self.method not in (BM25, SINGLE, FULL, EDJE)
 
     @property
     def budget(self) -> Budget:
-        """What the method may keep; all of it where only the codec is another than full tokens'."""
+        """Budget of the method; 100 % if only the codec differs from the uncompressed row."""
         if self.is_compressed and self.compressor.get("name") == "none":
             return Budget(None, 1.0)
         return Budget(self.num_vectors, self.compressor.get("ratio"))
 
     @property
     def is_random(self) -> bool:
-        """Whether it is the baseline that keeps vectors by chance."""
+        """True for the random pruning baseline."""
         return self.compressor.get("name") == "random"
 
     @functools.cached_property
     def retention(self) -> Retention | None:
-        """The score retention (OSR), if it was diagnosed and there are full tokens."""
+        """Score retention (OSR), if it was diagnosed against an uncompressed representation."""
         return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
-        """The standard deviation over seeds of a measure or of the OSR; None of fewer than two."""
+        """Returns the standard deviation over seeds of a metric or the OSR; None for one seed."""
         values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def method_name(
-    compressor: Mapping[str, Any], codec: Mapping[str, Any] = DEFAULT_CODEC, of: str = "content"
+    compressor: Mapping[str, Any], codec: Mapping[str, Any] = DEFAULT_CODEC, field: str = "content"
 ) -> str:
-    """A compressor's name, with all that tells it from others: settings, codec, what it is of.
+    """Returns the name of a compressor with non-default settings, codec and field.
 
-    Settings that are the defaults are left out, and those that are axes: the budget and the seed.
+    Budget and seed, which are axes of tables and plots, are left out.
 
     >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
     ('full', 'hpool')
@@ -181,27 +183,27 @@ def method_name(
     >>> method_name({"name": "adaptive", "num_vectors": 8, "method": hpool, "criterion": "entropy"})
     'adaptive (hpool) criterion=entropy'
     """
-    apart = [codec_name(codec)] * (codec != DEFAULT_CODEC)
+    suffixes = [codec_name(codec)] * (codec != DEFAULT_CODEC)
     if compressor["name"] == "none":
-        return " ".join([FULL, *apart])
-    apart += [f"of {of}"] * (of != "content")
+        return " ".join([FULL, *suffixes])
+    suffixes += [f"of {field}"] * (field != "content")
     defaults = COMPRESSORS.load(compressor["name"]).Spec.model_fields
     changed = []
     for key, value in compressor.items():
         default = defaults[key].get_default(call_default_factory=True) if key in defaults else None
-        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
-        if isinstance(value, Mapping):  # another compressor, by its name
+        default = list(default) if isinstance(default, tuple) else default  # as in JSON
+        if isinstance(value, Mapping):  # a nested compressor
             changed.append(f"({method_name(value)})")
         elif key not in ("name", *AXES) and not (key in defaults and value == default):
             changed.append(f"{key}={value}")
-    return " ".join([compressor["name"], *changed, *apart])
+    return " ".join([compressor["name"], *changed, *suffixes])
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:
-    """One row for all that differ in their seed alone: the mean over seeds, query by query.
+    """Merges rows that differ only in their seed into their mean over seeds, query by query.
 
-    It is called as the one with the lowest seed. Its costs are means too. A second column of the
-    same seed is a row of its own.
+    The merged row has the name of the lowest seed and the mean of the costs. A second column with
+    the same seed remains a separate row.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -227,9 +229,9 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
     values = {
         query_id: {
             measure: float(np.mean([result.values[query_id][measure] for result in group]))
-            for measure in of_query
+            for measure in measures
         }
-        for query_id, of_query in first.values.items()
+        for query_id, measures in first.values.items()
     }
     diagnoses = [result.diagnosis for result in group if result.diagnosis]
     seeds = {
@@ -254,27 +256,29 @@ def _mean_of_seeds(group: Sequence[Result]) -> Result:
 
 
 def mean_costs(rows: Sequence[Result]) -> dict[str, Any]:
-    """Returns the mean costs of rows, as arguments of `replace`."""
+    """Returns the mean costs of rows, as keyword arguments of `replace`."""
     return {name: float(np.mean([getattr(row, name) for row in rows])) for name in COSTS}
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a row stands to the others, by the headline measure.
+class RowComparison:
+    """Comparison of a row with other rows, by the headline metric.
 
     Attributes:
-        reference: the row it is held against: the full tokens of its encoder under its score, else
-            under the late score; without full tokens the row with the most bytes; a reranker
-            against its first stage.
-        retention: its mean as a share of the full tokens'; None if they are no reference, or 0.
-        p_reference: of the difference to the reference, corrected; None for the reference itself.
-        p_bm25: of the difference to BM25, corrected; None without BM25.
-        p_random: of the difference to the mean over the seeds of random at the same budget, by the
-            same codec and under the same score, corrected; None where there is none.
-        below_bm25: whether its mean is lower than BM25's.
-        pareto: whether no row has better quality for at most its bytes of vectors; BM25, whose
-            postings are not counted, takes no part.
-        pareto_all: the same by all stored bytes.
+        reference: Name of the row that it is compared with: the uncompressed row of the encoder
+            under the same score, or else under MaxSim; without uncompressed rows the row with the
+            most bytes; for a reranker its first stage.
+        retention: Mean divided by that of the reference; None if the reference is compressed or has
+            a mean of 0.
+        p_reference: Corrected p value of the difference from the reference; None for the reference
+            itself.
+        p_bm25: Corrected p value of the difference from BM25; None without BM25.
+        p_random: Corrected p value of the difference from random pruning with the same budget,
+            codec and score; None without such a row.
+        below_bm25: Whether the mean is lower than BM25's.
+        pareto: Whether no row has better quality with at most as many bytes of vectors. BM25 is not
+            compared, because the size of its postings is not measured.
+        pareto_all: Whether no row has better quality with at most as many stored bytes.
     """
 
     reference: str
@@ -288,31 +292,32 @@ class Standing:
 
     @property
     def differs_from_bm25(self) -> bool:
-        """Whether the difference to BM25 is significant."""
+        """True if the difference from BM25 is significant."""
         return self.p_bm25 is not None and self.p_bm25 < ALPHA
 
     @property
     def loses_to_bm25(self) -> bool:
-        """Whether it is significantly worse than BM25."""
+        """True if the row is significantly worse than BM25."""
         return self.below_bm25 and self.differs_from_bm25
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: everything that its report shows.
+    """Results of an evaluation, with everything that its report shows.
 
     Attributes:
-        spec: the resolved `EvaluateSpec`.
-        headline: the measure that the plot, the tests and the summary speak of.
-        judgments: hash of the judged queries: equal for evaluations that can be compared.
-        num_items: items of the index.
-        notes: what of the benchmark does not take part.
-        made: when, in UTC.
-        versions: of this software, what it stands on, and the platform.
-        results: the rows, in the order of the table.
-        kinds: the queries by kind of their relevant documents, if the spec asks for kinds.
-        categories: by field of the benchmark's queries, the queries of each category.
-        examples: Queries with the hits of two rows. They are not part of `to_json`.
+        spec: Resolved `EvaluateSpec`.
+        headline: Main metric, used in the plot, the tests and the summary.
+        judgments: Hash of the judged queries, equal for evaluations that can be compared.
+        num_items: Number of evaluated items.
+        notes: Notes on what is left out or missing.
+        made: Time of the evaluation, in UTC.
+        versions: Versions of Maxray, its main dependencies and the platform.
+        results: Rows, in the order of the table.
+        kinds: Query ids by category of the relevant documents; empty if the spec does not ask for
+            it.
+        categories: Query ids of each category, by field of the queries.
+        examples: Queries with the hits of two rows; not part of `to_json`.
     """
 
     spec: dict[str, Any]
@@ -329,7 +334,7 @@ class Evaluation:
 
     @property
     def benchmark(self) -> str:
-        """What the benchmark is called in reports.
+        """Name of the benchmark in reports.
 
         >>> spec = {"benchmark": {"name": "beir", "path": "data/cranfield", "split": "test"}}
         >>> Evaluation(spec, "AP", "", 0, [], "", {}, []).benchmark
@@ -340,47 +345,47 @@ class Evaluation:
 
     @property
     def measures(self) -> list[str]:
-        """The names of the measures."""
+        """Names of the metrics."""
         return list(self.results[0].means)
 
     @property
     def num_queries(self) -> int:
-        """How many queries were judged."""
+        """Number of judged queries."""
         return len(self.results[0].values)
 
     @functools.cached_property
-    def standings(self) -> list[Standing]:
-        """How each row stands to the others, in the order of the rows."""
-        return standings(self.results, self.headline)
+    def row_comparisons(self) -> list[RowComparison]:
+        """Comparison of each row with the others, in the order of the rows."""
+        return row_comparisons(self.results, self.headline)
 
-    def standing(self, result: Result) -> Standing:
-        """How a row stands to the others."""
-        return self.standings[self.results.index(result)]
+    def comparison(self, result: Result) -> RowComparison:
+        """Returns the comparison of a row with the others."""
+        return self.row_comparisons[self.results.index(result)]
 
-    def of(self, name: str) -> Result:
-        """The row of that name."""
+    def row(self, name: str) -> Result:
+        """Returns the row with a name."""
         return next(result for result in self.results if result.name == name)
 
     def value(self, name: str, query_id: str) -> float:
-        """The headline measure of one query in the row of that name."""
-        return self.of(name).values[query_id][self.headline]
+        """Returns the headline metric of one query in the row with a name."""
+        return self.row(name).values[query_id][self.headline]
 
     def quality(self, result: Result) -> float:
-        """A row's mean of the headline measure."""
+        """Returns the mean headline metric of a row."""
         return result.means[self.headline]
 
     def best(self, results: Sequence[Result]) -> Result | None:
-        """The row of the highest quality; the cheaper of equal ones; None of none."""
+        """Returns the row with the highest quality, the smallest of ties; None without rows."""
         return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
 
-    def frugal(self, results: Sequence[Result]) -> Result | None:
-        """The row with the fewest bytes that keeps the quality of the full tokens."""
+    def cheapest(self, results: Sequence[Result]) -> Result | None:
+        """Returns the row with the fewest bytes that retains the uncompressed quality."""
         full = self.best([result for result in self.results if result.method == FULL])
         if full is None:
             return None
-        enough = KEPT * self.quality(full)
-        kept = [r for r in results if r.method != BM25 and self.quality(r) >= enough]
-        return min(kept, key=lambda result: result.vector_bytes, default=None)
+        threshold = QUALITY_THRESHOLD * self.quality(full)
+        candidates = [r for r in results if r.method != BM25 and self.quality(r) >= threshold]
+        return min(candidates, key=lambda result: result.vector_bytes, default=None)
 
     def to_json(self) -> str:
         """Returns the JSON that `read_results` reads."""
@@ -390,10 +395,14 @@ class Evaluation:
 
 
 def read_results(output: str, field: str) -> Evaluation:
-    """The evaluation that a job wrote into the folder `output`.
+    """Reads the evaluation in an output folder of `jobs.evaluate`.
+
+    Args:
+        output: Path or URI of the folder.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: there is none, or it is damaged.
+        SpecError: The results are missing or corrupted.
     """
     rule = "the output folder of jobs.evaluate"
     try:
@@ -412,16 +421,13 @@ def _result(row: dict[str, Any]) -> Result:
     return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
 
 
-def in_order(results: Sequence[Result]) -> list[Result]:
-    """BM25, single vectors and full tokens, then the methods, each from its largest budget down.
-
-    Rerankers come last.
-    """
-    kinds = {BM25: 0, SINGLE: 1, FULL: 2, EDJE: 4}
+def sort_results(results: Sequence[Result]) -> list[Result]:
+    """Sorts rows: BM25, single vectors, uncompressed, methods by descending budget, rerankers."""
+    order = {BM25: 0, SINGLE: 1, FULL: 2, EDJE: 4}
     return sorted(
         results,
         key=lambda r: (
-            kinds.get(r.method, 3),
+            order.get(r.method, 3),
             r.method,
             -(r.num_vectors or float("inf")),
             -(r.budget.ratio or float("inf")),
@@ -431,12 +437,12 @@ def in_order(results: Sequence[Result]) -> list[Result]:
     )
 
 
-def standings(results: Sequence[Result], measure: str) -> list[Standing]:
-    """How each row stands to the others; each family of tests is corrected over the rows."""
+def row_comparisons(results: Sequence[Result], measure: str) -> list[RowComparison]:
+    """Compares each row with the others; each family of tests is corrected over the rows."""
     references = [_reference(result, results) for result in results]
     bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
     randoms = [_random(result, results) for result in results]
-    of_reference, of_bm25, of_random = (
+    p_references, p_bm25s, p_randoms = (
         _p_values(results, others, measure) for others in (references, bm25s, randoms)
     )
     front = pareto_front(results, measure)
@@ -446,12 +452,12 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
         quality = result.means[measure]
         full = reference.means[measure] if reference.method == FULL else 0.0
         rows.append(
-            Standing(
+            RowComparison(
                 reference=reference.name,
                 retention=quality / full if full else None,
-                p_reference=of_reference.get(i),
-                p_bm25=of_bm25.get(i),
-                p_random=of_random.get(i),
+                p_reference=p_references.get(i),
+                p_bm25=p_bm25s.get(i),
+                p_random=p_randoms.get(i),
                 below_bm25=bm25 is not None and quality < bm25.means[measure],
                 pareto=any(result is other for other in front),
                 pareto_all=any(result is other for other in front_all),
@@ -463,10 +469,10 @@ def standings(results: Sequence[Result], measure: str) -> list[Standing]:
 def pareto_front(
     results: Sequence[Result], measure: str, size: str = "vector_bytes"
 ) -> list[Result]:
-    """Returns the rows that no other row beats in quality at no more bytes, the smallest first.
+    """Returns the Pareto front of quality and bytes, smallest first.
 
     Args:
-        results: Rows to choose from; BM25 has no vectors and is ignored.
+        results: Rows to choose from; BM25 is ignored, because it has no vectors.
         measure: Metric of quality.
         size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
     """
@@ -494,8 +500,8 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
 
 
 def _random(result: Result, results: Sequence[Result]) -> Result | None:
-    """Random at a row's budget, stored alike; the plain one, if there are several."""
-    same = [
+    """Returns the plainest random pruning row with the budget, codec and score of a row."""
+    candidates = [
         r
         for r in results
         if r.is_random
@@ -504,15 +510,15 @@ def _random(result: Result, results: Sequence[Result]) -> Result | None:
         and (r.budget, r.codec, r.score, r.encoder)
         == (result.budget, result.codec, result.score, result.encoder)
     ]
-    return min(same, key=lambda r: (len(r.method), r.representation), default=None)
+    return min(candidates, key=lambda r: (len(r.method), r.representation), default=None)
 
 
 def _p_values(
     results: Sequence[Result], others: Sequence[Result | None], measure: str
 ) -> dict[int, float]:
-    """Corrected p values by row, of those that differ from what they are held against."""
+    """Returns corrected p values by row number, without rows that have nothing to compare with."""
     pairs = {
-        i: differences(result, other, measure)
+        i: query_differences(result, other, measure)
         for i, (result, other) in enumerate(zip(results, others, strict=True))
         if other is not None and other is not result
     }
@@ -522,8 +528,8 @@ def _p_values(
     return dict(zip(pairs, holm(p_values.tolist()), strict=True))
 
 
-def differences(result: Result, other: Result, measure: str) -> np.ndarray:
-    """(Q,) what a row has more than another, query by query."""
+def query_differences(result: Result, other: Result, measure: str) -> np.ndarray:
+    """Returns the differences (Q,) of one row from another, query by query."""
     return np.array(
         [row[measure] - other.values[query_id][measure] for query_id, row in result.values.items()]
     )

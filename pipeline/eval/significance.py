@@ -1,4 +1,4 @@
-"""What is more than the choice of queries: randomisation for differences, bootstrap for means."""
+"""Significance: randomisation tests of differences and bootstrap intervals of means."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Signs that are drawn at once: bounds the memory of the test on benchmarks of many queries.
+#: Number of random signs per block, which bounds the memory on benchmarks with many queries.
 BLOCK = 1 << 22
 
 
 def randomisation_p(
     differences_RQ: np.ndarray, num_permutations: int = 10_000, seed: int = 0
 ) -> np.ndarray:
-    """Computes two-sided p-values of R paired randomisation tests over the same Q queries.
+    """Computes two-sided p values of R paired randomisation tests over the same Q queries.
 
-    If two systems were equal, each query's difference could equally have the other sign. p is the
-    share of random signs under which the mean difference is at least as far from 0 as observed,
-    the observed one included: (1 + count) / (1 + num_permutations), so it is never 0.
+    Under the null hypothesis, the difference of each query is equally likely to have the other
+    sign. p is the fraction of random sign vectors whose mean difference is at least as far from 0
+    as the observed one, counting the observed one: (1 + count) / (1 + num_permutations), which is
+    never 0.
 
     Args:
         differences_RQ: Value of one system minus that of the other for each query, (R, Q).
@@ -25,7 +26,7 @@ def randomisation_p(
         seed: Seed of the random signs.
 
     Returns:
-        p-values (R,) float64.
+        p values (R,) float64.
 
     >>> p = randomisation_p(np.array([[0.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]]))
     >>> p.round(2).tolist()  # of the 16 ways to choose four signs, 2 are as extreme
@@ -33,7 +34,7 @@ def randomisation_p(
     """
     differences_RQ = np.asarray(differences_RQ, np.float64)
     num_queries = differences_RQ.shape[1]
-    # Sums that are equal on paper differ in their last bits.
+    # Tolerates rounding errors between sums that are mathematically equal.
     observed_R = np.abs(differences_RQ.sum(1)) - 1e-9 * np.abs(differences_RQ).sum(1)
     rng = np.random.default_rng(seed)
     count_R = np.zeros(len(differences_RQ), np.int64)
@@ -46,15 +47,15 @@ def randomisation_p(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction for that many tests at once: the smallest counts for most.
+    """Returns p values with Holm's correction for multiple tests.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03, 0.005])]
     [0.03, 0.06, 0.06, 0.02]
     """
-    corrected, worst = [0.0] * len(p_values), 0.0
-    for done, place in enumerate(np.argsort(p_values, kind="stable")):
-        worst = max(worst, min(1.0, (len(p_values) - done) * p_values[place]))
-        corrected[place] = float(worst)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(np.argsort(p_values, kind="stable")):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = float(largest)
     return corrected
 
 
@@ -76,7 +77,9 @@ def bootstrap_interval(
     (0.4, 0.6)
     """
     values_N = np.asarray(values_N, np.float64)
-    drawn_SN = np.random.default_rng(seed).integers(0, len(values_N), (num_samples, len(values_N)))
+    indices_SN = np.random.default_rng(seed).integers(
+        0, len(values_N), (num_samples, len(values_N))
+    )
     tail = (1 - share) / 2
-    low, high = np.quantile(values_N[drawn_SN].mean(axis=1), [tail, 1 - tail])
+    low, high = np.quantile(values_N[indices_SN].mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""The spec of an evaluation."""
+"""Spec of an evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, Uri
-from pipeline.eval.grounding import Generated
+from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
@@ -17,32 +17,31 @@ from pipeline.search.options import EQUAL, WEIGHTS_RULE, Score, Weights, are_wei
 
 
 class RerankSpec(Spec):
-    """A second stage that has a row of the table.
-
-    Attributes:
-        model: the folder of an EDJE, whose adapter's tokens are in the index.
-        rerank_depth: Number of first-stage items that are reranked; of a parent only the best.
-        add_first_stage: whether its score is added.
-        precision: in which the joint encoder computes; null: as its folder says.
-        representation, score: the first stage; default: the single score if there is one, else the
-            late one of `full` or the first.
-        label: what the row is called; default: of the above, such as edje_10 or edje_10_int8.
-    """
+    """Reranker that adds a row to the table."""
 
     renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
 
     name: Literal["edje"] = "edje"
+    """Kind of the reranker."""
     model: Uri
+    """Folder of an EDJE model; the index must contain the tokens of its adapter."""
     rerank_depth: PositiveInt = DEFAULT_RERANK_DEPTH
+    """Number of first-stage items that are reranked; of a parent only the best."""
     add_first_stage: bool = False
+    """Whether the score of the first stage is added."""
     precision: Precision | None = None
+    """Precision of the joint encoder; null for that of the model folder."""
     representation: str | None = None
+    """Representation of the first stage; null for `full` if it is evaluated, else the first one."""
     score: Score | None = None
+    """Score of the first stage; null for `single` if the representation has single vectors, else
+    `late`."""
     label: str = Field("", pattern=r"^[\w.-]*$")
+    """Name of the row; empty for a generated one such as edje_10 or edje_10_int8."""
 
     @property
     def row(self) -> str:
-        """The name of its row."""
+        """Name of the row."""
         parts = [EDJE, str(self.rerank_depth)]
         if self.add_first_stage:
             parts.append("added")
@@ -52,58 +51,55 @@ class RerankSpec(Spec):
 
 
 class EvaluateSpec(Spec):
-    """What `jobs.evaluate` computes.
-
-    Attributes:
-        index: the URI of an index.
-        benchmark: where the judged queries come from.
-        output: the folder of the results.
-        representations: their names; empty for all of the index.
-        query_vectors: for an index of your own vectors, the queries' too: Parquet with the columns
-            `id` and `vectors`; empty: the encoder reads the queries' texts.
-        scores: late, hybrid, single; empty for all that the index has vectors for.
-        weights: of the single and the late score in the hybrid one, such as [1, 0.25].
-        measures: names of ir-measures.
-        k: hits per query: no measure sees deeper.
-        judged: what the judgments name: items, or their parents, of which the best item counts;
-            auto: the level at which their ids are in the index.
-        bm25: whether BM25 over the items' texts has a row.
-        text: what BM25 reads: the texts, or the captions.
-        filter: SQL condition on the item columns, such as "source = 'letters'". Only the items that
-            satisfy it are searched and judged.
-        diagnostics: whether late rows are diagnosed: score retention, use of the vectors, evenness
-            and similarity; takes about as long again as ranking.
-        grounding: phrases with the boxes in which they stand, for how well late rows locate them: a
-            JSONL file, or how to draw phrases from the items' own text; null for none.
-        rerank: second stages, each with a row of its own.
-        kinds: an item column such as modality, or metadata.KEY: the report has a table by kind of
-            the relevant documents; null for none.
-    """
+    """Spec of `jobs.evaluate`."""
 
     renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
 
     index: str
+    """URI of the index."""
     benchmark: BenchmarkSpec
+    """Benchmark with the judged queries."""
     output: str
+    """Output folder."""
     query_vectors: str = ""
+    """Parquet file with the columns `id` and `vectors`, for an index of your own vectors; empty to
+    encode the query texts."""
     representations: list[str] = Field(default_factory=list)
+    """Representations to evaluate; empty for all."""
     scores: list[Score] = Field(default_factory=list)
+    """Scores to evaluate: late, hybrid, single; empty for all that the index has vectors for."""
     weights: Weights = EQUAL
+    """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
+    """Metrics, by their ir-measures names."""
     k: PositiveInt = 100
+    """Number of hits per query; no metric can have a larger cutoff."""
     judged: Literal["auto", "parent", "item"] = "auto"
+    """Level of the judged ids: `item`, `parent` (ranked by its best item), or `auto` to detect it
+    from the index."""
     bm25: bool = True
+    """Whether to add a row for BM25 over the texts of the items."""
     text: Literal["text", "caption"] = "text"
+    """Column that BM25 searches."""
     filter: str | None = None
+    """SQL condition on the item columns, such as "source = 'letters'". Only the items that satisfy
+    it are searched and judged."""
     diagnostics: bool = True
-    grounding: Generated | str | None = None
+    """Whether to diagnose MaxSim rows: score retention, use of the vectors, evenness and
+    similarity. This takes about as long as ranking."""
+    grounding: GeneratedPhrases | str | None = None
+    """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, or a mapping to
+    generate phrases from the texts of the items; null for none."""
     kinds: str | None = None
+    """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
+    documents; null for none."""
     rerank: list[RerankSpec] = Field(default_factory=list)
+    """Rerankers; each adds a row."""
 
     @field_validator("rerank")
     @classmethod
-    def _other_names(cls, rerank: list[RerankSpec]) -> list[RerankSpec]:
-        names = [each.row for each in rerank]
+    def _check_labels(cls, rerank: list[RerankSpec]) -> list[RerankSpec]:
+        names = [reranker.row for reranker in rerank]
         for name in names:
             if names.count(name) > 1:
                 raise SpecError("", name, "unique (set a different `label`)", "occurs twice")
@@ -111,7 +107,7 @@ class EvaluateSpec(Spec):
 
     @field_validator("measures")
     @classmethod
-    def _some_measure(cls, names: list[str]) -> list[str]:
+    def _check_measures(cls, names: list[str]) -> list[str]:
         if not names:
             raise SpecError("", names, "a list of at least one ir-measures name")
         return names
@@ -124,15 +120,15 @@ class EvaluateSpec(Spec):
         return weights
 
     @model_validator(mode="after")
-    def _weights_of_something(self) -> EvaluateSpec:
+    def _check_weights_used(self) -> EvaluateSpec:
         if self.weights != EQUAL and self.scores and "hybrid" not in self.scores:
             rule = f"{list(EQUAL)} unless hybrid is among the scores"
             raise SpecError("weights", list(self.weights), rule)
         return self
 
     @model_validator(mode="after")
-    def _deep_enough(self) -> EvaluateSpec:
-        for name in self.measures:  # a name that is no measure says so itself
+    def _check_k(self) -> EvaluateSpec:
+        for name in self.measures:  # raises for an unknown metric
             depth = parse_measure(name).params.get("cutoff", 0)
             if depth > self.k:
                 raise SpecError("k", self.k, f"at least {depth} for {name}")

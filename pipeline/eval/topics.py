@@ -1,4 +1,4 @@
-"""Files of queries: texts as JSON lines or tab-separated, vectors as .npy or Parquet."""
+"""Query files: texts as JSON lines or tab-separated lines, vectors as .npy or Parquet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
 
-_SURROGATES = re.compile("[\ud800-\udfff]")  # halves that JSON can hold and UTF-8 cannot
+_SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
-def lines_of(path: str, field: str) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 text file that are not blank, with their numbers from 1.
+def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
+    """Yields the non-blank lines of a UTF-8 text file with their numbers, from 1.
+
+    Args:
+        path: Path or URI of the file.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`, if the file is missing or no text.
+        SpecError: The file is missing or not text.
     """
     try:
         with fsspec.open(path, "r", encoding="utf-8-sig") as file:
@@ -36,14 +40,18 @@ def lines_of(path: str, field: str) -> Iterator[tuple[int, str]]:
 
 
 def read_queries(path: str, field: str = "queries") -> dict[str, str]:
-    """Query texts by id: lines `{"_id": ..., "text": ...}`, or `id<TAB>text`.
+    """Reads query texts by id from lines `{"_id": ..., "text": ...}` or `id<TAB>text`.
+
+    Args:
+        path: Path or URI of the file.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: no such file, no query in it, a line of another form, an id twice.
+        SpecError: The file is missing, empty or malformed, or an id occurs twice.
     """
     queries: dict[str, str] = {}
-    for number, line in lines_of(path, field):
-        query_id, text = _query(line)
+    for number, line in read_lines(path, field):
+        query_id, text = _parse_query(line)
         if not query_id or not text or not text.strip() or _SURROGATES.search(query_id + text):
             rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
             raise SpecError(field, line[:80], rule, note=f" (line {number} of {path})")
@@ -55,27 +63,27 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     return queries
 
 
-#: A field of queries is one of categories if it has so many values at most.
+#: Maximum number of values of a field that is treated as a category.
 MAX_CATEGORIES = 20
-#: The value of a query without one.
-NONE = "(none)"
+#: Category of the queries without a value.
+NO_CATEGORY = "(none)"
 
 
 def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """Returns the queries of each category, by the fields of JSON lines that hold categories.
+    """Returns the query ids of each category, by the fields of JSON lines that hold categories.
 
-    These are the fields beside `_id`, `text` and `title`, and those of an object `metadata`, whose
-    values are words or lists of words: at least 2 and at most `MAX_CATEGORIES` of them, and on
-    average of two queries or more. A query with several values of a field is in each of their
-    categories.
+    Candidates are all fields except `_id`, `text` and `title`, and the fields of an object
+    `metadata`. A field holds categories if its values are short strings or lists of them, if there
+    are between 2 and `MAX_CATEGORIES` distinct values, and if they have two queries or more on
+    average. A query with several values is in each of their categories.
 
     Args:
-        path: a file that `read_queries` reads.
-        query_ids: the queries that count.
+        path: File that `read_queries` reads.
+        query_ids: Ids of the queries to group.
     """
     wanted = set(query_ids)
     fields: dict[str, dict[str, list[str]]] = {}
-    for _, line in lines_of(path, "queries"):
+    for _, line in read_lines(path, "queries"):
         row = json.loads(line) if line.lstrip().startswith("{") else {}
         query_id = str(row.get("_id")).strip()
         metadata = row.get("metadata")
@@ -90,28 +98,28 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
             for category in values[query_id]:
                 groups.setdefault(category, []).append(query_id)
         if without := wanted - {query_id for group in groups.values() for query_id in group}:
-            groups.setdefault(NONE, []).extend(without)
+            groups.setdefault(NO_CATEGORY, []).extend(without)
         is_few = 2 <= len(groups) <= min(MAX_CATEGORIES, len(wanted) // 2)
-        if is_few and all(len(category) <= MAX_NAME for category in groups):
+        if is_few and all(len(category) <= MAX_CATEGORY_LENGTH for category in groups):
             found[field] = {category: sorted(groups[category]) for category in sorted(groups)}
     return found
 
 
-#: Characters of a category's name at most: longer values are texts.
-MAX_NAME = 60
+#: Maximum length of a category name in characters; longer values are texts.
+MAX_CATEGORY_LENGTH = 60
 
 
 def categories(value: Any) -> Iterator[str]:
-    """Yields a value as the names of categories; a list is of several.
+    """Yields the category names of a value; a list has several.
 
     >>> list(categories(["table", 3])), list(categories(None)), list(categories(""))
     (['table', '3'], ['(none)'], ['(none)'])
     """
-    for one in value if isinstance(value, list) else [value]:
-        yield NONE if one is None or one == "" else str(one)
+    for name in value if isinstance(value, list) else [value]:
+        yield NO_CATEGORY if name is None or name == "" else str(name)
 
 
-def _query(line: str) -> tuple[str | None, str | None]:
+def _parse_query(line: str) -> tuple[str | None, str | None]:
     if line.lstrip().startswith("{"):
         try:
             row = json.loads(line)
@@ -127,22 +135,30 @@ def _query(line: str) -> tuple[str | None, str | None]:
 
 
 def read_ids(path: str, field: str) -> list[str]:
-    """Ids, one a line; one that stands twice counts once.
+    """Reads ids, one per line, without duplicates.
+
+    Args:
+        path: Path or URI of the file.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: no such file, or no id in it.
+        SpecError: The file is missing or empty.
     """
-    ids = list(dict.fromkeys(line.strip() for _, line in lines_of(path, field)))
+    ids = list(dict.fromkeys(line.strip() for _, line in read_lines(path, field)))
     if not ids:
         raise SpecError(field, path, "a file with at least one id", "is empty")
     return ids
 
 
 def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
-    """Query token vectors by id: a .npy (M, D) for one, Parquet with `id` and `vectors` for many.
+    """Reads query token vectors by id.
+
+    Args:
+        path: .npy file (M, D) with one query, or Parquet with the columns `id` and `vectors`.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: no such file, or one of another form.
+        SpecError: The file is missing or malformed.
     """
     rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
     try:

@@ -1,4 +1,4 @@
-"""What the figures of an evaluation show, as numbers: lines, scans over layers, correlations."""
+"""Data behind the figures of an evaluation: lines, scans over layers, correlations."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ from scipy.stats import pearsonr
 from pipeline.eval.results import FULL, OSR, Budget, Evaluation, Result
 from pipeline.index.columns import codec_name
 
-#: The measure of SAP's figures, where it was measured.
-SAPS_MEASURE = "nDCG@5"
+#: Metric of SAP's figures, used if it was measured.
+SAP_MEASURE = "nDCG@5"
 
 
-def codecs_of(evaluation: Evaluation) -> list[str]:
-    """The codecs by which multi-vector rows are stored."""
+def codec_names(evaluation: Evaluation) -> list[str]:
+    """Returns the codecs of the multi-vector rows."""
     return sorted({codec_name(r.codec) for r in evaluation.results if r.compressor})
 
 
 def line_name(evaluation: Evaluation, result: Result) -> str:
-    """What a row's line is called: its method, and its encoder where there are several."""
+    """Returns the name of a row's line: its method, and its encoder if there are several."""
     encoders = {r.encoder for r in evaluation.results if r.encoder}
     return result.method if len(encoders) < 2 else f"{result.method}, {result.encoder[:6]}"
 
 
 def late_rows(evaluation: Evaluation) -> list[Result]:
-    """The compressed rows under the late score."""
+    """Returns the compressed rows under the MaxSim score."""
     return [r for r in evaluation.results if r.is_compressed and r.score == "late"]
 
 
 def full_row(evaluation: Evaluation, result: Result) -> Result | None:
-    """The full tokens of a row's encoder under the late score."""
-    same = [r for r in evaluation.results if r.method == FULL and r.score == "late"]
-    same = [r for r in same if r.encoder == result.encoder]
-    return max(same, key=lambda r: r.vector_bytes, default=None)
+    """Returns the uncompressed row of a row's encoder under the MaxSim score."""
+    candidates = [r for r in evaluation.results if r.method == FULL and r.score == "late"]
+    candidates = [r for r in candidates if r.encoder == result.encoder]
+    return max(candidates, key=lambda r: r.vector_bytes, default=None)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """Rows that differ in their one layer alone.
+    """Rows that differ only in the one layer that they read.
 
     Attributes:
-        name: the method with its other settings.
-        rows: by layer, ascending.
+        name: Method with its other settings.
+        budget: Budget of the rows.
+        encoder: Encoder of the rows.
+        rows: Rows by layer, ascending.
     """
 
     name: str
@@ -56,10 +58,9 @@ class Scan:
 
 
 def layer_scans(evaluation: Evaluation, score: str = "late") -> list[Scan]:
-    """Every method at every budget that was measured at two or more single layers.
+    """Returns a scan per method and budget that was measured at two or more single layers.
 
-    Of those that are counted from the front: what a layer counted from the end is called there, the
-    rows do not tell.
+    Layers counted from the end are ignored: the results do not contain the number of layers.
     """
     found: dict[tuple[str, Budget, str], dict[int, Result]] = {}
     for result in evaluation.results:
@@ -72,8 +73,8 @@ def layer_scans(evaluation: Evaluation, score: str = "late") -> list[Scan]:
     return [Scan(*key, dict(sorted(rows.items()))) for key, rows in found.items() if len(rows) > 1]
 
 
-def in_scans(evaluation: Evaluation) -> set[str]:
-    """The names of the rows that stand in a scan, under any score."""
+def scanned_rows(evaluation: Evaluation) -> set[str]:
+    """Returns the names of the rows that are part of a layer scan, under any score."""
     scores = {result.score for result in evaluation.results}
     scans = [scan for score in scores for scan in layer_scans(evaluation, score)]
     return {result.name for scan in scans for result in scan.rows.values()}
@@ -84,8 +85,8 @@ class DepthScan:
     """Rows of one reranker and first stage that differ only in the rerank depth.
 
     Attributes:
-        name: of both, with the precision, and whether the first stage's score is added.
-        first: its row.
+        name: Name of the reranker and the first stage, with precision and score addition.
+        first: Row of the first stage.
         rows: Rows by rerank depth, ascending.
     """
 
@@ -98,25 +99,25 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
     """Returns a scan per reranker that was measured at two or more rerank depths."""
     found: dict[tuple[str, str, str, bool], dict[int, Result]] = {}
     for row in evaluation.results:
-        if how := row.rerank:
-            precision = how["precision"] or ""
-            key = (row.first_stage, how["model"], precision, how["add_first_stage"])
-            found.setdefault(key, {})[how["pool"]] = row
+        if settings := row.rerank:
+            precision = settings["precision"] or ""
+            key = (row.first_stage, settings["model"], precision, settings["add_first_stage"])
+            found.setdefault(key, {})[settings["pool"]] = row
     rows = {row.name: row for row in evaluation.results}
-    several = len({model for _, model, _, _ in found}) > 1
+    has_several_models = len({model for _, model, _, _ in found}) > 1
     scans = []
-    for (first, model, precision, added), own in found.items():
-        if len(own) > 1:
-            words = ["EDJE", model * several, precision, f"after {first}"]
-            name = " ".join(filter(None, words)) + ", scores added" * added
-            scans.append(DepthScan(name, rows[first], dict(sorted(own.items()))))
+    for (first, model, precision, is_added), by_depth in found.items():
+        if len(by_depth) > 1:
+            words = ["EDJE", model * has_several_models, precision, f"after {first}"]
+            name = " ".join(filter(None, words)) + ", scores added" * is_added
+            scans.append(DepthScan(name, rows[first], dict(sorted(by_depth.items()))))
     return scans
 
 
 def common_budget(evaluation: Evaluation) -> Budget | None:
-    """The budget that most methods have under the late score, the smallest of equals."""
+    """Returns the budget of the most methods under the MaxSim score, the smallest of equals."""
     methods: dict[Budget, set[str]] = {}
-    scanned = in_scans(evaluation)
+    scanned = scanned_rows(evaluation)
     for result in late_rows(evaluation):
         if any(result.budget) and result.name not in scanned:
             methods.setdefault(result.budget, set()).add(line_name(evaluation, result))
@@ -131,9 +132,9 @@ def common_budget(evaluation: Evaluation) -> Budget | None:
     )
 
 
-def side_by_side(evaluation: Evaluation) -> list[Result]:
-    """The diagnosed rows of full tokens, and of each method at the common budget."""
-    budget, scanned = common_budget(evaluation), in_scans(evaluation)
+def comparable_rows(evaluation: Evaluation) -> list[Result]:
+    """Returns the diagnosed uncompressed rows, and the row of each method at the common budget."""
+    budget, scanned = common_budget(evaluation), scanned_rows(evaluation)
     rows = [
         result
         for result in evaluation.results
@@ -144,23 +145,29 @@ def side_by_side(evaluation: Evaluation) -> list[Result]:
     return [result for result in rows if result.diagnosis and result.diagnosis.strengths]
 
 
-class Retained(NamedTuple):
-    """A point of the retention figure: what a method keeps of the vectors and of the quality."""
+class RetentionPoint(NamedTuple):
+    """Point of the retention figure.
+
+    Attributes:
+        share: Fraction of the uncompressed vectors that is stored.
+        quality: Fraction of the uncompressed quality.
+        spread: Standard deviation of `quality` over seeds.
+    """
 
     share: float
     quality: float
     spread: float
 
 
-def retention_lines(evaluation: Evaluation) -> dict[str, list[Retained]]:
-    """Quality as a share of the full tokens' against the share of vectors kept, by method.
+def retention_lines(evaluation: Evaluation) -> dict[str, list[RetentionPoint]]:
+    """Returns quality and fraction of stored vectors, relative to uncompressed, by method.
 
-    Of rows whose budget is a ratio. The share is that of the vectors really stored: methods that
-    adapt to an item need not keep what they aim at.
+    Only rows whose budget is a ratio are included. The fraction is measured, because methods that
+    adapt to an item may miss their target.
     """
     measure = retention_measure(evaluation)
-    scanned = in_scans(evaluation)
-    lines: dict[str, list[Retained]] = {}
+    scanned = scanned_rows(evaluation)
+    lines: dict[str, list[RetentionPoint]] = {}
     for result in late_rows(evaluation):
         full = full_row(evaluation, result)
         if result.budget.ratio is None or result.name in scanned or full is None:
@@ -169,29 +176,29 @@ def retention_lines(evaluation: Evaluation) -> dict[str, list[Retained]]:
         if whole and full.vectors_per_item:
             share = result.vectors_per_item / full.vectors_per_item
             spread = (result.spread(measure) or 0.0) / whole
-            point = Retained(share, result.means[measure] / whole, spread)
+            point = RetentionPoint(share, result.means[measure] / whole, spread)
             lines.setdefault(line_name(evaluation, result), []).append(point)
     return {name: sorted(points) for name, points in lines.items()}
 
 
 def retention_measure(evaluation: Evaluation) -> str:
-    """The measure of the retention figure."""
-    return SAPS_MEASURE if SAPS_MEASURE in evaluation.measures else evaluation.headline
+    """Returns the metric of the retention figure."""
+    return SAP_MEASURE if SAP_MEASURE in evaluation.measures else evaluation.headline
 
 
 class Correlation(NamedTuple):
-    """A number of each row against its quality.
+    """Correlation of a quantity with quality over rows.
 
     Attributes:
-        of: what was held against the quality.
-        rows: the rows that have both.
-        x: (n,) the number.
-        y: (n,) the headline measure.
-        r: Pearson's; None of fewer than three rows, or if either side does not vary.
-        p: its two-sided p value.
+        quantity: Name of the quantity.
+        rows: Rows that have both values.
+        x: Quantity (n,).
+        y: Headline metric (n,).
+        r: Pearson's r; None with fewer than three rows, or if either value is constant.
+        p: Two-sided p value of r.
     """
 
-    of: str
+    quantity: str
     rows: list[Result]
     x: np.ndarray
     y: np.ndarray
@@ -200,37 +207,37 @@ class Correlation(NamedTuple):
 
 
 def correlations(evaluation: Evaluation) -> Iterator[Correlation]:
-    """OSR against quality over all compressed rows (SAP, section 4.6), and evenness (AGC, Table 8).
+    """Yields correlations with quality: of OSR (SAP, section 4.6) and of evenness (AGC, Table 8).
 
-    AGC holds 1/CV and 1/Gini against quality among indexes of one budget; here that is the common
-    one. CV counts as a plain number, not in percent.
+    OSR is correlated over all compressed rows. AGC correlates 1/CV and 1/Gini among indexes of one
+    budget, which is the common one here. CV is a fraction, not in percent.
     """
     rows = late_rows(evaluation)
-    retained = [(row, row.retention.mean) for row in rows if row.retention]
-    if retained:
-        yield _correlation(evaluation, OSR, retained)
+    retentions = [(row, row.retention.mean) for row in rows if row.retention]
+    if retentions:
+        yield _correlation(evaluation, OSR, retentions)
     budget = common_budget(evaluation)
-    scanned = in_scans(evaluation)
-    same = [
+    scanned = scanned_rows(evaluation)
+    same_budget = [
         r
         for r in rows
         if r.budget == budget and r.name not in scanned and r.diagnosis and r.diagnosis.gini
     ]
-    if same:
+    if same_budget:
         at = f"at {budget}"
-        gini = [(r, 1 / r.diagnosis.gini) for r in same if r.diagnosis and r.diagnosis.gini]
+        gini = [(r, 1 / r.diagnosis.gini) for r in same_budget if r.diagnosis and r.diagnosis.gini]
         yield _correlation(evaluation, f"1/Gini {at}", gini)
-        cv = [(r, 100 / r.diagnosis.cv) for r in same if r.diagnosis and r.diagnosis.cv]
+        cv = [(r, 100 / r.diagnosis.cv) for r in same_budget if r.diagnosis and r.diagnosis.cv]
         yield _correlation(evaluation, f"1/CV {at}", cv)
 
 
 def _correlation(
-    evaluation: Evaluation, of: str, numbers: Sequence[tuple[Result, float]]
+    evaluation: Evaluation, quantity: str, values: Sequence[tuple[Result, float]]
 ) -> Correlation:
-    rows = [row for row, _ in numbers]
-    x = np.array([number for _, number in numbers])
+    rows = [row for row, _ in values]
+    x = np.array([value for _, value in values])
     y = np.array([evaluation.quality(row) for row in rows])
     r = p = None
     if len(rows) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0:
         r, p = map(float, pearsonr(x, y))
-    return Correlation(of, rows, x, y, r, p)
+    return Correlation(quantity, rows, x, y, r, p)

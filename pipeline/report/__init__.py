@@ -1,1 +1,1 @@
-"""Reports of evaluations: tables, figures and HTML pages. `files.write` writes them all."""
+"""Reports of evaluations: tables, figures and HTML pages. `files.write` writes all of them."""

@@ -1,4 +1,4 @@
-"""The plot of metrics before and after training, with one panel per metric."""
+"""Plot of metrics before and after training, with one panel per metric."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 
 #: Mean before training, mean after training, and standard deviation over runs after training.
 Change = tuple[float, float, float]
@@ -24,7 +24,7 @@ def changes_png(rows: Mapping[str, Mapping[str, Change]], metrics: Sequence[str]
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     heights = np.arange(len(rows))[::-1]
     for panel, metric in zip(panels, metrics, strict=True):
-        plain(panel)
+        apply_style(panel)
         before, after, deviations = zip(*(row[metric] for row in rows.values()), strict=True)
         panel.hlines(heights, before, after, color=REFERENCE, alpha=0.4)
         panel.plot(before, heights, "o", mfc="none", color=COLORS[0], label="before")

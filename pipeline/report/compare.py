@@ -7,7 +7,7 @@ from pipeline.report.text import p_value
 
 
 def table(compared: Comparison) -> list[list[str]]:
-    """Returns the headline measure of every common row as cells, the header first."""
+    """Returns the headline metric of every common row as table cells, header first."""
     rows = [
         [row.name, f"{row.a:.4f}", f"{row.b:.4f}", f"{row.change:+.4f}", p_value(row.p)]
         for row in compared.differences[compared.headline]
@@ -16,18 +16,18 @@ def table(compared: Comparison) -> list[list[str]]:
 
 
 def csv_rows(compared: Comparison) -> list[list[object]]:
-    """Returns every measure of every row, the header first.
+    """Returns every metric of every row as CSV rows, header first.
 
-    A row of only one evaluation has an empty mean for the other.
+    A row that only one evaluation has gets an empty mean for the other.
     """
     rows: list[list[object]] = [["row", "measure", "a", "b", "difference", "p"]]
-    for differences_of_measure in compared.differences.values():
-        rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences_of_measure]
+    for differences in compared.differences.values():
+        rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences]
     for side, (evaluation, names) in enumerate(
         zip(compared.evaluations, compared.only, strict=True)
     ):
         for name in names:
             for measure in compared.differences:
-                mean = evaluation.of(name).means[measure]
+                mean = evaluation.row(name).means[measure]
                 rows.append([name, measure, *([mean, ""] if side == 0 else ["", mean]), "", ""])
     return rows

@@ -1,4 +1,4 @@
-"""Writes reports: the files of an evaluation, of a comparison and of pooled evaluations."""
+"""Report files of an evaluation, of a comparison and of pooled evaluations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.eval.compare import Comparison
 from pipeline.eval.results import RESULTS, Evaluation
 from pipeline.report import html
 from pipeline.report.compare import csv_rows
-from pipeline.report.figures import drawings
+from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import quality_bytes_png
 from pipeline.report.tables import categories_csv, kinds_csv, metrics_csv, per_query_csv, table
 from pipeline.report.text import as_csv, markdown
@@ -48,8 +48,8 @@ def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str
     """Writes the table and the figures of pooled evaluations, and returns their paths.
 
     Args:
-        pooled: Evaluation that averages the pooled ones.
-        cells: Cells of the table, the header first.
+        pooled: Pooled evaluation.
+        cells: Cells of the table, header first.
         folder: Path or URI of the folder to write to.
     """
     tables = {"table.md": markdown(cells), "pooled.csv": as_csv(cells)}
@@ -57,7 +57,7 @@ def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:
-    return {f"{drawing.name}.png": drawing.png() for drawing in drawings(evaluation)}
+    return {f"{figure.name}.png": figure.png() for figure in figures(evaluation)}
 
 
 def _write(files: Mapping[str, str | bytes], folder: str) -> list[str]:

@@ -11,22 +11,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from pipeline.eval.compare import Comparison
-from pipeline.eval.examples import MARKS
+from pipeline.eval.examples import HIGHLIGHT_DELIMITERS
 from pipeline.eval.results import ALPHA, OSR, Evaluation
-from pipeline.eval.views import correlations, in_scans
+from pipeline.eval.views import correlations, scanned_rows
 from pipeline.report import figures, quality_bytes
-from pipeline.report.summary import against_bm25, explained, fittings, summary
+from pipeline.report.summary import against_bm25, fitting_samples, measure_description, summary
 from pipeline.report.tables import (
     budget,
-    first_diagnostics,
+    category_quality,
+    diagnostic_cells,
+    diagnostic_columns,
+    document_category_metrics,
     method,
-    of_category,
-    of_kind,
-    second_columns,
-    second_diagnostics,
     size_parts,
     sizes,
     spread,
+    summary_diagnostics,
 )
 from pipeline.report.text import decimal, p_equals, p_value, share
 
@@ -54,11 +54,11 @@ def _render(template: str, **values: Any) -> str:
         "budget": budget,
         "decimal": decimal,
         "correlations": lambda evaluation: list(correlations(evaluation)),
-        "drawings": figures.drawings,
-        "first_diagnostics": first_diagnostics,
-        "in_scans": in_scans,
+        "figures": figures.figures,
+        "summary_diagnostics": summary_diagnostics,
+        "scanned_rows": scanned_rows,
         "method": method,
-        "of_kind": of_kind,
+        "document_category_metrics": document_category_metrics,
         "marked": marked,
         "p_equals": p_equals,
         "p_value": p_value,
@@ -66,16 +66,16 @@ def _render(template: str, **values: Any) -> str:
         "plot": lambda evaluation, panel: Markup(
             quality_bytes.quality_bytes_svg(evaluation, panel)
         ),
-        "explained": explained,
-        "fittings": fittings,
-        "of_category": of_category,
+        "measure_description": measure_description,
+        "fitting_samples": fitting_samples,
+        "category_quality": category_quality,
         "size_parts": size_parts,
-        "second_columns": second_columns,
-        "second_diagnostics": second_diagnostics,
+        "diagnostic_columns": diagnostic_columns,
+        "diagnostic_cells": diagnostic_cells,
         "share": share,
         "sizes": sizes,
         "spread": spread,
-        "svgs": lambda drawing: map(Markup, drawing.svgs()),
+        "svgs": lambda figure: map(Markup, figure.svgs()),
         "summary": summary,
         "yaml": lambda spec: yaml.safe_dump(spec, sort_keys=False, allow_unicode=True),
     }
@@ -83,11 +83,10 @@ def _render(template: str, **values: Any) -> str:
 
 
 def marked(snippet: str) -> Markup:
-    r"""Returns a snippet as HTML, with its matched words in `<mark>` and everything else escaped.
+    r"""Returns a snippet as HTML, with matched words in `<mark>` and everything else escaped.
 
     >>> marked("<b> \x02wing\x03")
     Markup('&lt;b&gt; <mark>wing</mark>')
     """
-    start, end = MARKS
-    shown = str(escape(snippet)).replace(start, "<mark>").replace(end, "</mark>")
-    return Markup(shown)
+    start, end = HIGHLIGHT_DELIMITERS
+    return Markup(str(escape(snippet)).replace(start, "<mark>").replace(end, "</mark>"))

@@ -1,4 +1,4 @@
-"""Style and output formats that all figures share."""
+"""Style and output formats of all figures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.eval.results import Evaluation, method_name
-from pipeline.eval.views import codecs_of, in_scans, layer_scans, line_name
+from pipeline.eval.views import codec_names, layer_scans, line_name, scanned_rows
 from pipeline.index.columns import codec_name
 
 #: Arguments of `Axes.plot`.
 Style = dict[str, Any]
-#: A palette for colour-blind readers. The second eight styles are dashed.
+#: Colour-blind palette. The second eight styles are dashed.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5D4A9C", "#7F5B3A")
 STYLES: tuple[Style, ...] = tuple(
     {"color": color, "marker": marker, "linestyle": dashes}
@@ -34,16 +34,18 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Returns a figure as an `<svg>` element, with grey in the colour of the surrounding text.
+    """Returns a figure as an `<svg>` element, with grey replaced by the text colour of the page.
 
     Args:
-        figure: Figure to draw.
-        name: Prefix that keeps element ids unique on the page.
+        figure: Figure to convert.
+        name: Prefix that makes element ids unique on the page.
     """
     svg = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", transparent=True, metadata=nothing, bbox_inches="tight")
+        figure.savefig(
+            svg, format="svg", transparent=True, metadata=no_metadata, bbox_inches="tight"
+        )
     text = svg.getvalue()
     return text[text.index("<svg") :].replace(REFERENCE, "currentColor")
 
@@ -51,25 +53,25 @@ def to_svg(figure: Figure, name: str) -> str:
 def styles(evaluation: Evaluation) -> dict[str, Style]:
     """Returns the style of each line, the same in all figures.
 
-    With several codecs, colours stand for codecs and markers for methods.
+    With several codecs, colours represent codecs and markers represent methods.
     """
-    scanned = in_scans(evaluation)
+    scanned = scanned_rows(evaluation)
     rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]
     lines = {line_name(evaluation, row): row for row in rows}
     scans = [scan.name for scan in layer_scans(evaluation)]
     names = dict.fromkeys([*sorted(lines), *scans])
-    drawn = {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
-    codecs = codecs_of(evaluation)
+    line_styles = {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+    codecs = codec_names(evaluation)
     if len(codecs) > 1:
         methods = sorted({method_name(row.compressor) for row in rows})
         for name, row in lines.items():
             style = STYLES[methods.index(method_name(row.compressor)) % len(STYLES)]
             color = COLORS[codecs.index(codec_name(row.codec)) % len(COLORS)]
-            drawn[name] = {**style, "color": color}
-    return drawn
+            line_styles[name] = {**style, "color": color}
+    return line_styles
 
 
-def plain(panel: Axes) -> None:
+def apply_style(panel: Axes) -> None:
     """Applies the common style to axes."""
     panel.grid(color=REFERENCE, alpha=0.15, linewidth=0.8)
     panel.tick_params(which="both", color=REFERENCE, labelcolor=REFERENCE)
@@ -81,7 +83,7 @@ def plain(panel: Axes) -> None:
 
 
 def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Adds one legend below all panels, and enlarges the figure for it."""
+    """Adds one legend below all panels and enlarges the figure for it."""
     handles = {
         label: handle
         for panel in panels

@@ -1,4 +1,4 @@
-"""The table of several evaluations that were pooled."""
+"""Table of pooled evaluations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipeline.report.text import decimal, p_value
 
 
 def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
-    """Returns OSR and quality of the compressed late rows as cells, the header first.
+    """Returns OSR and quality of the compressed MaxSim rows as table cells, header first.
 
     Args:
         evaluation: Pooled evaluation.
-        against: Methods that the OSR is compared with, see `retention_p_values`.
+        against: Methods to compare the OSR with; see `retention_p_values`.
 
     Raises:
-        SpecError: No row is of one of the methods.
+        SpecError: No row has one of the methods.
     """
     rows = late_rows(evaluation)
     columns = retention_p_values(rows, against)

@@ -1,4 +1,4 @@
-"""The plot of quality against bytes per item, with one panel per score and size."""
+"""Plot of quality against bytes per item, with one panel per score and size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
-from pipeline.eval.views import codecs_of, in_scans, line_name
-from pipeline.report.plot import REFERENCE, Style, legend_below, plain, styles, to_png, to_svg
+from pipeline.eval.views import codec_names, line_name, scanned_rows
+from pipeline.report.plot import REFERENCE, Style, apply_style, legend_below, styles, to_png, to_svg
 
 
 class Panel(NamedTuple):
-    """Plot of quality against size, for one score and one attribute of rows with the bytes."""
+    """Plot of quality against size.
+
+    Attributes:
+        score: Score of the rows.
+        size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
+    """
 
     score: str
     size: str
@@ -27,14 +32,15 @@ class Panel(NamedTuple):
         """Title of the plot.
 
         >>> Panel("late", "all_bytes").title
-        'late score, everything stored'
+        'MaxSim score, all stored bytes'
         """
-        return f"{self.score} score, {'vectors' if self.size == SIZES[0] else 'everything stored'}"
+        score = "MaxSim" if self.score == "late" else self.score
+        return f"{score} score, {'vectors' if self.size == SIZES[0] else 'all stored bytes'}"
 
 
-#: The axis of quality is extended to BM25 if that makes it at most this many times longer.
-MOST_STRETCHED = 1.25
-#: The bytes of rows that are plotted: of their vectors, and of everything stored for them.
+#: The quality axis is extended to include BM25 if this stretches it by at most this factor.
+MAX_STRETCH = 1.25
+#: Sizes that are plotted: bytes of the vectors, and all stored bytes.
 SIZES = ("vector_bytes", "all_bytes")
 
 
@@ -51,28 +57,28 @@ def quality_bytes_svg(evaluation: Evaluation, panel: Panel) -> str:
 def panels(evaluation: Evaluation) -> list[Panel]:
     """Returns the panels: each multi-vector score (or the single-vector score) and size.
 
-    Without assignments and positions both sizes are equal, and only one is shown.
+    Without assignments and positions both sizes are equal, and only one is plotted.
     """
-    there = {result.score for result in evaluation.results}
-    scores: list[str] = [score for score in ("late", "hybrid") if score in there] or [SINGLE]
+    measured = {result.score for result in evaluation.results}
+    scores: list[str] = [score for score in ("late", "hybrid") if score in measured] or [SINGLE]
     differ = any(result.vector_bytes != result.all_bytes for result in evaluation.results)
     return [Panel(score, size) for size in SIZES[: 1 + differ] for score in scores]
 
 
-def _figure(evaluation: Evaluation, drawn: Sequence[Panel]) -> Figure:
-    """Panels of quality against bytes per item.
+def _figure(evaluation: Evaluation, shown: Sequence[Panel]) -> Figure:
+    """Draws panels of quality against bytes per item.
 
-    Full tokens, the single vector and BM25 have a line across: what a budget can win or lose lies
-    between them. Rows of a scan over layers have a figure of their own. The Pareto front is that of
-    all rows, whatever panel their points stand in.
+    Uncompressed rows, the single vector and BM25 are horizontal lines, as bounds for the compressed
+    rows. Rows of layer scans have their own figure. The Pareto front is computed over all rows,
+    also those in other panels.
     """
-    rows = len({panel.size for panel in drawn})
-    columns = len(drawn) // rows
+    rows = len({panel.size for panel in shown})
+    columns = len(shown) // rows
     figure = Figure(figsize=(0.8 + 4.4 * columns, 0.8 + 4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex="row", sharey=True, squeeze=False).ravel()
     low, high = _quality_range(evaluation)
-    for axis, panel in zip(axes, drawn, strict=True):
-        axis.set_ylim(low, high)  # the same where panels are drawn alone
+    for axis, panel in zip(axes, shown, strict=True):
+        axis.set_ylim(low, high)  # the same if panels are drawn separately
         _draw(axis, evaluation, panel)
     for axis in axes[::columns]:
         axis.set_ylabel(evaluation.headline)
@@ -81,17 +87,17 @@ def _figure(evaluation: Evaluation, drawn: Sequence[Panel]) -> Figure:
 
 
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
-    """The ends of the quality axis: those of the vectors' rows, and BM25 where it lies nearby.
+    """Returns the ends of the quality axis, which include BM25 if it is close to the vector rows.
 
-    A BM25 far below or above would press all other rows together: see `_draw_bm25`.
+    A distant BM25 would compress all other rows into a corner; see `_draw_bm25`.
     """
     vectors = [result for result in evaluation.results if result.method != BM25]
     low, high = _ends(evaluation, vectors or evaluation.results)
     all_low, all_high = _ends(evaluation, evaluation.results)
-    if all_high - all_low <= MOST_STRETCHED * (high - low):
+    if all_high - all_low <= MAX_STRETCH * (high - low):
         low, high = all_low, all_high
     margin = max(0.08 * (high - low), 0.002)
-    return low - margin, high + 2 * margin  # room for the budgets
+    return low - margin, high + 2 * margin  # leaves space for the budgets
 
 
 def _ends(evaluation: Evaluation, results: Sequence[Result]) -> tuple[float, float]:
@@ -104,11 +110,11 @@ def _ends(evaluation: Evaluation, results: Sequence[Result]) -> tuple[float, flo
 
 
 def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
-    measure, scanned = evaluation.headline, in_scans(evaluation)
+    measure, scanned = evaluation.headline, scanned_rows(evaluation)
     size_of = operator.attrgetter(panel.size)
-    num_codecs = len(codecs_of(evaluation))
+    num_codecs = len(codec_names(evaluation))
     results = [r for r in evaluation.results if r.score in (panel.score, SINGLE, BM25)]
-    sizes: dict[Budget, float] = {}  # of each budget, of the method that takes most
+    sizes: dict[Budget, float] = {}  # of the largest method
     for method, style in styles(evaluation).items():
         rows = sorted(
             (
@@ -118,14 +124,14 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
             ),
             key=size_of,
         )
-        # A number for every item and a share of its tokens are two ways to spend bytes.
+        # Fixed numbers and ratios of vectors are separate lines.
         for is_share in (False, True):
             line = [row for row in rows if (row.budget.ratio is not None) == is_share]
             if line:
                 _draw_line(axis, line, size_of, measure, method, style)
         for row in rows:
             sizes[row.budget] = max(size_of(row), sizes.get(row.budget, 0.0))
-            if num_codecs > 1:  # a budget has as many sizes: each point says which it is
+            if num_codecs > 1:  # a budget has one size per codec, so each point is labelled
                 _label_point(axis, row, size_of(row), row.means[measure], style["color"])
     if num_codecs <= 1:
         _label_budgets(axis, sizes)
@@ -153,19 +159,18 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
                 markersize=12 if marker == "*" else 7,
                 color=REFERENCE,
                 linestyle="none",
-                label=f"{name} ({result.representation})" if name == SINGLE else "full tokens",
+                label=f"{name} ({result.representation})" if name == SINGLE else "uncompressed",
             )
     axis.set_title(panel.title, fontsize=11, color=REFERENCE)
-    what = "of vectors" if panel.size == SIZES[0] else "of everything stored"
-    axis.set_xlabel(f"bytes {what} per item")
+    axis.set_xlabel("vector bytes per item" if panel.size == SIZES[0] else "stored bytes per item")
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _bytes(size)))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    plain(axis)
+    apply_style(axis)
 
 
 def _draw_bm25(axis: Axes, quality: float) -> None:
-    """A line across; BM25 outside of the axis is an arrow at its border, with its value."""
+    """Draws BM25 as a horizontal line, or as an arrow with its value if it is outside the axis."""
     low, high = axis.get_ylim()
     if low <= quality <= high:
         axis.axhline(
@@ -193,7 +198,7 @@ def _draw_line(
     method: str,
     style: Style,
 ) -> None:
-    """A method's rows from the smallest on, with the spread of those that stand for seeds."""
+    """Draws a method's rows by ascending size, with their spread over seeds."""
     spreads = [row.spread(measure) or 0.0 for row in line]
     panel.errorbar(
         [size_of(row) for row in line],
@@ -222,7 +227,7 @@ def _label_point(panel: Axes, row: Result, size: float, quality: float, color: s
 
 
 def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
-    """Writes each budget above its points, budgets of similar size on separate lines.
+    """Writes each budget above its points, with budgets of similar size on separate lines.
 
     Args:
         panel: Axes to write on.
@@ -230,11 +235,11 @@ def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
     """
     sizes = {budget: size for budget, size in sizes.items() if size > 0}
     span = max(1.0, math.log10(max(sizes.values()) / min(sizes.values()))) if sizes else 1.0
-    ends: list[float] = []  # of each line of labels, where the last one stands
+    ends: list[float] = []  # position of the last label of each line
     for budget, size in sorted(sizes.items(), key=lambda entry: entry[1]):
-        place = math.log10(size)
-        line = next((i for i, end in enumerate(ends) if place - end > 0.14 * span), len(ends))
-        ends[line : line + 1] = [place]
+        position = math.log10(size)
+        line = next((i for i, end in enumerate(ends) if position - end > 0.14 * span), len(ends))
+        ends[line : line + 1] = [position]
         panel.annotate(
             str(budget),
             (size, 0.985 - 0.04 * line),
@@ -247,7 +252,7 @@ def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
 
 
 def _bytes(size: float) -> str:
-    """A size for an axis.
+    """Formats a size for an axis.
 
     >>> _bytes(768), _bytes(24576)
     ('768 B', '24.6 kB')

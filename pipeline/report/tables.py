@@ -1,19 +1,19 @@
-"""Tables of an evaluation as cells and as CSV."""
+"""Tables of an evaluation, as cells and as CSV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.eval.grounding import Grounding
+from pipeline.eval.grounding import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
 from pipeline.report.text import as_csv, decimal, p_value, share
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """Returns the rows as cells, the header first.
+    """Returns the rows as table cells, header first.
 
-    `pareto` is * where no row has better quality for at most as many bytes of vectors, and
-    `pareto all` the same for all stored bytes.
+    `pareto` is * if no row has better quality with at most as many bytes of vectors, and `pareto
+    all` if none has with at most as many stored bytes.
     """
     header = ["representation", "method", "K", "score", *evaluation.measures]
     header += ["retention", "p", "against", "p BM25", "p random"]
@@ -26,20 +26,20 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             budget(result),
             result.label,
             *(f"{value:.4f}" for value in result.means.values()),
-            share(standing.retention),
-            p_value(standing.p_reference),
-            "-" if standing.p_reference is None else standing.reference,
-            p_value(standing.p_bm25),
-            p_value(standing.p_random),
-            *first_diagnostics(result),
-            "*" if standing.pareto else "",
-            "*" if standing.pareto_all else "",
+            share(comparison.retention),
+            p_value(comparison.p_reference),
+            "-" if comparison.p_reference is None else comparison.reference,
+            p_value(comparison.p_bm25),
+            p_value(comparison.p_random),
+            *summary_diagnostics(result),
+            "*" if comparison.pareto else "",
+            "*" if comparison.pareto_all else "",
             *sizes(result),
             f"{result.queries_per_second:,.1f}",
             f"{result.median_ms:.2f}",
             f"{result.p95_ms:.2f}",
         ]
-        for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
+        for result, comparison in zip(evaluation.results, evaluation.row_comparisons, strict=True)
     ]
     return [header, *rows]
 
@@ -52,7 +52,7 @@ def method(result: Result) -> str:
 
 
 def budget(result: Result) -> str:
-    """Returns the number of vectors per item of a row, or their share."""
+    """Returns the number or fraction of vectors per item of a row."""
     if result.num_vectors is not None:
         return str(result.num_vectors)
     if result.is_compressed:
@@ -61,19 +61,19 @@ def budget(result: Result) -> str:
 
 
 def spread(result: Result, name: str) -> str:
-    """Returns the standard deviation over seeds of a measure or OSR; empty without seeds."""
+    """Returns the standard deviation of a metric or the OSR over seeds; empty without seeds."""
     deviation = result.spread(name)
     return "" if deviation is None else f"±{deviation:.3f}"
 
 
-def first_diagnostics(result: Result) -> list[str]:
-    """Returns the diagnostics of the first table: OSR, share of matched vectors, Gini."""
-    numbers = diagnostics(result)
-    return [decimal(numbers[OSR]), share(numbers["used"]), decimal(numbers["gini"])]
+def summary_diagnostics(result: Result) -> list[str]:
+    """Returns the diagnostics in the main table: OSR, fraction of matched vectors, Gini."""
+    values = diagnostics(result)
+    return [decimal(values[OSR]), share(values["used"]), decimal(values["gini"])]
 
 
 def diagnostics(result: Result) -> dict[str, float | None]:
-    """Returns every diagnostic of a row by its name in `metrics.csv`; None if missing."""
+    """Returns all diagnostics of a row by their names in `metrics.csv`; None if missing."""
     retention, diagnosis = result.retention, result.diagnosis
     names = ("used", "used_relevant", "gini", "cv", "similarity_mean")
     return {
@@ -82,38 +82,43 @@ def diagnostics(result: Result) -> dict[str, float | None]:
         f"{OSR} pairs": retention and retention.num_pairs,
         f"{OSR} left out": retention and retention.num_left_out,
         **{name: getattr(diagnosis, name, None) for name in names},
-        **{name: result.grounding.get(name) for name in (*Grounding._fields, "phrases")},
+        **{name: result.grounding.get(name) for name in (*GroundingMetrics._fields, "phrases")},
     }
 
 
-#: Columns of the report's second table, and their names in `metrics.csv`.
-SECOND = {
+#: Columns of the table of diagnostics, and their names in `metrics.csv`.
+DIAGNOSTIC_COLUMNS = {
     "OSR, mean of ratios": OSR,
     "OSR, ratio of means": f"{OSR} ratio of means",
     "pairs": f"{OSR} pairs",
     "left out": f"{OSR} left out",
     "used": "used",
-    "used, relevant": "used_relevant",
+    "used, relevant pairs": "used_relevant",
     "Gini": "gini",
     "CV": "cv",
     "similarity": "similarity_mean",
 }
-#: Additional columns where phrases were grounded.
-GROUNDED = {"BoxMass": "box_mass", "RegionHit": "region_hit", "CoverageIoU": "coverage_iou"}
+#: Additional columns if grounding was measured.
+GROUNDING_COLUMNS = {
+    "BoxMass": "box_mass",
+    "RegionHit": "region_hit",
+    "CoverageIoU": "coverage_iou",
+}
 
 
-def second_columns(evaluation: Evaluation) -> dict[str, str]:
-    """Returns the columns of the second table, and their names in `metrics.csv`."""
-    return SECOND | (GROUNDED if any(r.grounding for r in evaluation.results) else {})
+def diagnostic_columns(evaluation: Evaluation) -> dict[str, str]:
+    """Returns the columns of the table of diagnostics, and their names in `metrics.csv`."""
+    has_grounding = any(result.grounding for result in evaluation.results)
+    return DIAGNOSTIC_COLUMNS | (GROUNDING_COLUMNS if has_grounding else {})
 
 
-def second_diagnostics(result: Result, columns: dict[str, str]) -> list[str]:
-    """Returns the cells of a row in the second table."""
-    numbers = diagnostics(result)
+def diagnostic_cells(result: Result, columns: dict[str, str]) -> list[str]:
+    """Returns the cells of a row in the table of diagnostics."""
+    values = diagnostics(result)
     cells = []
     for name in columns.values():
-        value = numbers[name]
-        if name.startswith("used") or name in GROUNDED.values():
+        value = values[name]
+        if name.startswith("used") or name in GROUNDING_COLUMNS.values():
             cells.append(share(value))
         elif name == "cv":
             cells.append("-" if value is None else f"{value:.1f}")
@@ -123,7 +128,7 @@ def second_diagnostics(result: Result, columns: dict[str, str]) -> list[str]:
 
 
 def sizes(result: Result) -> list[str]:
-    """Returns vectors, bytes of vectors and all stored bytes per item; none for BM25."""
+    """Returns vectors, bytes of vectors and all stored bytes per item; dashes for BM25."""
     if result.method == BM25:
         return ["-"] * 3
     sizes = f"{result.vector_bytes:,.0f}", f"{result.all_bytes:,.0f}"
@@ -131,27 +136,27 @@ def sizes(result: Result) -> list[str]:
 
 
 def size_parts(result: Result) -> list[str]:
-    """Returns bytes per item of vectors, assignments, positions and their sum; none for BM25."""
+    """Returns bytes per item of vectors, assignments, positions and their sum, and the overhead."""
     if result.method == BM25:
         return ["-"] * 5
     parts = [result.vector_bytes, result.assignment_bytes, result.position_bytes, result.all_bytes]
-    more = share(result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None)
-    return [*(f"{number:,.0f}" for number in parts), more]
+    overhead = share(result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None)
+    return [*(f"{number:,.0f}" for number in parts), overhead]
 
 
 def metrics_csv(evaluation: Evaluation) -> str:
     """Returns all rows as CSV, with unrounded numbers."""
-    plain = ("representation", "method", "num_vectors")
-    stands = [
+    identity = ("representation", "method", "num_vectors")
+    comparisons = [
         *("retention", "reference", "p_reference", "p_bm25", "p_random"),
         *("pareto", "pareto_all"),
     ]
     rows = [
         [
-            *(getattr(result, name) for name in plain),
+            *(getattr(result, name) for name in identity),
             result.label,
             *result.means.values(),
-            *(getattr(standing, name) for name in stands),
+            *(getattr(comparison, name) for name in comparisons),
             *(getattr(result, name) for name in COSTS),
             result.budget.ratio,
             *diagnostics(result).values(),
@@ -159,16 +164,17 @@ def metrics_csv(evaluation: Evaluation) -> str:
             len(result.seeds) or None,
             *(result.spread(name) for name in (*evaluation.measures, OSR)),
         ]
-        for result, standing in zip(evaluation.results, evaluation.standings, strict=True)
+        for result, comparison in zip(evaluation.results, evaluation.row_comparisons, strict=True)
     ]
     spreads = [f"{name} sd" for name in (*evaluation.measures, OSR)]
-    more = ["ratio", *diagnostics(evaluation.results[0]), "fitted_on", "fitted_on_evaluated"]
-    more += ["num_seeds", *spreads]
-    return as_csv([[*plain, "score", *evaluation.measures, *stands, *COSTS, *more], *rows])
+    others = ["ratio", *diagnostics(evaluation.results[0]), "fitted_on", "fitted_on_evaluated"]
+    others += ["num_seeds", *spreads]
+    header = [*identity, "score", *evaluation.measures, *comparisons, *COSTS, *others]
+    return as_csv([header, *rows])
 
 
 def per_query_csv(evaluation: Evaluation) -> str:
-    """Returns every measure as CSV, with one row per run and query."""
+    """Returns all metrics as CSV, with one row per run and query."""
     rows = [
         [result.name, query_id, *values.values()]
         for result in evaluation.results
@@ -177,34 +183,41 @@ def per_query_csv(evaluation: Evaluation) -> str:
     return as_csv([["run", "query_id", *evaluation.measures], *rows])
 
 
-def of_kind(evaluation: Evaluation, result: Result, kind: str) -> tuple[float, float | None]:
-    """Returns the headline measure and OSR of a row on the queries of one category."""
-    query_ids = evaluation.kinds[kind]
+def document_category_metrics(
+    evaluation: Evaluation, result: Result, category: str
+) -> tuple[float, float | None]:
+    """Returns the headline metric and OSR of a row on the queries of one document category."""
+    query_ids = evaluation.kinds[category]
     quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
     retention = None if result.diagnosis is None else result.diagnosis.retention(query_ids)
     return quality, retention and retention.mean
 
 
 def kinds_csv(evaluation: Evaluation) -> str:
-    """Returns late rows by category of the relevant documents as CSV."""
+    """Returns MaxSim rows by category of the relevant documents as CSV."""
     rows = [
-        [result.name, kind, len(query_ids), *of_kind(evaluation, result, kind)]
+        [
+            result.name,
+            category,
+            len(query_ids),
+            *document_category_metrics(evaluation, result, category),
+        ]
         for result in evaluation.results
         if result.score == "late"
-        for kind, query_ids in evaluation.kinds.items()
+        for category, query_ids in evaluation.kinds.items()
     ]
     return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
 
 
-def of_category(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
-    """Returns the mean of the headline measure of a row over some queries."""
+def category_quality(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
+    """Returns the mean headline metric of a row over some queries."""
     return sum(result.values[q][evaluation.headline] for q in query_ids) / len(query_ids)
 
 
 def categories_csv(evaluation: Evaluation) -> str:
-    """Returns every row by category of the queries as CSV."""
+    """Returns all rows by category of the queries as CSV."""
     rows = [
-        [result.name, field, name, len(ids), of_category(evaluation, result, ids)]
+        [result.name, field, name, len(ids), category_quality(evaluation, result, ids)]
         for field, groups in evaluation.categories.items()
         for result in evaluation.results
         for name, ids in groups.items()

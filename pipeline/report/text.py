@@ -9,7 +9,7 @@ from typing import Any
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Returns cells as plain text, with columns of numbers aligned to the right.
+    """Returns table cells as plain text, with numeric columns aligned to the right.
 
     >>> print(aligned([["method", "K"], ["hpool", "8"], ["samer", "16"]]))
     method   K
@@ -30,14 +30,14 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """Returns cells as a Markdown table."""
+    """Returns table cells as a Markdown table."""
     header, *rows = cells
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Returns rows, the header first, as CSV."""
+    """Returns rows as CSV, header first."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -53,7 +53,7 @@ def decimal(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Formats a share in percent.
+    """Formats a fraction in percent.
 
     >>> share(0.9756), share(None)
     ('97.6 %', '-')

@@ -16,7 +16,7 @@ from pipeline.encoders import Encoder
 from pipeline.encoders.batching import concatenate
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
-from pipeline.report.plot import COLORS, REFERENCE, plain, to_png
+from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
 from pipeline.schema import ITEM, Item, payload_schema
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
 from pipeline.synthetic.binding_data import Form, payload
@@ -187,5 +187,5 @@ def bars(rows: Sequence[Accuracy]) -> bytes:
     panel.set_ylim(0, 1)
     panel.set_ylabel("pairwise accuracy")
     panel.set_title(f"{rows[0].num_queries:,} queries, {rows[0].form} reports", fontsize=10)
-    plain(panel)
+    apply_style(panel)
     return to_png(figure)

@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
-from pipeline.report.plot import COLORS, REFERENCE, legend_below, plain, to_png
+from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 from pipeline.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair
 from pipeline.synthetic.binding_accuracy import SCORES, check_form, pair_scores
 from pipeline.synthetic.binding_data import Form
@@ -129,7 +129,7 @@ def plot(rows: Sequence[Row], title: str) -> bytes:
     """Plots the accuracies with confidence intervals and the chance level as a PNG."""
     figure = Figure(figsize=(6.4, 1.3 + 0.4 * len(rows)), layout="constrained")
     panel = figure.subplots()
-    plain(panel)
+    apply_style(panel)
     positions = np.arange(len(rows))[::-1]
     for number, score in enumerate(SCORES):
         points = [(row, y) for row, y in zip(rows, positions, strict=True) if score in row.correct]

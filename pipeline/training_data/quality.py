@@ -9,7 +9,8 @@ import torch
 
 from pipeline.tokens import TokenBatch
 
-CUTOFF = 10  # of nDCG
+#: Cutoff of nDCG.
+CUTOFF = 10
 
 
 #: Metrics by name, with one value per validation query or phrase; higher is better.
@@ -17,9 +18,9 @@ Quality = dict[str, np.ndarray]
 
 
 def ranking(scores_QB: torch.Tensor, positive_QB: torch.Tensor) -> Quality:
-    """Whether a relevant document is among the best 1, 5 and 10 of each query, and nDCG@10.
+    """Computes success at ranks 1, 5 and 10 (R@k) and nDCG@10 of each query.
 
-    Queries without a relevant document are left out; of equal scores the first are the best.
+    Queries without a relevant document are left out. Ties are ranked in the order of the documents.
 
     >>> scores = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.2, 0.0]])
     >>> relevant = torch.tensor([[True, False, False], [True, False, False]])
@@ -39,9 +40,9 @@ def ranking(scores_QB: torch.Tensor, positive_QB: torch.Tensor) -> Quality:
 
 
 def pairwise(positive_Q: torch.Tensor, negative_Q: torch.Tensor) -> np.ndarray:
-    """(Q,) 1 where a query's positive scores higher than its hard negative (SMART, appendix A).
+    """Computes pairwise accuracy (Q,): 1 if the positive scores above the hard negative, else 0.
 
-    Equal scores count as wrong: neither is the higher one.
+    Ties count as 0 (SMART, appendix A).
 
     >>> pairwise(torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0.2, 0.5, 0.3])).tolist()
     [1.0, 0.0, 0.0]
@@ -50,39 +51,41 @@ def pairwise(positive_Q: torch.Tensor, negative_Q: torch.Tensor) -> np.ndarray:
 
 
 def means(quality: Quality) -> dict[str, float]:
-    """The mean of each measure."""
+    """Returns the mean of each metric."""
     return {name: float(values.mean()) for name, values in quality.items()}
 
 
 def grounding(
-    phrases: TokenBatch, documents: TokenBatch, places: TokenBatch, boxes: Sequence[np.ndarray]
+    phrases: TokenBatch, documents: TokenBatch, locations: TokenBatch, boxes: Sequence[np.ndarray]
 ) -> Quality:
-    """BoxMass, RegionHit and CoverageIoU of phrases, each in its own document (SaMer, eq. 8-10).
+    """Computes BoxMass, RegionHit and CoverageIoU of phrases in their documents (SaMer, eq. 8-10).
 
-    An input token is as relevant as the vector that stands for it: the mean over the phrase's
-    tokens of its similarities.
+    The relevance of an input token is the mean similarity between the tokens of the phrase and the
+    vector that the input token is assigned to.
 
     Args:
-        phrases: P phrases.
-        documents: of each phrase the document as it is searched, with its support.
-        places: the same documents' input tokens, with their extents.
-        boxes: of each phrase (M, 4).
+        phrases: Token vectors of P phrases.
+        documents: Document vectors of each phrase, with their assignments.
+        locations: Input tokens of the same documents, with their extents.
+        boxes: Boxes (M, 4) of each phrase.
     """
-    from pipeline.eval.grounding import measure, region, relevance_map
+    from pipeline.eval.grounding import grounding_metrics, region_mask, relevance_map
 
     weight_PM1 = phrases.mask.unsqueeze(2) / phrases.mask.sum(dim=1)[:, None, None]
     sim_PK = (phrases.vectors.float() @ documents.vectors.float().mT * weight_PM1).sum(dim=1)
     support_PN = documents.support
-    if support_PN is None:  # each token stands for itself
-        support_PN = torch.arange(places.mask.shape[1], device=sim_PK.device)
-        support_PN = support_PN.expand_as(places.mask).masked_fill(~places.mask, -1)
+    if support_PN is None:  # uncompressed: each token is its own vector
+        support_PN = torch.arange(locations.mask.shape[1], device=sim_PK.device)
+        support_PN = support_PN.expand_as(locations.mask).masked_fill(~locations.mask, -1)
     sim_PN = sim_PK.gather(1, support_PN.clamp_min(0)).masked_fill(support_PN < 0, torch.nan)
     similarity_PN = sim_PN.double().cpu().numpy()
-    assert places.extents is not None
-    extents_PN4 = places.extents[..., :4].double().cpu().numpy()
+    assert locations.extents is not None
+    extents_PN4 = locations.extents[..., :4].double().cpu().numpy()
     found = [
-        measure(relevance_map(similarity_N, extents_N4), region(own.tolist()))
-        for similarity_N, extents_N4, own in zip(similarity_PN, extents_PN4, boxes, strict=True)
+        grounding_metrics(relevance_map(similarity_N, extents_N4), region_mask(boxes_M4.tolist()))
+        for similarity_N, extents_N4, boxes_M4 in zip(
+            similarity_PN, extents_PN4, boxes, strict=True
+        )
     ]
     names = ("BoxMass", "RegionHit", "CoverageIoU")
     return dict(zip(names, np.array(found, np.float64).T, strict=True))

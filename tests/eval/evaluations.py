@@ -1,4 +1,4 @@
-"""Evaluations made by hand."""
+"""Evaluations for tests, built from given values."""
 
 from dataclasses import replace
 
@@ -23,10 +23,10 @@ DIAGNOSIS = Diagnosis(
 
 
 def result(representation="hpool_32", method="hpool", num_vectors=32, score="late", **fields):
-    """A row; `quality` gives the headline measure of each query."""
+    """Returns a row; `quality` is the headline metric of each query."""
     quality = fields.pop("quality", [0.4, 0.42])
     values = {f"q{i}": {"nDCG@10": value, "AP": value / 2} for i, value in enumerate(quality)}
-    rest = {
+    defaults = {
         "encoder": "e1",
         "values": values,
         "vectors_per_item": 31.5,
@@ -36,7 +36,7 @@ def result(representation="hpool_32", method="hpool", num_vectors=32, score="lat
         "median_ms": 1.5,
         "p95_ms": 2.25,
     }
-    return Result(representation, method, num_vectors, score, **{**rest, **fields})
+    return Result(representation, method, num_vectors, score, **{**defaults, **fields})
 
 
 def evaluation_of(results, **fields):
@@ -45,7 +45,7 @@ def evaluation_of(results, **fields):
         "benchmark": {"name": "beir", "path": "data/some"},
         "judged": "parent",
     }
-    rest = {
+    defaults = {
         "spec": spec,
         "headline": "nDCG@10",
         "judgments": "j1",
@@ -54,15 +54,15 @@ def evaluation_of(results, **fields):
         "made": "2026-01-02 03:04 UTC",
         "versions": {"maxray": "0.1.0"},
     }
-    return Evaluation(**{**rest, **fields}, results=results)
+    return Evaluation(**{**defaults, **fields}, results=results)
 
 
 def six_rows():
-    """Returns BM25, a single vector, full tokens, and one method at two budgets and two scores."""
-    free = {"encoder": "", "vectors_per_item": 0.0, "vector_bytes": 0.0, "all_bytes": 0.0}
+    """Returns BM25, a single vector, an uncompressed row, and a method with several settings."""
+    no_vectors = {"encoder": "", "vectors_per_item": 0.0, "vector_bytes": 0.0, "all_bytes": 0.0}
     single = {"vectors_per_item": 1.0, "vector_bytes": 768.0, "all_bytes": 768.0}
     return [
-        result("bm25", "bm25", None, "bm25", quality=[0.3, 0.4], **free),
+        result("bm25", "bm25", None, "bm25", quality=[0.3, 0.4], **no_vectors),
         result("minilm_pooled", "single", 1, "single", quality=[0.2, 0.2], **single),
         result("full", "full", None, quality=[0.5, 0.5], vector_bytes=150e3, all_bytes=151e3),
         result(quality=[0.4, 0.42]),
@@ -72,7 +72,7 @@ def six_rows():
 
 
 def diagnosed(name, method, quality, osr, share=0.1, gini=0.5, **compressor):
-    """A late row with the diagnosis that gives this OSR."""
+    """Returns a MaxSim row whose diagnosis has this OSR."""
     diagnosis = replace(DIAGNOSIS, pairs={"q0": [[osr, 1.0]]}, gini=gini, cv=200 * gini)
     return result(
         name,
@@ -87,7 +87,7 @@ def diagnosed(name, method, quality, osr, share=0.1, gini=0.5, **compressor):
 
 
 def diagnosed_rows():
-    """Returns full tokens, seeds, scans over layers, and methods at several budgets."""
+    """Returns an uncompressed row, seeds, layer scans, and methods at several budgets."""
     full = diagnosed("full", "full", 0.8, 1.0, share=1.0)
     full = replace(full, compressor={"name": "none"})
     seeds = [
@@ -116,6 +116,6 @@ def diagnosed_rows():
 
 def reranked(depth: int, first: str, added: bool, quality: float):
     """Returns the row of a reranker behind the row `first`."""
-    how = {"model": "m", "pool": depth, "add_first_stage": added, "precision": None}
+    settings = {"model": "m", "pool": depth, "add_first_stage": added, "precision": None}
     row = result(f"edje_{first}_{depth}_{added}", "edje", None, quality=[quality] * 2, score="edje")
-    return replace(row, first_stage=first, rerank=how, compressor={})
+    return replace(row, first_stage=first, rerank=settings, compressor={})

@@ -1,4 +1,4 @@
-"""Benchmarks in BEIR's form: the shipped one, and everything a folder can have wrong."""
+"""Benchmarks in BEIR format: the shipped ones and malformed folders."""
 
 import json
 from pathlib import Path
@@ -40,14 +40,14 @@ def test_cranfield():
     assert judged.qrels["1"]["184"] == 1
 
 
-def test_judgments_of_grade_0_stay_and_unjudged_queries_go(folder):
+def test_keeps_grade_0_and_drops_unjudged_queries(folder):
     judged = load(folder)
     assert judged.queries == {"1": "wing", "2": "heat"}
     assert judged.qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
     assert (judged.num_unjudged, judged.num_orphans) == (1, 1)
 
 
-def test_windows_line_ends_and_byte_order_marks(folder):
+def test_windows_line_endings_and_byte_order_marks(folder):
     for file in (folder / "queries.jsonl", folder / "qrels" / "test.tsv"):
         text = file.read_text().replace("\n", "\r\n")
         file.write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -79,14 +79,14 @@ def test_missing_files(folder):
         ("queries.jsonl", "", "is empty"),
     ],
 )
-def test_broken_files(folder, file, text, problem):
+def test_malformed_files(folder, file, text, problem):
     (folder / file).write_text(text)
     with pytest.raises(SpecError, match=problem):
         load(folder)
 
 
-def test_categories_of_queries(tmp_path):
-    """A field with few values is one of categories; a field of texts or of ids is not."""
+def test_query_categories(tmp_path):
+    """Fields with few short values are categories; fields of texts or ids are not."""
     (tmp_path / "qrels").mkdir()
     rows = [
         {"kind": "plain", "metadata": {"types": ["table", "chart"], "page": 3}, "note": "a" * 70},
@@ -99,14 +99,14 @@ def test_categories_of_queries(tmp_path):
     (tmp_path / "queries.jsonl").write_text("\n".join(lines))
     qrels = "".join(f"{n}\td\t1\n" for n in range(4))
     (tmp_path / "qrels" / "test.tsv").write_text(qrels)
-    assert load(tmp_path).categories == {}  # three kinds of four queries are too many
+    assert load(tmp_path).categories == {}  # three categories of four queries are too many
     rows[3]["kind"] = "plain"
     lines = [json.dumps({"_id": n, "text": "words", **row}) for n, row in enumerate(rows)]
     (tmp_path / "queries.jsonl").write_text("\n".join(lines))
-    kinds = {"paraphrase": ["2"], "plain": ["0", "1", "3"]}
-    assert load(tmp_path).categories == {"kind": kinds}
+    categories = {"paraphrase": ["2"], "plain": ["0", "1", "3"]}
+    assert load(tmp_path).categories == {"kind": categories}
 
 
-def test_the_pages_have_two_kinds_of_questions():
-    kinds = load(PAGES).categories["kind"]
-    assert {name: len(ids) for name, ids in kinds.items()} == {"paraphrase": 28, "plain": 26}
+def test_categories_of_pages():
+    categories = load(PAGES).categories["kind"]
+    assert {name: len(ids) for name, ids in categories.items()} == {"paraphrase": 28, "plain": 26}

@@ -1,4 +1,4 @@
-"""The diagnostics against loops over their definitions, in float64."""
+"""Diagnostics against their definitions, computed with float64 loops."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from pipeline.eval.diagnostics import (
     match_pairs,
     matching_strength,
     mean_diagnosis,
-    profile,
     score_retention,
+    strength_profile,
     used_vectors,
 )
 from pipeline.search.packed import PackedVectors
@@ -40,25 +40,26 @@ def item(packed, row) -> np.ndarray:
     return packed.item(row).numpy().astype(np.float64)
 
 
-def pair_by_hand(query, doc) -> tuple[float, list[int], list[float]]:
-    best, where = [], []
+def expected_pair(query, doc) -> tuple[float, list[int], list[float]]:
+    best, positions = [], []
     for token in query.numpy().astype(np.float64):
         similarities = [float(sum(token * vector)) for vector in doc]
         best.append(max(similarities))
-        where.append(similarities.index(max(similarities)))
-    return sum(best), where, best
+        positions.append(similarities.index(max(similarities)))
+    return sum(best), positions, best
 
 
-def test_matches(packed, queries):
+def test_match_pairs(packed, queries):
     matches = match_pairs(queries, packed, ROWS)
     starts = np.cumsum(LENGTHS) - LENGTHS
     scores, records = [], []
     for query, rows in zip(queries, ROWS, strict=True):
         for row in rows.tolist():
-            score, where, best = pair_by_hand(query, item(packed, row))
+            score, positions, best = expected_pair(query, item(packed, row))
             scores.append(score)
             records += [
-                (p, i, s, starts[row] + p) for i, (p, s) in enumerate(zip(where, best, strict=True))
+                (p, i, s, starts[row] + p)
+                for i, (p, s) in enumerate(zip(positions, best, strict=True))
             ]
     assert matches.scores.tolist() == pytest.approx(scores, rel=1e-5)
     assert matches.document.tolist() == [record[0] for record in records]
@@ -70,17 +71,17 @@ def test_matches(packed, queries):
     assert strength.shape == (70, 6)
     for position in range(70):
         for i in range(6):
-            own = [r[2] for r in records if r[:2] == (position, i)]
+            values = [r[2] for r in records if r[:2] == (position, i)]
             count = sum(r[1] == i for r in records)
-            assert strength[position, i] == pytest.approx(sum(own) / count, abs=1e-4)
+            assert strength[position, i] == pytest.approx(sum(values) / count, abs=1e-4)
 
 
-def test_nothing_relevant(packed, queries):
+def test_no_relevant_items(packed, queries):
     matches = match_pairs(queries, packed, [np.array([], np.int64)] * 4)
     assert len(matches.scores) == 0
     strength = matching_strength(matches, 0)
     assert strength.shape == (0, 0)
-    assert (gini(strength), coefficient_of_variation(strength), profile(strength)) == (
+    assert (gini(strength), coefficient_of_variation(strength), strength_profile(strength)) == (
         None,
         None,
         [],
@@ -94,14 +95,14 @@ def test_used_vectors(packed, queries, rows, monkeypatch):
     for query in queries:
         for row in rows.tolist():
             if LENGTHS[row]:
-                where = pair_by_hand(query, item(packed, row))[1]
-                expected |= {int(starts[row]) + p for p in where}
+                positions = expected_pair(query, item(packed, row))[1]
+                expected |= {int(starts[row]) + p for p in positions}
     assert set(np.flatnonzero(used_vectors(queries, packed, rows)).tolist()) == expected
-    monkeypatch.setattr("pipeline.eval.diagnostics.TOKENS_AT_ONCE", 2)
+    monkeypatch.setattr("pipeline.eval.diagnostics.TOKENS_PER_BATCH", 2)
     assert set(np.flatnonzero(used_vectors(queries, packed, rows)).tolist()) == expected
 
 
-def test_retention_by_hand():
+def test_score_retention():
     pairs = [(1.0, 2.0), (3.0, 4.0), (0.5, 0.0), (2.0, -1.0), (-1.0, 1.0)]
     retention = score_retention(pairs)
     assert retention.mean == pytest.approx((0.5 + 0.75 + 1 - 1) / 4)
@@ -111,44 +112,44 @@ def test_retention_by_hand():
     assert score_retention([]) is None and score_retention([(1.0, -1.0)]) is None
 
 
-def test_evenness_by_hand():
+def test_gini_and_coefficient_of_variation():
     strengths = np.abs(np.random.default_rng(4).normal(size=(6, 5)))
     flat = strengths.flatten().tolist()
     mean = sum(flat) / 30
     deviation = (sum((x - mean) ** 2 for x in flat) / 30) ** 0.5
     assert coefficient_of_variation(strengths) == pytest.approx(100 * deviation / mean)
-    # The Gini coefficient is half the mean absolute difference over the mean.
+    # Gini coefficient: half the mean absolute difference divided by the mean.
     differences = sum(abs(x - y) for x in flat for y in flat) / 900
     assert gini(strengths) == pytest.approx(differences / 2 / mean)
-    one_for_all = np.zeros((2, 5))
-    one_for_all[1, 3] = 2.0
-    assert gini(one_for_all) == pytest.approx(0.9)
-    assert coefficient_of_variation(one_for_all) == pytest.approx(300)
+    one_hot = np.zeros((2, 5))
+    one_hot[1, 3] = 2.0
+    assert gini(one_hot) == pytest.approx(0.9)
+    assert coefficient_of_variation(one_hot) == pytest.approx(300)
     assert gini(np.full((3, 3), 0.7)) == pytest.approx(0)
-    assert gini(one_for_all - np.eye(2, 5)) == pytest.approx(0.9)  # below 0 counts as 0
+    assert gini(one_hot - np.eye(2, 5)) == pytest.approx(0.9)  # negative values count as 0
 
 
 def test_similarity_by_position(packed):
     rows = np.array([0, 1, 2, 3, 4])
-    likeness = inter_token_similarity(packed, rows)
+    similarity = inter_token_similarity(packed, rows)
     items = [item(packed, row) for row in rows if LENGTHS[row]]
     items = [vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in items]
-    assert likeness.map.shape == (9, 9) and likeness.num_items == 4
+    assert similarity.map.shape == (9, 9) and similarity.num_items == 4
     for p in range(9):
         for q in range(9):
             cosines = [float(v[p] @ v[q]) for v in items if max(p, q) < len(v)]
-            assert likeness.map[p, q] == pytest.approx(np.mean(cosines), abs=1e-5)
-    off = [
+            assert similarity.map[p, q] == pytest.approx(np.mean(cosines), abs=1e-5)
+    means = [
         np.mean([v[p] @ v[q] for p in range(len(v)) for q in range(len(v)) if p != q])
         for v in items
         if len(v) > 1
     ]
-    assert likeness.mean == pytest.approx(np.mean(off), abs=1e-5)
+    assert similarity.mean == pytest.approx(np.mean(means), abs=1e-5)
 
 
-def test_similarity_of_long_items_is_binned(packed):
-    likeness = inter_token_similarity(packed, np.array([3, 6]))
-    assert likeness.map.shape == (64, 64)
+def test_similarity_map_of_long_items_is_binned(packed):
+    similarity = inter_token_similarity(packed, np.array([3, 6]))
+    assert similarity.map.shape == (64, 64)
     vectors = [item(packed, row) for row in (3, 6)]
     vectors = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in vectors]
     bins = [p * 64 // 70 for p in range(70)]
@@ -160,26 +161,26 @@ def test_similarity_of_long_items_is_binned(packed):
             for q in range(len(v))
             if (bins[p], bins[q]) == (a, b)
         ]
-        assert likeness.map[a, b] == pytest.approx(np.mean(cosines), abs=1e-5)
+        assert similarity.map[a, b] == pytest.approx(np.mean(cosines), abs=1e-5)
 
 
-def test_a_large_corpus_is_sampled(packed):
+def test_large_indexes_are_sampled(packed):
     rows = np.arange(7)
-    some = inter_token_similarity(packed, rows, max_items=2)
-    assert some.num_items == 2
+    sample = inter_token_similarity(packed, rows, max_items=2)
+    assert sample.num_items == 2
     again = inter_token_similarity(packed, rows, max_items=2)
-    assert np.array_equal(some.map, again.map) and some.mean == again.mean
+    assert np.array_equal(sample.map, again.map) and sample.mean == again.mean
     assert inter_token_similarity(packed, np.array([1])).mean is None
 
 
-def test_profile_is_the_mean_over_query_positions():
+def test_strength_profile():
     strength = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    assert profile(strength) == [1.5, 3.5, 5.5]
-    assert profile(strength, max_bars=2) == [2.5, 5.5]
+    assert strength_profile(strength) == [1.5, 3.5, 5.5]
+    assert strength_profile(strength, max_bars=2) == [2.5, 5.5]
 
 
 def diagnosis(pairs, **fields) -> Diagnosis:
-    plain = {
+    defaults = {
         "full": "full",
         "num_missing": 0,
         "used": 0.5,
@@ -192,22 +193,22 @@ def diagnosis(pairs, **fields) -> Diagnosis:
         "similarity_mean": 0.2,
         "num_sampled": 3,
     }
-    return Diagnosis(pairs=pairs, **{**plain, **fields})
+    return Diagnosis(pairs=pairs, **{**defaults, **fields})
 
 
-def test_the_mean_over_seeds_keeps_the_mean_retention():
+def test_mean_diagnosis_has_mean_retention():
     a = diagnosis({"q": [[1.0, 2.0], [1.0, 4.0]], "r": [[3.0, 3.0]]}, used=0.4, gini=None)
     b = diagnosis({"q": [[2.0, 2.0], [3.0, 4.0]], "r": [[2.0, 3.0]]}, strengths=[0.1, 0.3])
     both = mean_diagnosis([a, b])
     for query_ids in (None, ["q"], ["r"]):
         mean = (a.retention(query_ids).mean + b.retention(query_ids).mean) / 2
         assert both.retention(query_ids).mean == pytest.approx(mean)
-    assert both.retention(["nobody"]) is None
+    assert both.retention(["unknown"]) is None
     assert (both.used, both.gini) == (pytest.approx(0.45), 0.5)
     assert both.strengths == pytest.approx([0.3, 0.2])
 
 
-def test_the_mean_over_seeds_of_what_both_have():
+def test_mean_diagnosis_of_different_queries():
     a = diagnosis({"q": [[1.0, 2.0]], "r": [[3.0, 3.0]]})
     b = diagnosis({"q": [[2.0, 2.0]]}, strengths=[0.1])
     both = mean_diagnosis([a, b])
@@ -215,7 +216,7 @@ def test_the_mean_over_seeds_of_what_both_have():
     assert both.strengths == a.strengths
 
 
-def test_records_are_normalised_by_query_position():
+def test_matching_strength_is_normalised_by_query_position():
     matches = Matches(
         scores=np.array([1.0]),
         document=np.array([0, 0, 1]),

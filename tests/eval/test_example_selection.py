@@ -1,6 +1,6 @@
-"""Which queries are worth reading, and which two rows they show."""
+"""Selection of example queries and of the rows that they compare."""
 
-from pipeline.eval.example_selection import choose, compared
+from pipeline.eval.example_selection import compared_rows, select_queries
 from tests.eval.evaluations import evaluation_of, result
 
 FULL = [0.9, 0.9, 0.5, 0.5, 0.1, 0.0, 0.6]
@@ -11,8 +11,8 @@ def test_lost_won_and_failed():
     full = result("full", "full", None, quality=FULL, vector_bytes=1e5)
     merged = result(quality=MERGED)
     evaluation = evaluation_of([full, merged])
-    assert compared(evaluation) == [full, merged]
-    assert choose(evaluation, [full, merged]) == {
+    assert compared_rows(evaluation) == [full, merged]
+    assert select_queries(evaluation, [full, merged]) == {
         "q0": "lost",
         "q1": "lost",
         "q2": "won",
@@ -22,14 +22,20 @@ def test_lost_won_and_failed():
     }
 
 
-def test_the_compressed_row_is_the_cheapest_that_keeps_the_quality(results):
-    assert [r.name for r in compared(evaluation_of(results))] == ["full.late", "hpool_32.hybrid"]
-    poor = [r for r in results if r.score != "hybrid"]
-    assert [r.name for r in compared(evaluation_of(poor))] == ["full.late", "hpool_32.late"]
+def test_compares_cheapest_row_that_retains_quality(results):
+    assert [r.name for r in compared_rows(evaluation_of(results))] == [
+        "full.late",
+        "hpool_32.hybrid",
+    ]
+    without_hybrid = [r for r in results if r.score != "hybrid"]
+    assert [r.name for r in compared_rows(evaluation_of(without_hybrid))] == [
+        "full.late",
+        "hpool_32.late",
+    ]
 
 
-def test_without_a_compressed_row_one_stands_alone(results):
-    assert [r.name for r in compared(evaluation_of(results[:3]))] == ["full.late"]
-    assert choose(evaluation_of(results[:3]), results[2:3]) == {}
-    assert compared(evaluation_of(results[:2])) == []
-    assert choose(evaluation_of(results[:2]), []) == {}
+def test_without_compressed_rows(results):
+    assert [r.name for r in compared_rows(evaluation_of(results[:3]))] == ["full.late"]
+    assert select_queries(evaluation_of(results[:3]), results[2:3]) == {}
+    assert compared_rows(evaluation_of(results[:2])) == []
+    assert select_queries(evaluation_of(results[:2]), []) == {}

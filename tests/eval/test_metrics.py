@@ -1,4 +1,4 @@
-"""Measures against numbers worked out by hand, and runs through files."""
+"""Metrics against a reference implementation, and run files."""
 
 import math
 
@@ -12,7 +12,7 @@ QRELS = {"q1": {"a": 2, "b": 1, "c": 0}, "q2": {"d": 1}, "q3": {"e": 1}}
 RUN = {"q1": {"c": 3.0, "a": 2.0, "x": 1.5, "b": 1.0}, "q2": {"d": 1.0}, "other": {"a": 1.0}}
 
 
-def test_measures_by_hand():
+def test_metrics():
     values = per_query(RUN, QRELS, ["nDCG@10", "R@2", "RR@10", "AP"])
     gain = 2 / math.log2(3) + 1 / math.log2(5)
     ideal = 2 + 1 / math.log2(3)
@@ -23,7 +23,7 @@ def test_measures_by_hand():
     assert values["q2"] == dict.fromkeys(values["q2"], 1.0)
 
 
-def test_a_judged_query_without_hits_counts_as_nothing_found():
+def test_queries_without_hits_count_as_0():
     for run in (RUN, {**RUN, "q3": {}}):
         values = per_query(run, QRELS, ["R@10"])
         assert list(values) == ["q1", "q2", "q3"]
@@ -34,12 +34,12 @@ def test_a_judged_query_without_hits_counts_as_nothing_found():
 @pytest.mark.parametrize(
     "name", ["nDGC@10", "nDCG@x", "", "P", "RR(k=1)@3", "ERR@20", "alpha_nDCG@10", "IPrec@-1.0"]
 )
-def test_unknown_measure(name):
+def test_unknown_metrics(name):
     with pytest.raises(SpecError, match="an ir-measures name such as nDCG@5"):
         parse_measure(name)
 
 
-def test_run_survives_a_file(tmp_path):
+def test_run_round_trip(tmp_path):
     path = str(tmp_path / "runs" / "a.trec")
     run = {
         "q1": {"b": 1.5, "a": 2.1234567},
@@ -53,7 +53,7 @@ def test_run_survives_a_file(tmp_path):
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["a.trec"]
 
 
-def test_a_run_is_replaced_or_left_alone(tmp_path):
+def test_runs_are_written_atomically(tmp_path):
     path = str(tmp_path / "a.trec")
     write_run(path, {"q": {"a": 1.0}}, tag="old")
     with pytest.raises(AttributeError):
@@ -64,14 +64,14 @@ def test_a_run_is_replaced_or_left_alone(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_broken_run(tmp_path):
+def test_malformed_run(tmp_path):
     (tmp_path / "a.trec").write_text("q Q0 a 1 0.5 t\nq Q0 b 2\n")
     with pytest.raises(SpecError, match=r"\(line 2 of "):
         read_run(str(tmp_path / "a.trec"))
 
 
 def reference(measure, scores, grades):
-    """A measure of one query written down literally, in float64; ties by descending id."""
+    """Computes a metric of one query from its definition; ties are ordered by descending id."""
     name, _, cutoff = measure.partition("@")
     order = sorted(sorted(scores, reverse=True), key=lambda document: -scores[document])
     if "judged_only" in name:
@@ -112,7 +112,7 @@ MEASURES = [
 ]
 
 
-def test_measures_equal_the_reference_where_scores_tie():
+def test_metrics_equal_reference_with_ties():
     random = np.random.default_rng(0)
     documents = [f"d{i}" for i in range(30)] + ["ä", "Z", "a b", "1", "10", "9"]
     run, qrels = {}, {}
@@ -127,11 +127,11 @@ def test_measures_equal_the_reference_where_scores_tie():
         assert values[query_id] == pytest.approx(expected, abs=1e-12), query_id
 
 
-def test_measures_of_equal_meaning_and_of_other_gains_do_not_mix():
+def test_equal_metrics_and_gains_do_not_interfere():
     names = ["nDCG(gains={1: 7})@10", "nDCG@10", "RR@10", "MRR@10"]
     values = per_query(RUN, QRELS, names)["q1"]
-    alone = {name: per_query(RUN, QRELS, [name])["q1"][name] for name in names}
-    assert values == alone
+    separate = {name: per_query(RUN, QRELS, [name])["q1"][name] for name in names}
+    assert values == separate
     assert values["RR@10"] == values["MRR@10"] == 0.5
     gain = 2 / math.log2(3) + 7 / math.log2(5)
     assert values["nDCG(gains={1: 7})@10"] == pytest.approx(gain / (7 + 2 / math.log2(3)))
@@ -139,7 +139,7 @@ def test_measures_of_equal_meaning_and_of_other_gains_do_not_mix():
 
 @pytest.mark.parametrize("grade", [-2, -(2**31), 10**6, 2**31 - 1])
 def test_unusual_grades(grade):
-    """trec_eval crashes on grades of at most -2 alone, and takes minutes at a million."""
+    """trec_eval crashes if all grades are at most -2, and takes minutes for a grade of 10**6."""
     qrels = {"q": {"a": grade, "b": grade}, "r": {"c": grade}}
     run = {"q": {"x": 2.0, "a": 1.0}, "r": {"c": 1.0}}
     names = ["nDCG@10", "nDCG(dcg='exp-log2')@10", "AP", "R@5", "RR@10", "Bpref", "infAP", "P@1"]

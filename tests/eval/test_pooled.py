@@ -1,4 +1,4 @@
-"""Evaluations of several collections as one."""
+"""Pooling of evaluations of several collections."""
 
 import csv
 from dataclasses import replace
@@ -7,16 +7,16 @@ import pytest
 
 from jobs import pool as job
 from pipeline.config import SpecError
-from pipeline.eval.pooled import pool, retained
+from pipeline.eval.pooled import pool, query_retention
 from pipeline.report.pooled import table
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
-#: OSR by method in three collections: sap keeps more than random in each of 12 pairs.
-KEPT = {"sap": (0.8, 0.7, 0.9), "random": (0.5, 0.6, 0.4), "eos": (0.5, 0.6, 0.4)}
+#: OSR by method in three collections; sap is higher than random in all 12 pairs.
+RETENTION = {"sap": (0.8, 0.7, 0.9), "random": (0.5, 0.6, 0.4), "eos": (0.5, 0.6, 0.4)}
 
 
 def diagnosed(share: float):
-    """Four queries, the last with two relevant items."""
+    """Returns the diagnosis of four queries, the last with two relevant items."""
     pairs = {f"q{i}": [[share, 1.0]] for i in range(3)}
     return replace(DIAGNOSIS, pairs={**pairs, "q3": [[share * 2.0, 2.0], [share * 9.0, 9.0]]})
 
@@ -29,11 +29,11 @@ def outputs(tmp_path) -> list[str]:
                 f"{name}_8",
                 name,
                 8,
-                diagnosis=diagnosed(kept[i]),
+                diagnosis=diagnosed(values[i]),
                 compressor={"name": name},
                 quality=[0.1 * i] * 4,
             )
-            for name, kept in KEPT.items()
+            for name, values in RETENTION.items()
         ]
         rows += [result(f"only_{i}")]
         (tmp_path / str(i)).mkdir()
@@ -42,35 +42,35 @@ def outputs(tmp_path) -> list[str]:
     return [str(tmp_path / str(i)) for i in range(3)]
 
 
-def test_means_and_spread_are_those_over_the_collections(outputs):
+def test_means_and_spread_over_collections(outputs):
     pooled = pool(outputs)
     assert {row.name for row in pooled.results} == {"sap_8.late", "random_8.late", "eos_8.late"}
     assert (pooled.num_queries, pooled.num_items) == (12, 30)
-    row = pooled.of("sap_8.late")
+    row = pooled.row("sap_8.late")
     assert row.retention.mean == pytest.approx(0.8)
     assert row.spread("OSR") == pytest.approx(0.1)
     assert row.means["nDCG@10"] == pytest.approx(0.1)
     assert row.spread("nDCG@10") == pytest.approx(0.1)
-    assert retained(row)["1 q3"] == pytest.approx(0.7)
+    assert query_retention(row)["1 q3"] == pytest.approx(0.7)
 
 
-def test_significance_is_over_all_queries(outputs):
+def test_significance_over_all_queries(outputs):
     header, *rows = table(pool(outputs), ["random", "eos"])
-    found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    assert float(found["sap"]["p random"]) < 0.01  # the sign of 12 differences
-    assert (found["eos"]["p random"], found["random"]["p random"]) == ("1.000", "-")
-    assert (found["sap"]["OSR"], found["sap"]["OSR ±"]) == ("0.800", "0.100")
+    by_method = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert float(by_method["sap"]["p random"]) < 0.01  # the sign of 12 differences
+    assert (by_method["eos"]["p random"], by_method["random"]["p random"]) == ("1.000", "-")
+    assert (by_method["sap"]["OSR"], by_method["sap"]["OSR ±"]) == ("0.800", "0.100")
 
 
-def test_the_job_writes_a_table_and_prints_it(outputs, tmp_path, capsys):
+def test_job_writes_and_prints_table(outputs, tmp_path, capsys):
     job.main([*outputs, "--output", str(tmp_path / "out"), "--against", "eos"])
     assert "p eos" in capsys.readouterr().out
     with (tmp_path / "out/pooled.csv").open() as file:
-        assert {row["method"] for row in csv.DictReader(file)} == set(KEPT)
+        assert {row["method"] for row in csv.DictReader(file)} == set(RETENTION)
     assert (tmp_path / "out/diagnostics_quality.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_pooled(outputs, tmp_path):
+def test_invalid_combinations(outputs, tmp_path):
     with pytest.raises(
         SpecError,
         match="^OUT must be an evaluation of another collection, got .* has the judged queries of",

@@ -1,4 +1,4 @@
-"""How rows stand to each other, and the file of an evaluation."""
+"""Comparisons of rows, and the results file."""
 
 from dataclasses import replace
 
@@ -6,23 +6,23 @@ import pytest
 
 from pipeline.config import SpecError
 from pipeline.eval.results import (
-    in_order,
     merge_seeds,
     method_name,
     pareto_front,
     read_results,
-    standings,
+    row_comparisons,
+    sort_results,
 )
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
-def named(results, measure="nDCG@10"):
-    rows = standings(results, measure)
-    return {r.name: standing for r, standing in zip(results, rows, strict=True)}
+def comparisons(results, measure="nDCG@10"):
+    rows = row_comparisons(results, measure)
+    return {r.name: comparison for r, comparison in zip(results, rows, strict=True)}
 
 
-def test_retention_is_of_the_full_tokens_under_the_same_score(results):
-    rows = named([*results, result("full", "full", None, "hybrid", quality=[0.7, 0.7])])
+def test_reference_is_uncompressed_row_of_same_score(results):
+    rows = comparisons([*results, result("full", "full", None, "hybrid", quality=[0.7, 0.7])])
     assert rows["full.late"].retention == 1
     assert rows["full.late"].p_reference is None
     assert rows["hpool_32.late"].reference == "full.late"
@@ -32,61 +32,61 @@ def test_retention_is_of_the_full_tokens_under_the_same_score(results):
     assert rows["bm25"].reference == rows["minilm_pooled"].reference == "full.late"
 
 
-def test_the_next_best_reference(results):
-    rows = named(results)  # no full tokens under the hybrid score
+def test_fallback_references(results):
+    rows = comparisons(results)  # no uncompressed row under the hybrid score
     assert rows["hpool_32.hybrid"].reference == "full.late"
-    rows = named([r for r in results if r.method != "full"])
+    rows = comparisons([r for r in results if r.method != "full"])
     assert rows["hpool_16.late"].reference == "hpool_32.late"
     assert rows["hpool_16.late"].retention is None
     assert rows["hpool_32.hybrid"].reference == "hpool_32.hybrid"
     other = result("other_full", "full", None, encoder="e2", quality=[0.1, 0.1])
-    assert named([*results, other])["other_full.late"].reference == "other_full.late"
-    assert named([other])["other_full.late"].p_bm25 is None
+    assert comparisons([*results, other])["other_full.late"].reference == "other_full.late"
+    assert comparisons([other])["other_full.late"].p_bm25 is None
 
 
-def test_a_reference_that_finds_nothing():
+def test_reference_without_hits():
     rows = [result("full", "full", None, quality=[0.0, 0.0]), result(quality=[0.0, 0.1])]
-    assert [standing.retention for standing in standings(rows, "nDCG@10")] == [None, None]
+    assert [comparison.retention for comparison in row_comparisons(rows, "nDCG@10")] == [None, None]
 
 
-def test_pareto_front_by_hand(results):
+def test_pareto_front(results):
     names = [r.name for r in pareto_front(results, "nDCG@10")]
     assert names == ["minilm_pooled", "hpool_32.late", "hpool_32.hybrid", "full.late"]
-    assert [name for name, row in named(results).items() if row.pareto] == [
+    assert [name for name, row in comparisons(results).items() if row.pareto] == [
         "minilm_pooled",
         "full.late",
         "hpool_32.late",
         "hpool_32.hybrid",
     ]
-    # As good with more bytes, or worse with as many, is behind.
+    # Equal quality with more bytes, or lower quality with equal bytes, is dominated.
     equal = result("samer_32", "samer", vector_bytes=24193.0)
     worse = result("random_32", "random", quality=[0.39, 0.4])
     assert pareto_front([result(), equal, worse], "nDCG@10") == [result()]
 
 
-def test_what_loses_to_bm25_for_sure():
+def test_loses_to_bm25():
     bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
-    rows = named([bm25, result(quality=[0.5] * 12), result("b", quality=[0.8] * 11 + [1.0])])
+    rows = comparisons([bm25, result(quality=[0.5] * 12), result("b", quality=[0.8] * 11 + [1.0])])
     assert rows["hpool_32.late"].loses_to_bm25
     assert rows["b.late"].p_bm25 > rows["hpool_32.late"].p_bm25
     assert not rows["bm25"].below_bm25
 
 
-def test_best_and_frugal(evaluation, results):
+def test_best_and_cheapest(evaluation, results):
     assert evaluation.best(results).name == "full.late"
-    assert evaluation.frugal(results).name == "hpool_32.hybrid"
-    assert evaluation.frugal(results[5:]) is None
+    assert evaluation.cheapest(results).name == "hpool_32.hybrid"
+    assert evaluation.cheapest(results[5:]) is None
 
 
-def test_order(results):
-    assert in_order(results[::-1]) == results
+def test_sort_results(results):
+    assert sort_results(results[::-1]) == results
 
 
-def test_settings_that_are_not_defaults_name_another_method():
-    plain = {"name": "random", "num_vectors": 8, "ratio": None, "seed": 0}
-    assert method_name(plain) == method_name({**plain, "seed": 3}) == "random"
-    assert method_name({**plain, "rounding": "half_even"}) == "random rounding=half_even"
-    assert method_name(plain, {"name": "int8"}, "caption") == "random int8 of caption"
+def test_method_name_contains_non_default_settings():
+    spec = {"name": "random", "num_vectors": 8, "ratio": None, "seed": 0}
+    assert method_name(spec) == method_name({**spec, "seed": 3}) == "random"
+    assert method_name({**spec, "rounding": "half_even"}) == "random rounding=half_even"
+    assert method_name(spec, {"name": "int8"}, "caption") == "random int8 of caption"
     assert method_name({"name": "none"}, {"name": "int8"}) == "full int8"
     assert method_name({"name": "hpool", "num_vectors": 4, "layers": [3]}) == "hpool layers=[3]"
 
@@ -105,7 +105,7 @@ def seeds(*qualities, **fields):
     ]
 
 
-def test_seeds_become_one_row_with_their_mean_query_by_query():
+def test_merge_seeds():
     hpool = result(compressor={"name": "hpool", "num_vectors": 32})
     rows = [*seeds([0.1, 0.5], [0.3, 0.5], [0.2, 0.2])[::-1], hpool]
     merged = merge_seeds([*rows, *seeds([0.7, 0.7], score="hybrid")])
@@ -122,14 +122,14 @@ def test_seeds_become_one_row_with_their_mean_query_by_query():
     assert merged[2].spread("nDCG@10") is None and len(merged[2].seeds) == 1
 
 
-def test_a_second_column_of_the_same_seed_is_no_seed():
+def test_merge_seeds_keeps_duplicate_seeds_apart():
     first, copy = seeds([0.1, 0.1])[0], seeds([0.3, 0.3])[0]
     assert [len(row.seeds) for row in merge_seeds([first, copy])] == [1, 1]
     other_budget = replace(copy, compressor={**copy.compressor, "num_vectors": 16}, num_vectors=16)
     assert len(merge_seeds([first, other_budget])) == 2
 
 
-def test_against_random_at_the_same_budget():
+def test_p_random_compares_same_budget():
     hpool = {"name": "hpool", "num_vectors": 32}
     (random,) = merge_seeds(seeds([0.1] * 12, [0.3] * 12))
     rows = [
@@ -142,20 +142,20 @@ def test_against_random_at_the_same_budget():
         result("full", "full", None, quality=[0.9] * 12, compressor={"name": "none"}),
         result("g", quality=[0.9] * 12, compressor=hpool, codec={"name": "int8"}),
     ]
-    p_values = [row.p_random for row in standings(rows, "nDCG@10")]
-    assert p_values[1] == 1 and p_values[2] < 0.01  # as good as the mean of the seeds, and better
+    p_values = [row.p_random for row in row_comparisons(rows, "nDCG@10")]
+    assert p_values[1] == 1 and p_values[2] < 0.01  # equal to the mean over seeds, and better
     assert [p_values[i] for i in (0, 3, 4, 5, 6, 7)] == [None] * 6
 
 
-def test_an_evaluation_survives_its_file(evaluation, tmp_path):
-    seen = replace(evaluation.results[3], diagnosis=DIAGNOSIS, seeds={"a": {"OSR": 0.5}})
-    evaluation = evaluation_of([*evaluation.results, seen], kinds={"pages": ["q0"]})
+def test_results_round_trip(evaluation, tmp_path):
+    diagnosed = replace(evaluation.results[3], diagnosis=DIAGNOSIS, seeds={"a": {"OSR": 0.5}})
+    evaluation = evaluation_of([*evaluation.results, diagnosed], kinds={"pages": ["q0"]})
     (tmp_path / "results.json").write_text(evaluation.to_json(), encoding="utf-8")
     assert read_results(str(tmp_path), "OUT") == evaluation
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"results": [{"method": "hpool"}]}', "{}"])
-def test_no_evaluation_there(tmp_path, text):
+def test_missing_and_corrupted_results(tmp_path, text):
     if text is not None:
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The numbers behind the figures, from results given by hand."""
+"""Data behind the figures, for given results."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ import pytest
 from pipeline.eval.results import Budget
 from pipeline.eval.views import (
     common_budget,
+    comparable_rows,
     correlations,
     depth_scans,
-    in_scans,
     layer_scans,
     line_name,
     retention_lines,
-    side_by_side,
+    scanned_rows,
 )
 from tests.eval.evaluations import diagnosed, diagnosed_rows, evaluation_of, reranked
 
@@ -24,38 +24,38 @@ def rows():
     return diagnosed_rows()
 
 
-def test_scans_are_rows_that_differ_in_one_layer(rows):
+def test_layer_scans(rows):
     evaluation = evaluation_of(rows)
     sap, eos = layer_scans(evaluation)
     assert (sap.name, sap.budget, list(sap.rows)) == ("sap", Budget(None, 0.1), [0, 1, 2, 3])
     assert [r.retention.mean for r in eos.rows.values()] == [0.5, 0.6]
-    assert in_scans(evaluation) == {r.name for r in rows if "layers" in r.method}
-    # One layer alone, or at another budget, is no scan.
-    alone = [diagnosed("a", "sap layers=[1]", 0.1, 0.1, ratio=0.3, layers=[1])]
-    both = [diagnosed("b", "sap layers=[1, 2]", 0.1, 0.1, ratio=0.1, layers=[1, 2])]
-    assert len(layer_scans(evaluation_of([*rows, *alone, *both]))) == 2
+    assert scanned_rows(evaluation) == {r.name for r in rows if "layers" in r.method}
+    # A single layer or several layers per row are not scans.
+    single = [diagnosed("a", "sap layers=[1]", 0.1, 0.1, ratio=0.3, layers=[1])]
+    pair = [diagnosed("b", "sap layers=[1, 2]", 0.1, 0.1, ratio=0.1, layers=[1, 2])]
+    assert len(layer_scans(evaluation_of([*rows, *single, *pair]))) == 2
 
 
-def test_the_budget_most_methods_have(rows):
+def test_common_budget(rows):
     evaluation = evaluation_of(rows)
     assert common_budget(evaluation) == Budget(None, 0.1)
-    assert [r.representation for r in side_by_side(evaluation)] == [
+    assert [r.representation for r in comparable_rows(evaluation)] == [
         "full",
         "random_0",
         "hpool_10",
         "adaptive_10",
     ]
     assert common_budget(evaluation_of(rows[:1])) is None
-    assert [r.representation for r in side_by_side(evaluation_of(rows[:1]))] == ["full"]
+    assert [r.representation for r in comparable_rows(evaluation_of(rows[:1]))] == ["full"]
     assert common_budget(evaluation_of(rows[-2:])) == Budget(8, None)
 
 
-def test_retention_at_the_share_really_kept(rows):
+def test_retention_lines_use_measured_fraction(rows):
     lines = retention_lines(evaluation_of(rows))
     assert set(lines) == {"random", "hpool", "adaptive_eos"}
     assert lines["hpool"] == [pytest.approx((0.1, 0.875, 0)), pytest.approx((0.2, 1.0, 0))]
     assert lines["adaptive_eos"] == [pytest.approx((0.13, 0.5, 0))]
-    # Qualities 0.2, 0.3 and 0.4 of 0.8: mean 0.375, standard deviation 0.1 / 0.8.
+    # Qualities 0.2, 0.3 and 0.4 relative to 0.8: mean 0.375, standard deviation 0.125.
     assert lines["random"] == [pytest.approx((0.1, 0.375, 0.125))]
     assert retention_lines(evaluation_of(rows[1:])) == {}
 
@@ -67,7 +67,7 @@ def test_correlations(rows):
     assert osr.x.tolist() == pytest.approx(x)
     assert osr.r == pytest.approx(np.corrcoef(x, y)[0, 1])
     assert 0 < osr.p < 0.05
-    assert gini.of == "1/Gini at 10 %"
+    assert gini.quantity == "1/Gini at 10 %"
     assert gini.x.tolist() == pytest.approx([2.0, 4.0, 3.0])
     assert cv.x.tolist() == pytest.approx([1.0, 2.0, 1.5])
     assert gini.r == pytest.approx(np.corrcoef([2, 4, 3], [0.3, 0.7, 0.4])[0, 1])
@@ -75,21 +75,21 @@ def test_correlations(rows):
     assert [c.r for c in few] == [None] * 3
 
 
-def test_methods_never_share_a_line(rows):
+def test_line_names_are_unique(rows):
     other = replace(rows[-1], encoder="another")
     evaluation = evaluation_of([*rows, other])
     assert line_name(evaluation, rows[-1]) == "hpool, e1"
     assert line_name(evaluation, other) == "hpool, anothe"
 
 
-def test_scans_over_pools_are_of_one_reranker_behind_one_first_stage(rows):
+def test_depth_scans(rows):
     more = [reranked(depth, "full.late", False, 0.5 + depth / 100) for depth in (20, 5, 10)]
     more += [reranked(depth, "full.late", True, 0.5) for depth in (5, 10)]
-    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # a single depth is no scan
-    plain, added = depth_scans(evaluation_of([*rows, *more]))
-    assert plain.first.name == "full.late" and list(plain.rows) == [5, 10, 20]
-    assert [row.means["nDCG@10"] for row in plain.rows.values()] == [0.55, 0.6, 0.7]
-    assert (plain.name, added.name) == (
+    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # a single depth is not a scan
+    reranked_only, added = depth_scans(evaluation_of([*rows, *more]))
+    assert reranked_only.first.name == "full.late" and list(reranked_only.rows) == [5, 10, 20]
+    assert [row.means["nDCG@10"] for row in reranked_only.rows.values()] == [0.55, 0.6, 0.7]
+    assert (reranked_only.name, added.name) == (
         "EDJE after full.late",
         "EDJE after full.late, scores added",
     )

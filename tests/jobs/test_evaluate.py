@@ -121,7 +121,7 @@ def progress(spec_file, capsys, *overrides) -> dict[str, bool]:
     assert [line.split("]")[0] for line in lines] == [
         f"[{number}/{len(lines)}" for number in range(1, len(lines) + 1)
     ]
-    return {line.split()[1]: not line.endswith("(as before)") for line in lines}
+    return {line.split()[1]: not line.endswith("(cached)") for line in lines}
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_images_of_examples(spec_file, tmp_path):
 
     spec = config.load(EvaluateSpec, spec_file)
     for _ in range(2):
-        evaluation = run(spec, lambda line: None, pictures=draw)
+        evaluation = run(spec, lambda line: None, draw_hit=draw)
     write(evaluation, spec.output)
     assert maps and {rank for _, rank, _ in maps} == {1}
     assert len(maps) == len(set(maps))  # kept with the examples
@@ -392,7 +392,8 @@ def best_of(query: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def test_diagnostics_equal_those_of_stored_vectors(spec_file, index_uri, tmp_path, capsys):
     evaluate.main([spec_file, "scores=[late]"])
-    assert "random stands for fewer than 5 seeds (random_4: 1)" in capsys.readouterr().out
+    note = "random pruning was measured with fewer than 5 seeds (random_4: 1)"
+    assert note in capsys.readouterr().out
     with (tmp_path / "out/metrics.csv").open() as file:
         rows = {row["representation"]: row for row in csv.DictReader(file)}
     encoder = ENCODERS.build(ENCODERS.resolve("minilm"))
@@ -461,10 +462,10 @@ def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     for (name, kind), row in rows.items():
         query_id = {"bread": "b", "wing": "1"}[kind]
         assert float(row["nDCG@10"]) == evaluation.value(name, query_id)
-        ((score, full),) = evaluation.of(name).diagnosis.pairs[query_id]
+        ((score, full),) = evaluation.row(name).diagnosis.pairs[query_id]
         assert float(row["OSR"]) == pytest.approx(score / full)
     page = (tmp_path / "out/report.html").read_text()
-    assert "By kind of document" in page and "nDCG@10, 1 query" in page
+    assert "By category of document" in page and "nDCG@10, 1 query" in page
 
     given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
     with pytest.raises(

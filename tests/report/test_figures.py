@@ -1,4 +1,4 @@
-"""Figures of results given by hand."""
+"""Figures for given results."""
 
 import io
 import re
@@ -6,28 +6,28 @@ import re
 from matplotlib.image import imread
 
 from pipeline.report import html
-from pipeline.report.figures import drawings
+from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import Panel, quality_bytes_svg
 from tests.eval.evaluations import diagnosed_rows, evaluation_of, reranked
 
 
-def test_every_figure_is_drawn():
+def test_draws_all_figures():
     depths = [reranked(depth, "full.late", False, depth / 20) for depth in (5, 10)]
     evaluation = evaluation_of([*diagnosed_rows(), *depths])
-    drawn = {drawing.name: drawing for drawing in drawings(evaluation)}
-    assert {name: len(drawing.panels) for name, drawing in drawn.items()} == {
+    by_name = {figure.name: figure for figure in figures(evaluation)}
+    assert {name: len(figure.panels) for name, figure in by_name.items()} == {
         "index_utilisation": 4,
         "quality_retention": 1,
         "osr_by_layer": 1,
         "reranking_by_depth": 1,
         "diagnostics_quality": 3,
     }
-    for drawing in drawn.values():
-        picture = imread(io.BytesIO(drawing.png()))
-        assert picture.std() > 0.01 and min(picture.shape[:2]) > 400
-        for svg in drawing.svgs():
+    for figure in by_name.values():
+        image = imread(io.BytesIO(figure.png()))
+        assert image.std() > 0.01 and min(image.shape[:2]) > 400
+        for svg in figure.svgs():
             assert svg.startswith("<svg") and "currentColor" in svg
-    (layers,) = drawn["osr_by_layer"].svgs()
+    (layers,) = by_name["osr_by_layer"].svgs()
     for text in (">sap<", ">eos<", ">random (3 seeds)<", ">layer<"):
         assert text in layers
     assert ">sap layers" not in quality_bytes_svg(evaluation, Panel("late", "vector_bytes"))
@@ -35,9 +35,9 @@ def test_every_figure_is_drawn():
     page = html.report([evaluation])
     assert "Score retention by layer" in page and "mean of 3 seeds" in page
     assert "±0.100" in page
-    for used in set(re.findall(r'(?:url\(|href=")#([^")]+)', page)):
-        assert page.count(f'id="{used}"') == 1, used
+    for element_id in set(re.findall(r'(?:url\(|href=")#([^")]+)', page)):
+        assert page.count(f'id="{element_id}"') == 1, element_id
 
 
-def test_without_diagnoses_there_is_no_figure(results):
-    assert list(drawings(evaluation_of(results))) == []
+def test_no_figures_without_diagnoses(results):
+    assert list(figures(evaluation_of(results))) == []

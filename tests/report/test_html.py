@@ -1,30 +1,34 @@
-"""The HTML report: complete in itself, and safe whatever stands in titles and queries."""
+"""HTML reports: self-contained, and escaped."""
 
 import re
 from dataclasses import replace
 
 import pytest
 
-from pipeline.eval.examples import Document, Example, Picture
+from pipeline.eval.examples import Document, Example, HitImage
 from pipeline.report import html
 from tests.eval.evaluations import evaluation_of, result
 
-NASTY = '<b>bold</b> & "quoted" <script>alert(1)</script>'
+UNESCAPED = '<b>bold</b> & "quoted" <script>alert(1)</script>'
 
 
 def document(**fields) -> Document:
-    plain = {"document_id": "d1", "title": "", "snippet": "", "grade": None, "ranks": {}}
-    return Document(**{**plain, "pictures": [], **fields})
+    defaults = {"document_id": "d1", "title": "", "snippet": "", "grade": None, "ranks": {}}
+    return Document(**{**defaults, "pictures": [], **fields})
 
 
 @pytest.fixture
 def examples():
-    picture = Picture(caption=NASTY, png="AAAA")
-    hit = document(title=NASTY, snippet="\x02<i>wing</i>\x03 lift", grade=2, pictures=[picture])
+    image = HitImage(caption=UNESCAPED, png="AAAA")
+    hit = document(title=UNESCAPED, snippet="\x02<i>wing</i>\x03 lift", grade=2, pictures=[image])
     rows = {"full.late": [hit], "hpool_32.late": []}
-    judged = [document(document_id=NASTY, grade=0, ranks={"full.late": 3, "hpool_32.late": None})]
+    judged = [
+        document(document_id=UNESCAPED, grade=0, ranks={"full.late": 3, "hpool_32.late": None})
+    ]
     values = {"full.late": 1.0, "hpool_32.late": 0.25}
-    lost = Example(why="lost", query_id="q0", query=NASTY, values=values, judged=judged, hits=rows)
+    lost = Example(
+        why="lost", query_id="q0", query=UNESCAPED, values=values, judged=judged, hits=rows
+    )
     return [lost, lost.model_copy(update={"why": "failed", "query": "plain"})]
 
 
@@ -33,7 +37,7 @@ def with_examples(evaluation, examples):
     return replace(evaluation, examples=examples)
 
 
-def test_a_page_needs_nothing_else(with_examples):
+def test_page_is_self_contained(with_examples):
     page = html.report([with_examples])
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
     assert not re.search(r"@import|url\(\s*[\"']?http", page)
@@ -42,44 +46,44 @@ def test_a_page_needs_nothing_else(with_examples):
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
 
 
-def test_everything_is_escaped(with_examples):
+def test_page_is_escaped(with_examples):
     page = html.report([with_examples])
     assert "<b>bold" not in page and "<i>" not in re.sub(
         "<i>(Late|single|hybrid|K|full|p, random|vectors|everything)</i>", "", page
     )
     assert page.count("&lt;b&gt;bold&lt;/b&gt; &amp;") >= 4  # query, title, id, caption
     assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
-    nasty = evaluation_of(with_examples.results, notes=[NASTY], versions={"os": NASTY})
-    assert "<b>bold" not in html.report([nasty])
+    unescaped = evaluation_of(with_examples.results, notes=[UNESCAPED], versions={"os": UNESCAPED})
+    assert "<b>bold" not in html.report([unescaped])
 
 
-def test_what_a_page_says(with_examples):
+def test_page_content(with_examples):
     page = html.report([with_examples])
-    assert page.index("Where compression lost most") < page.index("Where every row fails")
+    assert page.index("Largest losses by compression") < page.index("Failures of all rows")
     for word in ("grade 2", "grade 0", "not judged", "rank 3", "not found", "1,400 items"):
         assert (word in page) == (word != "not judged"), word
-    assert page.count('title="on the Pareto front"') == 4 + 4  # by vectors, and by everything
+    assert page.count('title="on the Pareto front"') == 4 + 4  # by vectors, and by all bytes
     assert "below BM25, not significantly" in page
     assert "path: data/some" in page  # the spec
     assert page.count("<svg") == 4  # two scores, two sizes
-    # What is in a table is explained before it.
-    for term, table in (("retention", "Methods and budgets"), ("nDCG@10", "In short")):
+    # Terms are explained before the tables that use them.
+    for term, table in (("retention", "Methods and budgets"), ("nDCG@10", "Summary")):
         assert page.index(f"<dt>{term}</dt>") < page.index(f"<h3>{table}</h3>")
 
 
-def test_rows_that_lose_to_bm25_are_marked():
+def test_rows_significantly_below_bm25_are_marked():
     bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
     page = html.report([evaluation_of([bm25, result(quality=[0.5] * 12)])])
     assert re.search(r'<tr class="loses', page)
-    assert re.search(r"<small>loses to BM25 \(p (=|&lt;) 0\.00\d\)</small>", page)
+    assert re.search(r"<small>significantly below BM25 \(p (=|&lt;) 0\.00\d\)</small>", page)
 
 
-def test_several_benchmarks_stand_side_by_side(evaluation, with_examples):
+def test_several_benchmarks(evaluation, with_examples):
     page = html.report([with_examples, evaluation])
     assert 'href="#benchmark-2"' in page and 'id="benchmark-2"' in page
 
 
-def test_categories_of_queries_have_a_table(evaluation):
+def test_query_categories(evaluation):
     categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
     page = html.report([replace(evaluation, categories=categories)])
     table = page[page.index("By category of query: kind") :]

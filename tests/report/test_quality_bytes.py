@@ -1,4 +1,4 @@
-"""The plot of quality against bytes."""
+"""Plot of quality against bytes."""
 
 import io
 
@@ -16,8 +16,8 @@ from tests.eval.evaluations import evaluation_of, result
 
 
 @pytest.mark.parametrize(("bm25", "is_line"), [(0.405, True), (0.05, False), (0.95, False)])
-def test_a_distant_bm25_does_not_flatten_the_plot(bm25, is_line):
-    """The other rows take at least half of the axis, whatever BM25 reaches."""
+def test_distant_bm25_does_not_stretch_axis(bm25, is_line):
+    """The other rows take at least half of the axis for any quality of BM25."""
     rows = [result(f"h{i}", num_vectors=i, quality=[0.4 + i / 100] * 2) for i in range(1, 6)]
     row = result("bm25", "bm25", None, "bm25", encoder="", quality=[bm25] * 2)
     figure = _figure(evaluation_of([row, *rows]), [Panel("late", "vector_bytes")])
@@ -31,11 +31,11 @@ def test_a_distant_bm25_does_not_flatten_the_plot(bm25, is_line):
 
 
 @pytest.mark.parametrize("rows", [slice(0, 6), slice(0, 2), slice(1, 2), slice(2, 3), slice(4, 5)])
-def test_plot_is_a_picture_whatever_there_is_to_draw(results, rows):
+def test_draws_any_rows(results, rows):
     evaluation = evaluation_of(results[rows])
-    picture = imread(io.BytesIO(quality_bytes_png(evaluation)))
-    assert picture.std() > 0.01
-    assert min(picture.shape[:2]) > 500
+    image = imread(io.BytesIO(quality_bytes_png(evaluation)))
+    assert image.std() > 0.01
+    assert min(image.shape[:2]) > 500
     for panel in panels(evaluation):
         svg = quality_bytes_svg(evaluation, panel)
         assert svg.startswith("<svg") and "currentColor" in svg

@@ -1,4 +1,4 @@
-"""Tables of results given by hand."""
+"""Tables of given results."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ from pipeline.report.tables import budget, categories_csv, metrics_csv, per_quer
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
-def test_cells(evaluation):
+def test_table(evaluation):
     header, *rows = table(evaluation)
     row = dict(zip(header, rows[3], strict=True))
     p, p_bm25 = row.pop("p"), row.pop("p BM25")
@@ -47,11 +47,11 @@ def test_diagnostics_and_seeds_in_tables(results):
     random = {"name": "random", "num_vectors": 32, "seed": 0}
     row = result("a", "random", compressor=random, diagnosis=DIAGNOSIS, seeds=seeds)
     header, *cells = table(evaluation_of([row, results[3]]))
-    shown = dict(zip(header, cells[0], strict=True))
-    assert (shown["method"], shown["OSR"]) == ("random (2 seeds)", "0.750")
-    assert (shown["used"], shown["Gini"]) == ("50.0 %", "0.400")
+    rows = dict(zip(header, cells[0], strict=True))
+    assert (rows["method"], rows["OSR"]) == ("random (2 seeds)", "0.750")
+    assert (rows["used"], rows["Gini"]) == ("50.0 %", "0.400")
     first, second = csv.DictReader(io.StringIO(metrics_csv(evaluation_of([row, results[3]]))))
-    numbers = {
+    values = {
         "OSR": (0.5 + 1 + 0.75) / 3,
         "OSR ratio of means": 6 / 8,
         "OSR pairs": 3,
@@ -65,38 +65,45 @@ def test_diagnostics_and_seeds_in_tables(results):
         "nDCG@10 sd": 0,
         "OSR sd": 0.005**0.5,
     }
-    assert {name: float(first[name]) for name in numbers} == pytest.approx(numbers)
-    assert {second[name] for name in numbers} == {""}
+    assert {name: float(first[name]) for name in values} == pytest.approx(values)
+    assert {second[name] for name in values} == {""}
 
 
-def test_csv_is_not_rounded(evaluation):
+def test_csv_values_are_not_rounded(evaluation):
     rows = list(csv.DictReader(io.StringIO(metrics_csv(evaluation))))
     assert [row["representation"] for row in rows] == [r.representation for r in evaluation.results]
     assert float(rows[2]["queries_per_second"]) == 1234.5
     assert rows[2]["num_vectors"] == rows[2]["p_reference"] == ""
-    assert float(rows[3]["retention"]) == evaluation.standings[3].retention
+    assert float(rows[3]["retention"]) == evaluation.row_comparisons[3].retention
     assert (rows[3]["pareto"], rows[5]["pareto"]) == ("True", "False")
     assert len(per_query_csv(evaluation).splitlines()) == 1 + 2 * len(rows)
 
 
-def test_what_was_fitted(results):
-    own = {"num_items": 64, "evaluated": 64, "origin": {}}
-    apart = {"num_items": 1, "evaluated": 0, "origin": {"source": {"name": "text", "path": "some"}}}
+def test_fitting_samples(results):
+    full_index = {"num_items": 64, "evaluated": 64, "origin": {}}
+    separate = {
+        "num_items": 1,
+        "evaluated": 0,
+        "origin": {"source": {"name": "text", "path": "some"}},
+    }
     index = {"num_items": 9, "evaluated": 2, "origin": {"index": "out/a", "where": "x = 1"}}
     old = {"num_items": None, "evaluated": None, "origin": {}}
-    rows = [result(f"r{i}", fitted=fitted) for i, fitted in enumerate([own, apart, index, old, {}])]
+    rows = [
+        result(f"r{i}", fitted=fitted)
+        for i, fitted in enumerate([full_index, separate, index, old, {}])
+    ]
     assert [fitting(row) for row in rows] == [
         "64 items of the index, all of them evaluated",
         "1 item of a separate sample (some), none of them evaluated",
         "9 items of a separate sample (out/a where x = 1), 2 of them evaluated",
-        "items of the index; which ones was not recorded",
+        "an unrecorded sample of the index",
         "",
     ]
-    said = [line for line in summary(evaluation_of(rows)) if line.startswith("Fitted on")]
-    assert said == [f"Fitted on {fitting(rows[i])}: r{i}." for i in (0, 2, 3)]
-    numbers = list(csv.DictReader(io.StringIO(metrics_csv(evaluation_of(rows)))))
-    assert [row["fitted_on"] for row in numbers] == ["64", "1", "9", "", ""]
-    assert [row["fitted_on_evaluated"] for row in numbers] == ["64", "0", "2", "", ""]
+    sentences = [line for line in summary(evaluation_of(rows)) if line.startswith("Fitted on")]
+    assert sentences == [f"Fitted on {fitting(rows[i])}: r{i}." for i in (0, 2, 3)]
+    values = list(csv.DictReader(io.StringIO(metrics_csv(evaluation_of(rows)))))
+    assert [row["fitted_on"] for row in values] == ["64", "1", "9", "", ""]
+    assert [row["fitted_on_evaluated"] for row in values] == ["64", "0", "2", "", ""]
 
 
 def test_quality_by_category(evaluation):
@@ -113,18 +120,18 @@ def test_two_pareto_fronts():
         result("b", quality=[0.3, 0.3], vector_bytes=20.0, all_bytes=20.0),
         result("c", quality=[0.2, 0.2], vector_bytes=30.0, all_bytes=200.0),
     ]
-    standings = evaluation_of(rows).standings
-    assert [standing.pareto for standing in standings] == [True, False, False]
-    assert [standing.pareto_all for standing in standings] == [True, True, False]
+    row_comparisons = evaluation_of(rows).row_comparisons
+    assert [comparison.pareto for comparison in row_comparisons] == [True, False, False]
+    assert [comparison.pareto_all for comparison in row_comparisons] == [True, True, False]
 
 
 def test_budgets():
-    none = {"name": "none"}
-    shown = [
+    uncompressed = {"name": "none"}
+    rows = [
         result(),
         result(num_vectors=None, compressor={"name": "hpool", "ratio": 0.125}),
-        result("full8", "full int8", None, compressor=none),
-        result("full", "full", None, compressor=none),
+        result("full8", "full int8", None, compressor=uncompressed),
+        result("full", "full", None, compressor=uncompressed),
         result("any", "adaptive_eos", None, compressor={"name": "adaptive_eos", "ratio": None}),
     ]
-    assert [budget(r) for r in shown] == ["32", "12.5 %", "100 %", "all", "adaptive"]
+    assert [budget(r) for r in rows] == ["32", "12.5 %", "100 %", "all", "adaptive"]

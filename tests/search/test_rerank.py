@@ -365,20 +365,20 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
         ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single"),
         ("after_late", Reranker(model), "late"),
     ):
-        row = evaluation.of(name)
+        row = evaluation.row(name)
         for query, text in queries.items():
             hits = searcher.search(text, score=score, rerank=reranker, explain=False)
             rank = [hit.item_id for hit in hits].index(relevant[query]) + 1
             assert row.values[query] == {"R@1": float(rank == 1), "RR": pytest.approx(1 / rank)}
-        first = evaluation.of(row.first_stage)
-        assert first.score == score and evaluation.standing(row).reference == first.name
+        first = evaluation.row(row.first_stage)
+        assert first.score == score and evaluation.comparison(row).reference == first.name
         assert row.median_ms > 0 and row.queries_per_second > 0
         # Three tokens of 32 numbers in float16.
         assert row.vector_bytes - first.vector_bytes == 3 * 32 * 2
         assert row.vectors_per_item - first.vectors_per_item == 3
     said: list[str] = []
     run(spec, said.append)
-    assert all("(as before)" in line for line in said if line.startswith("["))
+    assert all("(cached)" in line for line in said if line.startswith("["))
     assert "edje_3" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
     for wrong, sentence in (

@@ -12,7 +12,7 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.diagnose import full_tokens_of
+from pipeline.eval.diagnose import uncompressed_representation
 from pipeline.index import job, recompress
 from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
@@ -118,8 +118,8 @@ def test_bits_are_searched_with_the_bits_of_the_query(at_once):
     scores = {i: float((query.numpy() @ b.T).max(axis=1).sum()) for i, b in bits.items()}
     for hit in hits:
         assert hit.score == pytest.approx(scores[hit.item_id], abs=1e-2)
-    assert full_tokens_of(searcher.index, name) is None  # such a score is no share of a cosine
-    assert full_tokens_of(searcher.index, "sap_4") == "full"
+    assert uncompressed_representation(searcher.index, name) is None  # not a cosine
+    assert uncompressed_representation(searcher.index, "sap_4") == "full"
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Queries grouped by the kind of document that answers them, as SAP decomposes its figures."""
+"""Query categories by modality or metadata of the relevant documents, as in SAP's analysis."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pipeline.schema import ITEM
 METADATA = "metadata."
 
 
-def queries_by_kind(
+def queries_by_document_category(
     index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
-    """Groups query ids by the kinds of their relevant documents, kinds in order.
+    """Groups query ids by the categories of their relevant documents, in sorted order.
 
-    A query with relevant documents of several kinds is in each of their groups.
+    A query whose relevant documents have several categories is in each of these groups.
 
     Args:
         index: Index of the documents.
         judged: Queries and their relevance judgments.
-        kinds: Item column of text such as "modality", or "metadata.KEY".
-        by: Level of the judgments, "item" or "parent"; a parent has the kinds of its items.
-        filter: SQL condition of the items; None for all of them.
+        kinds: Text column of the items such as "modality", or "metadata.KEY".
+        by: Level of the judgments, "item" or "parent"; a parent has the categories of its items.
+        filter: SQL condition on the items; None for all of them.
 
     Raises:
-        SpecError: There is no such column, or no item has the key.
+        SpecError: The column does not exist, or no item has the key.
     """
     columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
     is_key = kinds.startswith(METADATA)
@@ -39,7 +39,7 @@ def queries_by_kind(
         rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
         raise SpecError("kinds", kinds, rule, "is not a text column")
     key, keys = kinds.removeprefix(METADATA), set()
-    kinds_of: dict[str, set[str]] = {}
+    document_categories: dict[str, set[str]] = {}
     for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
         values = batch[column].to_pylist()
         for document, value in zip(batch[f"{by}_id"].to_pylist(), values, strict=True):
@@ -47,13 +47,16 @@ def queries_by_kind(
                 fields = json.loads(value or "{}")
                 keys |= set(fields)
                 value = fields.get(key)
-            kinds_of.setdefault(document, set()).update(categories(value))
+            document_categories.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
         names = [f"{METADATA}{name}" for name in sorted(keys)]
         raise SpecError.unknown_name("kinds", kinds, names, "is not in the metadata of any item")
     groups: dict[str, list[str]] = {}
     for query_id in judged.queries:
         relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]
-        for kind in sorted({kind for document in relevant for kind in kinds_of.get(document, ())}):
-            groups.setdefault(kind, []).append(query_id)
+        query_categories = {
+            category for document in relevant for category in document_categories.get(document, ())
+        }
+        for category in sorted(query_categories):
+            groups.setdefault(category, []).append(query_id)
     return dict(sorted(groups.items()))

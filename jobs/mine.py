@@ -75,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = data_class(spec, batch_size=1, seed=0)
     mined = mine(
         open_index(args.index, args.version, device=args.device),
-        data.rows,
+        data.training,
         args.output,
         representation=args.representation,
         ranks=tuple(args.ranks),
         score=args.score,
-        say=jobs.say,
+        report=jobs.say,
     )
     print(f"{args.output}: {mined.negatives:,} negatives of {mined.queries:,} queries")
 

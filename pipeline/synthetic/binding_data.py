@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair, Report, generate_pair
 from pipeline.synthetic.shapes_data import VALIDATION_SERIES, png
-from pipeline.training_data.base import Batch, TrainingData, own_share
+from pipeline.training_data.base import Batch, TrainingData, worker_slice
 from pipeline.training_data.quality import Quality, pairwise
 
 Form = Literal["text", "rendered"]
@@ -51,7 +51,7 @@ class Binding(TrainingData["Binding.Spec"]):
         """Number of validation pairs, the first pairs of the benchmark with all their queries."""
 
     @property
-    def gives(self) -> frozenset[str]:
+    def payload_kinds(self) -> frozenset[str]:
         """Kinds of payload: text or images."""
         return frozenset({"text" if self.spec.form == "text" else "image"})
 
@@ -75,7 +75,7 @@ class Binding(TrainingData["Binding.Spec"]):
         else:
             pair_N = pair_N[: self.num_batches * pairs_per_batch]  # same pairs in all epochs
             np.random.default_rng([self.seed, epoch]).shuffle(pair_N)
-        worker_pairs = own_share(pairs_per_batch, worker, num_workers)
+        worker_pairs = worker_slice(pairs_per_batch, worker, num_workers)
         for batch in range(first, self.num_batches):
             start = batch * pairs_per_batch
             numbers = pair_N[start : start + pairs_per_batch][worker_pairs].tolist()
@@ -96,9 +96,9 @@ class Binding(TrainingData["Binding.Spec"]):
 
     def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
         """Computes the pairwise accuracy of each query between its report and the hard negative."""
-        facts_B = validation.document_facts[:, 0]
+        facts_B = validation.document_labels[:, 0]
         column = {fact: index for index, fact in enumerate(facts_B.tolist())}
-        facts_Q = validation.query_facts[:, 0].tolist()
+        facts_Q = validation.query_labels[:, 0].tolist()
         rows = torch.arange(len(facts_Q))
         positive_Q, negative_Q = (
             scores_QB[rows, [column[fact + offset] for fact in facts_Q]] for offset in (0, 1)

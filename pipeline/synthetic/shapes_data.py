@@ -23,7 +23,7 @@ from pipeline.synthetic.shapes import (
     draw_captions,
     generate_scenes,
 )
-from pipeline.training_data.base import Batch, Phrases, TrainingData, own_share
+from pipeline.training_data.base import Batch, Phrases, TrainingData, worker_slice
 
 #: First validation series; training series are smaller. Series fit into one 32-bit word of a seed,
 #: so that the words of a series and a scene number are unique.
@@ -80,7 +80,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
             return Layout(self.side, self.radii, self.objects)
 
     @property
-    def gives(self) -> frozenset[str]:
+    def payload_kinds(self) -> frozenset[str]:
         """Kinds of payload: images."""
         return frozenset({"image"})
 
@@ -106,7 +106,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
         else:
             scene_N = scene_N[: self.num_batches * self.batch_size]  # same scenes in all epochs
             np.random.default_rng([self.seed, epoch]).shuffle(scene_N)
-        worker_rows = own_share(self.batch_size, worker, num_workers)
+        worker_rows = worker_slice(self.batch_size, worker, num_workers)
         for batch in range(first, self.num_batches):
             start = batch * self.batch_size
             numbers = scene_N[start : start + self.batch_size].tolist()
@@ -140,10 +140,12 @@ class Shapes(TrainingData["Shapes.Spec"]):
         return key if layout == DEFAULT_LAYOUT else f"{key}/{digest(asdict(layout))}"
 
     @staticmethod
-    def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
+    def relevant(query_labels: torch.Tensor, document_labels: torch.Tensor) -> torch.Tensor:
         """Returns the matrix of relevance: scenes are relevant to the captions that they match."""
-        matches = _captions(query_facts.cpu().numpy()).match(_scenes(document_facts.cpu().numpy()))
-        return torch.from_numpy(matches).to(query_facts.device)
+        matches = _captions(query_labels.cpu().numpy()).match(
+            _scenes(document_labels.cpu().numpy())
+        )
+        return torch.from_numpy(matches).to(query_labels.device)
 
 
 def validation_scenes(

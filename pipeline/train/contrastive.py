@@ -31,7 +31,7 @@ from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
-from pipeline.training_data.base import NOTHING, Batch, Phrases, TrainingData
+from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData
 from pipeline.training_data.quality import Quality, grounding
 
 if TYPE_CHECKING:
@@ -360,13 +360,16 @@ class Contrastive(Learner["Contrastive.Spec"]):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
         device = self.device
-        facts = {"query": batch.query_facts.to(device), "document": batch.document_facts.to(device)}
+        facts = {
+            "query": batch.query_labels.to(device),
+            "document": batch.document_labels.to(device),
+        }
         gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
         gathered_facts = {name: gather_rows(tensor) for name, tensor in facts.items()}
         temperature = (-self.log_scale).exp()
         positive_QB = data.relevant(facts["query"], gathered_facts["document"])
         # Padding documents are no candidates.
-        is_filler_B = (gathered_facts["document"] == NOTHING).all(dim=1)
+        is_filler_B = (gathered_facts["document"] == NO_LABEL).all(dim=1)
         scores_QB = self.scores(embedded, gathered_batch).masked_fill(is_filler_B, LOWEST)
         loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
         if self.spec.symmetric:
@@ -401,7 +404,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         teacher_QB = batch.teacher.to(device) * spec.scale
         if spec.kind == "kl":
             return spec.weight * kl_divergence(scores_QB, teacher_QB, temperature)
-        facts = batch.query_facts.to(device), batch.document_facts.to(device)
+        facts = batch.query_labels.to(device), batch.document_labels.to(device)
         return spec.weight * margin_mse(scores_QB, teacher_QB, data.relevant(*facts))
 
     # -- quality -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.losses import LOWEST, info_nce_each, late_scores
-from pipeline.training_data.base import NOTHING, Batch, TrainingData
+from pipeline.training_data.base import NO_LABEL, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
 
 if TYPE_CHECKING:
@@ -330,10 +330,10 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Computes the weighted sum of the losses that the spec enables (section 4)."""
         spec = self.spec
         gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
-        facts = batch.query_facts.to(self.device), batch.document_facts.to(self.device)
-        query_facts, document_facts = (gather_rows(labels) for labels in facts)
-        relevant_QB = data.relevant(query_facts, document_facts)
-        is_filler_B = (document_facts == NOTHING).all(dim=1)
+        facts = batch.query_labels.to(self.device), batch.document_labels.to(self.device)
+        query_labels, document_labels = (gather_rows(labels) for labels in facts)
+        relevant_QB = data.relevant(query_labels, document_labels)
+        is_filler_B = (document_labels == NO_LABEL).all(dim=1)
         num_own = len(batch.queries)
         own_rows = slice(distributed.rank() * num_own, (distributed.rank() + 1) * num_own)
         positives_A2 = sample_positives(relevant_QB, own_rows)
@@ -501,7 +501,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                 tensors.setdefault(name, []).append(tensor)
         embedded = {name: concatenate(rows) for name, rows in tensors.items()}
         first_QB = self.similarity(embedded)
-        facts = validation.query_facts, validation.document_facts
+        facts = validation.query_labels, validation.document_labels
         relevant_QB = data.relevant(*(labels.to(self.device) for labels in facts))
         quality = data.quality(self._reranked(embedded, first_QB), validation)
         backwards = ranking(self._reranked(embedded, first_QB.T, True), relevant_QB.T)

@@ -86,7 +86,7 @@ def cached_hidden_states(
     from pipeline.train.hidden_states import HiddenStates
 
     states = HiddenStates(f"{folder}/{config.digest(origin)}.lance", origin, dtype)
-    data.known = states
+    data.cached_keys = states
     texts: dict[str, str] = {}
     items: dict[str, Mapping[str, Any]] = {}
 
@@ -109,13 +109,13 @@ def cached_hidden_states(
     flush()
     distributed.wait_for_all()
     states.reopen()
-    data.knows_all = True
+    data.is_fully_cached = True
     return states
 
 
 def _batches(data: TrainingData) -> Iterator[Batch]:
     """Yields this worker's share of the training data, on the first also the validation data."""
-    yield from data.everything(distributed.rank(), distributed.num_workers())
+    yield from data.full_pass(distributed.rank(), distributed.num_workers())
     validation = data.validation()
     if validation is not None and distributed.rank() == 0:
         yield validation

@@ -49,8 +49,8 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
         """Raises `SpecError` if the encoder reads none of the modalities of the documents."""
         encoder = spec.encoder
         wants = ENCODERS.load(encoder.name).supported_inputs(encoder)
-        if data.gives and not data.gives & set(wants):
-            rule = f"an encoder of {' or '.join(sorted(data.gives))}, as in the data"
+        if data.payload_kinds and not data.payload_kinds & set(wants):
+            rule = f"an encoder of {' or '.join(sorted(data.payload_kinds))}, as in the data"
             problem = f"reads {', '.join(wants)}"
             raise SpecError("encoder.name", encoder.name, rule, problem)
 

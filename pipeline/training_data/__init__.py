@@ -1,4 +1,4 @@
-"""Training data: batches of queries and documents, read from tables, captions and videos.
+"""Training data: batches of queries and documents from tables, captions and videos.
 
-Ray and Lance are imported only by `mining`, which is loaded where it is used.
+Only `mining`, which is imported on demand, needs Ray and Lance.
 """

@@ -1,7 +1,7 @@
-"""What contrastive objectives are trained on: queries and documents, and which are relevant.
+"""Interface of training data: batches of queries and documents with relevance labels.
 
-Relevance is worked out of `facts`, whole numbers about each query and document, so that it is known
-for all pairs of a batch, also between those of different workers.
+Relevance is computed from labels, which are integers of each query and document, so that it is
+known for all pairs of a batch, including pairs on different workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from pipeline.config import ComponentSpec, ComponentSpecT
 from pipeline.training_data.quality import Quality, ranking
 
-#: Facts of nothing: documents and queries that only fill up a batch.
-NOTHING = -1
+#: Label of padding documents and queries.
+NO_LABEL = -1
 
 
 @dataclass(frozen=True)
 class Phrases:
-    """Phrases with the boxes of what they mean, to measure grounding by (SaMer, appendix C).
+    """Phrases with boxes, to measure grounding (SaMer, appendix C).
 
     Attributes:
-        texts: P phrases.
-        documents: the row of each phrase's document in its batch.
-        boxes: for each phrase (M, 4) boxes x0 y0 x1 y1 as shares of the picture.
+        texts: Phrases (P).
+        documents: Row of each phrase's document in its batch (P).
+        boxes: Boxes (M, 4) of each phrase, x0 y0 x1 y1 relative to the image size (P).
     """
 
     texts: Sequence[str]
@@ -38,79 +38,90 @@ class Phrases:
 
 @dataclass(frozen=True)
 class Batch:
-    """One worker's queries and documents of a step.
+    """Queries and documents of one worker and step.
 
     Attributes:
-        queries: texts.
-        documents: items as an encoder reads them, see `schema.PAYLOAD`.
-        document_keys: of each document a name of its own among all documents of the data.
-        query_facts: (Q, F) int64.
-        document_facts: (B, G) int64.
-        boxes: for each document the boxes (M, 4) of its annotated objects, x0 y0 x1 y1 as shares of
-            the picture. Or None.
-        teacher: (Q, B) float32 scores of another model, NaN where there is none. Or None.
-        phrases: to measure grounding by. Or None.
+        queries: Query texts (Q).
+        documents: Documents (B) as encoder inputs; see `schema.PAYLOAD`.
+        document_keys: Key of each document (B), unique within the data.
+        query_labels: Relevance labels of the queries (Q, F) int64.
+        document_labels: Relevance labels of the documents (B, G) int64.
+        boxes: Boxes (M, 4) of the annotated objects of each document, x0 y0 x1 y1 relative to the
+            image size, or None.
+        teacher: Scores of a teacher model (Q, B) float32, NaN where unknown, or None.
+        phrases: Phrases to measure grounding, or None.
     """
 
     queries: Sequence[str]
     documents: Sequence[Mapping[str, Any]]
     document_keys: Sequence[str]
-    query_facts: torch.Tensor
-    document_facts: torch.Tensor
+    query_labels: torch.Tensor
+    document_labels: torch.Tensor
     boxes: Sequence[np.ndarray] | None = None
     teacher: torch.Tensor | None = None
     phrases: Phrases | None = None
 
 
 class TrainingData(ABC, Generic[ComponentSpecT]):
-    """Where batches come from. Subclasses carry a nested `Spec`.
+    """Source of training batches. Subclasses have a nested `Spec`.
 
-    The batches of an epoch depend on the spec, the seed and the epoch alone, so that a run that
-    goes on from a checkpoint sees what the unbroken one would have seen.
+    The batches of an epoch depend only on the spec, the seed and the epoch, so that a run resumed
+    from a checkpoint gets the same batches as an uninterrupted run.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
 
-    #: Keys of documents of which nothing but the key is needed: what costs much is not read again.
-    known: Container[str] = frozenset()
-    #: Whether those are all that can be read.
-    knows_all = False
+    #: Keys of documents whose content is not needed, and therefore not read.
+    cached_keys: Container[str] = frozenset()
+    #: Whether `cached_keys` contains all documents that can be read.
+    is_fully_cached = False
 
     def __init__(self, spec: ComponentSpecT, *, batch_size: int, seed: int):
         self.spec, self.batch_size, self.seed = spec, batch_size, seed
 
     @property
     def repeats(self) -> bool:
-        """Whether all epochs have the same queries and documents, in whatever order."""
+        """True if all epochs have the same queries and documents, in any order."""
         return True
 
     @property
-    def gives(self) -> frozenset[str]:
-        """What documents are, kinds of `schema.PAYLOAD`; nothing: that is not known."""
+    def payload_kinds(self) -> frozenset[str]:
+        """Kinds of content in the documents, see `schema.PAYLOAD`; empty if unknown."""
         return frozenset()
 
     @property
     def has_teacher(self) -> bool:
-        """Whether batches have scores of another model."""
+        """True if batches have scores of a teacher model."""
         return False
 
     @property
     @abstractmethod
     def num_batches(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
 
     @abstractmethod
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """One worker's share of the batches of an epoch, from number `first` on.
+        """Yields one worker's part of the batches of an epoch.
 
-        All workers have equally many batches; `batch_size` counts over all of them.
+        All workers yield the same number of batches, and `batch_size` is the total over workers.
+
+        Args:
+            epoch: Epoch, from 0.
+            first: Number of the first batch to yield, from 0.
+            worker: Rank of the worker.
+            num_workers: Number of workers.
         """
 
-    def everything(self, worker: int, num_workers: int) -> Iterator[Batch]:
-        """One worker's share of all queries and documents that epochs have, if they repeat.
+    def full_pass(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """Yields one worker's part of all queries and documents, if epochs repeat them.
 
-        Here those of the first epoch: data that leave out others in each have more.
+        By default these are the batches of the first epoch. Data that leave out different rows in
+        each epoch yield more.
+
+        Args:
+            worker: Rank of the worker.
+            num_workers: Number of workers.
         """
         return self.batches(0, 0, worker, num_workers)
 
@@ -119,18 +130,18 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         return None
 
     @staticmethod
-    def relevant(query_facts: torch.Tensor, document_facts: torch.Tensor) -> torch.Tensor:
-        """(Q, B) bool: which documents are relevant to which queries.
+    def relevant(query_labels: torch.Tensor, document_labels: torch.Tensor) -> torch.Tensor:
+        """Returns which documents are relevant to which queries (Q, B), bool.
 
-        By default a query's facts are the numbers of its positives, `NOTHING` where it has fewer
-        than others, and a document has its number as its only fact.
+        By default, the labels of a query are the numbers of its positives, padded with `NO_LABEL`,
+        and the only label of a document is its number.
 
         >>> TrainingData.relevant(torch.tensor([[7, -1], [8, 7]]), torch.tensor([[7], [9], [-1]]))
         tensor([[ True, False, False],
                 [ True, False, False]])
         """
-        same_QBF = query_facts.unsqueeze(1) == document_facts.unsqueeze(0)
-        return (same_QBF & (document_facts != NOTHING)).any(dim=2)
+        same_QBF = query_labels.unsqueeze(1) == document_labels.unsqueeze(0)
+        return (same_QBF & (document_labels != NO_LABEL)).any(dim=2)
 
     def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
         """Computes metrics on the validation data; the first one selects the best model.
@@ -142,15 +153,15 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
             validation: The validation data.
         """
         device = scores_QB.device
-        facts = validation.query_facts.to(device), validation.document_facts.to(device)
-        return ranking(scores_QB, self.relevant(*facts))
+        labels = validation.query_labels.to(device), validation.document_labels.to(device)
+        return ranking(scores_QB, self.relevant(*labels))
 
 
-def own_share(count: int, worker: int, num_workers: int) -> slice:
-    """The part of `count` rows that is a worker's, in order.
+def worker_slice(count: int, worker: int, num_workers: int) -> slice:
+    """Returns the rows of a worker, given the number of rows of a batch.
 
-    >>> own_share(8, 1, 2)
+    >>> worker_slice(8, 1, 2)
     slice(4, 8, None)
     """
-    each = count // num_workers
-    return slice(worker * each, (worker + 1) * each)
+    size = count // num_workers
+    return slice(worker * size, (worker + 1) * size)

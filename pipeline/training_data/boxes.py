@@ -1,4 +1,4 @@
-"""Boxes of what is in a picture: COCO's, those of Flickr30K Entities, and the checks of all."""
+"""Bounding boxes of objects in images: COCO, Flickr30K Entities, and validation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,30 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.training_data.rows import NO_BOXES
 
-#: Smaller ones, as shares of the picture, are left out (SaMer's public code).
-LEAST_AREA = 0.005
-#: Pixels that a box may stand out of its picture: annotations are rounded.
+#: Minimum area of a box relative to the image; smaller ones are ignored, as in SaMer's code.
+MIN_AREA = 0.005
+#: Number of pixels by which a box may exceed its image, because annotations are rounded.
 TOLERANCE = 1.0
 
 _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+) ([^\]]*)\]")
 
-#: A phrase, and its boxes (M, 4).
+#: Phrase and its boxes (M, 4).
 Phrase = tuple[str, np.ndarray]
 
 
-def checked(boxes: Any, field: str, location: str) -> np.ndarray:
-    """(M, 4) float32 boxes x0 y0 x1 y1 that are given as shares of the picture.
+def check_boxes(boxes: Any, field: str, location: str) -> np.ndarray:
+    """Validates boxes x0 y0 x1 y1 that are relative to the image size, without small ones.
+
+    Args:
+        boxes: Boxes to validate.
+        field: Spec field that errors name.
+        location: Line or row of the boxes, for errors.
+
+    Returns:
+        Boxes (M, 4) float32.
 
     Raises:
-        SpecError: for `field`: they are in pixels, outside the picture, or no boxes.
+        SpecError: The boxes are in pixels, exceed the image, or are malformed.
     """
     rule = "boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
     try:
@@ -37,26 +45,33 @@ def checked(boxes: Any, field: str, location: str) -> np.ndarray:
     except (TypeError, ValueError):
         raise SpecError(field, boxes, rule, note=f" ({location})") from None
     is_pixels = bool((found > 2).any())
-    is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # also of what is no number
+    is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # True for NaN too
     found = found.clip(0, 1)
     if is_pixels or is_outside:
         problem = "are in pixels" if is_pixels else "exceed the image"
         raise SpecError(field, boxes, rule, problem, f" ({location})")
     if (found[:, :2] >= found[:, 2:]).any():
         raise SpecError(field, boxes, rule, "have no area", f" ({location})")
-    return large(found)
+    return drop_small_boxes(found)
 
 
-def shares(
+def normalise_box(
     box: Sequence[float], width: float, height: float, field: str, location: str
 ) -> np.ndarray:
-    """(4,) a box x0 y0 x1 y1 in pixels as shares of its picture.
+    """Converts a box x0 y0 x1 y1 from pixels to fractions of the image size, (4,).
 
-    >>> shares([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
+    >>> normalise_box([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
     [0.5, 0.0, 1.0, 1.0]
 
+    Args:
+        box: Box in pixels.
+        width: Width of the image in pixels.
+        height: Height of the image in pixels.
+        field: Spec field that errors name.
+        location: Line or row of the box, for errors.
+
     Raises:
-        SpecError: for `field`: it stands out of the picture.
+        SpecError: The box exceeds the image.
     """
     found = np.asarray(box, dtype=np.float64)
     size = np.array([width, height, width, height], dtype=np.float64)
@@ -67,22 +82,26 @@ def shares(
     return (found / size).clip(0, 1)
 
 
-def large(boxes: np.ndarray) -> np.ndarray:
-    """Those that are not too small, as (M, 4) float32."""
+def drop_small_boxes(boxes: np.ndarray) -> np.ndarray:
+    """Returns the boxes that are not too small, (M, 4) float32."""
     boxes = np.asarray(boxes, dtype=np.float32).reshape(-1, 4)
-    return boxes[area(boxes) >= LEAST_AREA]
+    return boxes[area(boxes) >= MIN_AREA]
 
 
 def area(boxes: np.ndarray) -> np.ndarray:
-    """(M,) of (M, 4)."""
+    """Returns the areas (M,) of boxes (M, 4)."""
     return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
 
 
-def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
-    """The boxes of each picture, by its id, in COCO's form of instances; crowds are left out.
+def read_coco_boxes(value: Any, file: str) -> dict[str, np.ndarray]:
+    """Returns the boxes of each image by its id, from COCO instances; crowds are ignored.
+
+    Args:
+        value: Parsed JSON file.
+        file: Path of the file, for errors.
 
     Raises:
-        SpecError: for `instances`, naming the annotation.
+        SpecError: For `instances`: the file has another format, or a box is invalid.
     """
     rule = "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}"
     sizes: dict[str, tuple[float, float]] = {}
@@ -95,15 +114,15 @@ def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
             if annotation.get("iscrowd"):
                 continue
             location = f"annotation {annotation.get('id', number)} of {file}"
-            own = str(annotation["image_id"])
+            image_id = str(annotation["image_id"])
             x, y, width, height = map(float, annotation["bbox"])
             largest = max(largest, x + width, y + height)
-            if own not in sizes:
-                raise SpecError(
-                    "instances", own, "the id of an image of the file", note=f" ({location})"
-                )
-            box = shares([x, y, x + width, y + height], *sizes[own], "instances", location)
-            boxes.setdefault(own, []).append(box)
+            if image_id not in sizes:
+                rule = "the id of an image of the file"
+                raise SpecError("instances", image_id, rule, note=f" ({location})")
+            corners = [x, y, x + width, y + height]
+            box = normalise_box(corners, *sizes[image_id], "instances", location)
+            boxes.setdefault(image_id, []).append(box)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SpecError):
             raise
@@ -112,14 +131,14 @@ def of_coco(value: Any, file: str) -> dict[str, np.ndarray]:
     if boxes and largest <= 1:
         rule = "a file with bbox: [x, y, width, height] in pixels"
         raise SpecError("instances", file, rule, "has relative boxes")
-    return {own: large(np.stack(every)) for own, every in boxes.items()}
+    return {image_id: drop_small_boxes(np.stack(found)) for image_id, found in boxes.items()}
 
 
 class Entities:
-    """Flickr30K Entities: which words of a caption are a phrase, and where that is seen.
+    """Flickr30K Entities: the phrases of captions, and their boxes.
 
     Args:
-        folder: with `Sentences` and `Annotations`.
+        folder: Folder with `Sentences` and `Annotations`.
     """
 
     def __init__(self, folder: str):
@@ -127,13 +146,13 @@ class Entities:
         self._last: tuple[str, list[tuple[str, list[Phrase]]]] | None = None
 
     def read(self, image_id: str) -> list[tuple[str, list[Phrase]]]:
-        """The captions of a picture with their phrases, the largest first.
+        """Returns the captions of an image with their phrases, the largest first.
 
-        Phrases whose boxes are all too small, or that have none, are left out; one that a caption
-        has twice is one.
+        Phrases without boxes, or with only small boxes, are ignored. A phrase that occurs twice in
+        a caption is returned once.
 
         Raises:
-            SpecError: for `entities`, naming the file.
+            SpecError: For `entities`: a file is missing or malformed.
         """
         if self._last is not None and self._last[0] == image_id:
             return self._last[1]
@@ -156,30 +175,30 @@ class Entities:
         return captions
 
     def _boxes(self, image_id: str) -> dict[str, np.ndarray]:
-        """The boxes of each chain of phrases that mean the same.
+        """Returns the boxes of each coreference chain of phrases.
 
-        Pixels are numbered from 1, and a box has the last one that it names.
+        Pixels are numbered from 1, and boxes include their last pixel.
         """
         file = posixpath.join(self._folder, "Annotations", f"{image_id}.xml")
         try:
             root = ElementTree.fromstring(_read(file))
             width, height = (_number(root, f"size/{side}") for side in ("width", "height"))
             boxes: dict[str, list[np.ndarray]] = {}
-            for thing in root.findall("object"):
-                corners = thing.find("bndbox")
+            for element in root.findall("object"):
+                corners = element.find("bndbox")
                 if corners is None:
                     continue
                 names = ("xmin", "ymin", "xmax", "ymax")
                 x0, y0, x1, y1 = (_number(corners, name) for name in names)
-                box = shares([x0 - 1, y0 - 1, x1, y1], width, height, "entities", file)
-                for chain in thing.findall("name"):
+                box = normalise_box([x0 - 1, y0 - 1, x1, y1], width, height, "entities", file)
+                for chain in element.findall("name"):
                     boxes.setdefault(chain.text or "", []).append(box)
         except (ElementTree.ParseError, ValueError) as error:
             if isinstance(error, SpecError):
                 raise
             rule = "an annotation file with size, and objects with name and bndbox"
             raise SpecError("entities", file, rule, f"cannot be read ({error})") from None
-        return {chain: large(np.stack(own)) for chain, own in boxes.items()}
+        return {chain: drop_small_boxes(np.stack(found)) for chain, found in boxes.items()}
 
 
 def _number(element: ElementTree.Element, path: str) -> float:

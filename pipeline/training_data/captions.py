@@ -1,4 +1,4 @@
-"""Pictures with captions, and boxes of what they speak of: COCO, Flickr30K and its Entities."""
+"""Images with captions, and boxes of their objects: COCO, Flickr30K and Flickr30K Entities."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipeline.decoding import Unreadable
 from pipeline.sources.files import existing_root
 from pipeline.sources.manifests import rows_of_value
 from pipeline.sources.text import parse_line
-from pipeline.training_data.boxes import Entities, Phrase, of_coco
+from pipeline.training_data.boxes import Entities, Phrase, read_coco_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Captioned:
-    """A picture and what is said of it; `location` names it in messages."""
+class CaptionedImage:
+    """Image with its captions; `location` names it in messages."""
 
     id: str
     file: str
@@ -33,46 +33,45 @@ class Captioned:
 
 
 class CaptionsValidationFiles(ValidationFiles):
-    """A file of the same form, or splits of one."""
+    """Validation data in a file of the same format, or in splits of it."""
 
     splits: list[str] | None = None
-    """Splits of the file; null: all."""
+    """Karpathy splits to validate on; null for all."""
 
 
 class Captions(RowData["Captions.Spec"]):
-    """Pictures as documents, their captions as queries.
+    """Images as documents and their captions as queries.
 
-    `path` is COCO's JSON of captions; Karpathy's JSON of COCO or Flickr30K; or for Flickr30K
-    Entities a text of ids, one a line, as its train.txt. A document's id is the picture's in COCO
-    (`id`, `cocoid`), else the file's name without suffix, as the source `images` has it.
+    `path` is COCO's captions JSON, Karpathy's JSON of COCO or Flickr30K, or for Flickr30K Entities
+    a text file with one id per line, such as its train.txt. The id of a document is the image id in
+    COCO (`id`, `cocoid`), or else the file name without suffix, as in the source `images`.
 
-    **Boxes.** COCO's instances are of a picture, whatever is said of it. Those of Flickr30K
-    Entities are of the phrases of a caption: of the largest, by the largest box of each. Shares of
-    the picture below 0.005 are left out. Held-out captions with phrases also measure grounding.
+    **Boxes.** COCO instances belong to an image, independently of the captions. Boxes of Flickr30K
+    Entities belong to the phrases of a caption; phrases are ordered by their largest box. Boxes
+    smaller than 0.005 of the image are ignored. Validation captions with phrases also measure
+    grounding.
     """
 
     class Spec(RowSpec):
-        """Which files.
-
-        Attributes:
-            path: .json, or .txt with ids.
-            images: the folder of the pictures; null: that of `path`.
-            splits: which of Karpathy's splits, such as [train, restval]; null: all.
-            instances: COCO's JSON of instances, with boxes.
-            entities: a folder with `Sentences` and `Annotations` of Flickr30K Entities.
-            phrases: so many of a caption's phrases have their boxes.
-        """
+        """Training data from captioned images."""
 
         name: Literal["captions"] = "captions"
         images: Uri | None = None
+        """Folder of the images; null for that of `path`."""
         splits: list[str] | None = None
+        """Karpathy splits to train on, such as [train, restval]; null for all."""
         instances: Uri | None = None
+        """COCO instances JSON with boxes."""
         entities: Uri | None = None
+        """Folder with `Sentences` and `Annotations` of Flickr30K Entities."""
         phrases: int = Field(4, ge=1)
+        """Number of phrases per caption whose boxes are used, largest first."""
         validation: float | CaptionsValidationFiles | None = None
+        """Validation data: a fraction of the documents with their queries, or {path: ..., splits:
+        ...}; null for none."""
 
     def listing(self) -> Listing:
-        """All captions of `path`."""
+        """Returns all captions of `path`."""
         return self._list(self.spec.path, self.spec.splits)
 
     def validation_listing(self) -> Listing:
@@ -85,26 +84,28 @@ class Captions(RowData["Captions.Spec"]):
         folder = spec.images or posixpath.dirname(uri)
         boxes = {}
         if spec.instances is not None:
-            boxes = of_coco(read_json(spec.instances, "instances"), spec.instances)
+            boxes = read_coco_boxes(read_json(spec.instances, "instances"), spec.instances)
         entities = None if spec.entities is None else Entities(spec.entities)
-        for picture in self._pictures(uri, splits, entities):
-            place = posixpath.join(folder, picture.file)
-            own = boxes.get(picture.id, NO_BOXES)
-            number = listing.add(Document(picture.id, None, place, picture.location, own))
-            phrases = phrases_of(picture, entities) if entities else [[]] * len(picture.captions)
-            for caption, said in zip(picture.captions, phrases, strict=True):
-                largest = [boxes for _, boxes in said[: spec.phrases]]
+        for image in self._images(uri, splits, entities):
+            file = posixpath.join(folder, image.file)
+            image_boxes = boxes.get(image.id, NO_BOXES)
+            number = listing.add(Document(image.id, None, file, image.location, image_boxes))
+            phrases_per_caption = (
+                caption_phrases(image, entities) if entities else [[]] * len(image.captions)
+            )
+            for caption, phrases in zip(image.captions, phrases_per_caption, strict=True):
+                largest = [boxes for _, boxes in phrases[: spec.phrases]]
                 row_boxes = np.concatenate(largest) if largest else NO_BOXES
-                listing.rows.append(Row(caption, number, boxes=row_boxes, phrases=tuple(said)))
+                listing.rows.append(Row(caption, number, boxes=row_boxes, phrases=tuple(phrases)))
         if not listing.rows:
             raise SpecError("path", uri, "a file with at least one caption", "has none")
         return listing
 
-    def _pictures(
+    def _images(
         self, uri: str, splits: list[str] | None, entities: Entities | None
-    ) -> Iterator[Captioned]:
+    ) -> Iterator[CaptionedImage]:
         if uri.endswith(".txt"):
-            yield from _of_ids(uri, entities)
+            yield from _read_ids(uri, entities)
             return
         value = read_json(uri, "path")
         try:
@@ -112,17 +113,17 @@ class Captions(RowData["Captions.Spec"]):
         except Unreadable as error:
             rule = "COCO's {images, annotations} or Karpathy's {images: [{sentences}]}"
             raise SpecError("path", uri, rule, f"has another format ({error.detail})") from None
-        there = sorted({str(row["split"]) for row in rows if "split" in row})
+        names = sorted({str(row["split"]) for row in rows if "split" in row})
         for split in splits or ():
-            if split not in there:
+            if split not in names:
                 problem = f"is not a split of {uri}"
-                raise SpecError.unknown_name("splits", split, there, problem)
+                raise SpecError.unknown_name("splits", split, names, problem)
         for number, row in enumerate(rows):
             if splits is None or row.get("split") in splits:
                 yield _captioned(row, f"image {row.get('id', number)} of {uri}")
 
 
-def _captioned(row: Mapping[str, Any], location: str) -> Captioned:
+def _captioned(row: Mapping[str, Any], location: str) -> CaptionedImage:
     name, captions = row.get("file_name"), row.get("captions", [])
     if not isinstance(name, str) or not name:
         raise SpecError("path", name, "a file name in file_name", note=f" ({location})")
@@ -130,41 +131,46 @@ def _captioned(row: Mapping[str, Any], location: str) -> Captioned:
         if not isinstance(caption, str) or not caption.strip():
             rule = "a text with at least one word"
             raise SpecError("path", caption, rule, note=f" (a caption of {location})")
-    own = row.get("id", PurePosixPath(name).stem)
-    return Captioned(str(own), name, [caption.strip() for caption in captions], location)
+    image_id = row.get("id", PurePosixPath(name).stem)
+    return CaptionedImage(str(image_id), name, [caption.strip() for caption in captions], location)
 
 
-def _of_ids(uri: str, entities: Entities | None) -> Iterator[Captioned]:
-    """The pictures of a list of ids, with the captions of the entities."""
+def _read_ids(uri: str, entities: Entities | None) -> Iterator[CaptionedImage]:
+    """Yields the images of a list of ids, with the captions of the entities."""
     if entities is None:
         rule = "a folder of Flickr30K Entities with the captions of the ids in `path`"
         raise MissingField("entities", None, rule)
     for number, line in enumerate(read_file(uri, "path").decode("utf-8-sig").splitlines(), start=1):
-        if own := line.strip():
-            captions = [text for text, _ in entities.read(own)]
-            yield Captioned(own, f"{own}.jpg", captions, f"line {number} of {uri}")
+        if image_id := line.strip():
+            captions = [text for text, _ in entities.read(image_id)]
+            yield CaptionedImage(image_id, f"{image_id}.jpg", captions, f"line {number} of {uri}")
 
 
-def phrases_of(picture: Captioned, entities: Entities) -> list[list[Phrase]]:
-    """The phrases of each caption, which the entities have in words alone, with blanks between."""
-    known = {_words(text): said for text, said in entities.read(PurePosixPath(picture.file).stem)}
-    return [known.get(_words(caption), []) for caption in picture.captions]
+def caption_phrases(image: CaptionedImage, entities: Entities) -> list[list[Phrase]]:
+    """Returns the phrases of each caption, matched by the letters of the tokenised captions."""
+    captions = entities.read(PurePosixPath(image.file).stem)
+    phrases_by_text = {_letters(text): phrases for text, phrases in captions}
+    return [phrases_by_text.get(_letters(caption), []) for caption in image.captions]
 
 
-def _words(text: str) -> str:
-    """A text without all that tokenising changes.
+def _letters(text: str) -> str:
+    """Returns the lower-case letters and digits of a text, which tokenisation does not change.
 
-    >>> _words("Two men's shirts.") == _words("Two men 's shirts .")
+    >>> _letters("Two men's shirts.") == _letters("Two men 's shirts .")
     True
     """
     return "".join(character for character in text.lower() if character.isalnum())
 
 
 def read_json(uri: str, field: str) -> Any:
-    """The value of a JSON file.
+    """Parses a JSON file.
+
+    Args:
+        uri: Path or URI of the file.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: it is not there, or damaged; names the line.
+        SpecError: The file is missing or malformed; the error names the line.
     """
     data = read_file(uri, field)
     try:
@@ -180,10 +186,14 @@ def read_json(uri: str, field: str) -> Any:
 
 
 def read_file(uri: str, field: str) -> bytes:
-    """What a file holds.
+    """Returns the content of a file.
+
+    Args:
+        uri: Path or URI of the file.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: it is not there, or cannot be read.
+        SpecError: The file is missing or cannot be read.
     """
     try:
         fs, path = existing_root(uri)

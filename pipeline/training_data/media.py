@@ -1,4 +1,4 @@
-"""Videos and sound of training documents, decoded as the sources give them to encoders."""
+"""Decoding of videos and audio in training documents, in the same way as in indexing."""
 
 from __future__ import annotations
 
@@ -17,44 +17,42 @@ from pipeline.sources.windows import SoundSpec, WindowSource
 
 
 class Decoding(FramesSpec, SoundSpec):
-    """What is decoded of a whole video or sound, and how: as by the sources `video` and `audio`.
+    """Options for decoding a whole video or audio file, as in the sources `video` and `audio`.
 
-    `FramesSpec` and `SoundSpec` have more.
-
-    Attributes:
-        wants: what the encoder reads, frames, audio or both: nothing else is decoded.
-        limits: what decoding one file may take.
+    `FramesSpec` and `SoundSpec` have further options.
     """
 
     wants: tuple[Literal["frames", "audio"], ...] = Field(("frames", "audio"), min_length=1)
+    """Content that the encoder reads; only this is decoded."""
     limits: Limits = Limits(seconds=120.0)
+    """Resource limits for decoding one file."""
 
 
-def decoded(spec: Decoding, video: str | None, sound: str | None) -> dict[str, Any]:
+def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[str, Any]:
     """Returns the wanted payload columns of a document (see `schema.PAYLOAD`) and its `span`.
 
     The audio of a video is read from the audio file, if there is one.
 
     Args:
-        spec: Columns to decode, and how to decode them.
+        spec: Columns to decode, and options for decoding.
         video: URI of the video file, if any.
-        sound: URI of the audio file, if any.
+        audio: URI of the audio file, if any.
 
     Raises:
         Unreadable: A file cannot be read or has none of the wanted contents.
-        OSError: The storage fails.
+        OSError: Reading from the storage failed.
     """
     item: dict[str, Any] = dict.fromkeys((*spec.wants, "span"))
-    if sound is not None and "audio" in spec.wants:
-        item |= _payload(_audio(spec, sound), sound)
-    own = tuple(kind for kind in spec.wants if kind == "frames" or sound is None)
-    if video is not None and own:
-        item |= _payload(_video(spec, video, own), video)
+    if audio is not None and "audio" in spec.wants:
+        item |= _payload(_audio(spec, audio), audio)
+    video_wants = tuple(kind for kind in spec.wants if kind == "frames" or audio is None)
+    if video is not None and video_wants:
+        item |= _payload(_video(spec, video, video_wants), video)
     return item
 
 
-def settings_of(spec: Decoding) -> dict[str, Any]:
-    """The options that change what is decoded."""
+def decoding_settings(spec: Decoding) -> dict[str, Any]:
+    """Returns the options that change the decoded content."""
     return _video(spec, ".", spec.wants).settings()
 
 
@@ -70,7 +68,7 @@ def _audio(spec: Decoding, uri: str) -> Audio:
 
 
 def _fields(spec: Decoding, source_spec: type[Spec]) -> dict[str, Any]:
-    """Returns the decoding options that a source has too."""
+    """Returns the decoding options that a source also has."""
     return spec.model_dump(include=set(source_spec.model_fields))
 
 

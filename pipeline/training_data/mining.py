@@ -1,4 +1,4 @@
-"""Hard negatives from an index: documents that rank high for a query and are not relevant to it."""
+"""Hard negatives from an index: documents that rank high for a query but are not relevant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from pipeline.search.options import Score
 from pipeline.search.searcher import Searcher
 from pipeline.training_data.rows import Listing
 
-#: Queries that are encoded and searched for together.
-QUERIES_AT_ONCE = 256
+#: Number of queries that are encoded and searched together.
+QUERIES_PER_BATCH = 256
 
 
 class Mined(NamedTuple):
-    """How many queries got negatives, and how many negatives there are."""
+    """Result of mining.
+
+    Attributes:
+        queries: Number of queries that have negatives.
+        negatives: Number of negatives.
+    """
 
     queries: int
     negatives: int
@@ -31,26 +36,27 @@ def mine(
     representation: str | None = None,
     ranks: tuple[int, int] = (10, 50),
     score: Score = "late",
-    say: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> Mined:
     """Searches an index for each query and writes its hard negatives.
 
-    The index must use the ids of the data. Relevant documents are left out before ranks are
-    counted; items that are not in the data are left out afterwards.
+    The index must use the document ids of the data. Relevant documents are removed before ranks are
+    counted, items that are not in the data afterwards.
 
     Args:
         searcher: Searcher of the index.
         data: Queries, documents and relevance judgments.
-        output: Path or URI of the file to write, with lines
-            {"query": ..., "negatives": [ids, best first]}; it appears only when it is complete.
+        output: Path or URI of the file, which is written atomically, with lines {"query": ...,
+            "negatives": [ids, best first]}.
         representation: Representation to search; default: `full` if it exists, else the first.
-        ranks: First and last rank to take, from 1. The best few are often relevant but unjudged.
+        ranks: First and last rank to take, from 1. The best few documents are often relevant but
+            unjudged.
         score: Score to rank by.
-        say: Function that reports a line of progress.
+        report: Function that reports a line of progress.
 
     Raises:
-        SpecError: The ranks are invalid, the index has none of the documents, or cannot be searched
-            in this way.
+        SpecError: The ranks are invalid, or the index has none of the documents or cannot be
+            searched in this way.
     """
     first, last = ranks
     if not 1 <= first <= last:
@@ -64,27 +70,27 @@ def mine(
     if not num_known:
         rule = "an index with documents of the data under the same ids"
         raise SpecError("index", searcher.index.uri, rule, "has none")
-    say(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
+    report(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
-    num_queries = num_negatives = num_strange = 0
+    num_queries = num_negatives = num_unknown = 0
     with open_atomic(output) as file:
-        for start in range(0, len(queries), QUERIES_AT_ONCE):
-            texts = queries[start : start + QUERIES_AT_ONCE]
+        for start in range(0, len(queries), QUERIES_PER_BATCH):
+            texts = queries[start : start + QUERIES_PER_BATCH]
             k = last + max(len(positives[text]) for text in texts)
             found = searcher.rank(texts, representation, k=k, score=score)
             for text, ranking in zip(texts, found, strict=True):
-                others = [own for own in ranking.item_ids if own not in positives[text]]
-                taken = others[first - 1 : last]
-                known = [own for own in taken if own in data.numbers]
-                num_strange += len(taken) - len(known)
+                others = [item_id for item_id in ranking.item_ids if item_id not in positives[text]]
+                candidates = others[first - 1 : last]
+                known = [item_id for item_id in candidates if item_id in data.numbers]
+                num_unknown += len(candidates) - len(known)
                 num_queries += bool(known)
                 num_negatives += len(known)
                 line = {"query": text, "negatives": known}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            say(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
+            report(f"{min(start + len(texts), len(queries)):,} of {len(queries):,} queries")
         if not num_negatives:
             rule = "ranks of search results in this index"
-            raise SpecError("ranks", list(ranks), rule, "leave no negatives")
-    if num_strange:
-        say(f"{num_strange:,} items of the index are none of the data's documents: left out")
+            raise SpecError("ranks", list(ranks), rule, "yield no negatives")
+    if num_unknown:
+        report(f"{num_unknown:,} items were left out: they are in the index, but not in the data")
     return Mined(num_queries, num_negatives)

@@ -1,4 +1,4 @@
-"""What training data of all forms on disk become: documents, and rows of a query with one each."""
+"""Documents and rows of training data, which all formats on disk are converted to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from pipeline import distributed
 from pipeline.config import SpecError
 from pipeline.sources.files import open_root
-from pipeline.training_data.base import NOTHING
-from pipeline.training_data.tables import LINES, Cell, files_of, read_rows
+from pipeline.training_data.base import NO_LABEL
+from pipeline.training_data.tables import LINES, ImageCell, list_files, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -23,56 +23,63 @@ NO_BOXES = np.zeros((0, 4), dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a query is to find: a text, a picture or a video, sound, or several of them.
+    """Document of training data: a text, an image or video, audio, or several of them.
 
     Attributes:
-        picture: the URI of a file, or a cell of a table.
-        location: which line or row names it first.
-        boxes: (M, 4) boxes of what is in the picture, whatever is said of it.
-        video, sound: URIs of files; a video with a file of its sound is heard by that.
+        id: Unique id of the document.
+        text: Text of the document, if any.
+        image: URI of an image file, or a cell of a table.
+        location: Line or row that names the document first.
+        boxes: Boxes (M, 4) of the objects in the image, independently of the query.
+        video: URI of a video file.
+        audio: URI of an audio file, which replaces the audio of the video.
     """
 
     id: str
     text: str | None
-    picture: str | Cell | None
+    image: str | ImageCell | None
     location: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
     video: str | None = None
-    sound: str | None = None
+    audio: str | None = None
 
     @property
-    def places(self) -> dict[str, str | Cell]:
-        """What it has beside its text, and where."""
-        every = {"picture": self.picture, "video": self.video, "sound": self.sound}
-        return {kind: place for kind, place in every.items() if place is not None}
+    def media(self) -> dict[str, str | ImageCell]:
+        """Locations of the image, video and audio, by kind."""
+        media = {"image": self.image, "video": self.video, "audio": self.audio}
+        return {kind: location for kind, location in media.items() if location is not None}
 
     @property
     def key(self) -> str:
-        """A name of what it is, whichever data it is part of."""
+        """Key of the content, independent of the data that the document is part of."""
         text = "" if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
-        place = self.picture
-        if isinstance(place, Cell):
-            place = f"{place.table}#{place.group}/{place.row}"
-        others = (item for item in self.places.items() if item[0] != "picture")
-        media = "".join(f" {kind} {uri}" for kind, uri in others)
-        return f"document: {place or ''} {text}{media}"
+        image = self.image
+        if isinstance(image, ImageCell):
+            image = f"{image.table}#{image.group}/{image.row}"
+        # The format is fixed: the keys are stored with cached hidden states.
+        names = {"video": "video", "audio": "sound"}
+        media = "".join(
+            f" {names[kind]} {uri}" for kind, uri in self.media.items() if kind in names
+        )
+        return f"document: {image or ''} {text}{media}"
 
     @property
-    def fact(self) -> int:
-        """Its number among the facts of a batch."""
-        return hash_of(self.id)
+    def label(self) -> int:
+        """Relevance label of the document."""
+        return stable_hash(self.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A query with a document that is relevant to it.
+    """Query with a relevant document.
 
     Attributes:
-        document: its number.
-        negatives: the numbers of documents that are not, though they look like it.
-        scores: a teacher's, of the document and of the negatives.
-        boxes: (M, 4) boxes of what the query speaks of.
-        phrases: of the query, with the boxes of each.
+        query: Text of the query.
+        document: Number of the relevant document.
+        negatives: Numbers of the hard negatives.
+        scores: Teacher scores of the document and of the negatives.
+        boxes: Boxes (M, 4) of what the query describes.
+        phrases: Phrases of the query, with their boxes.
     """
 
     query: str
@@ -85,9 +92,14 @@ class Row:
 
 @dataclass
 class Listing:
-    """Rows and documents, of which a row names its own by number.
+    """Documents, and rows that refer to them by number.
 
-    All documents of rows with the same query are relevant to it.
+    All documents in rows with the same query are relevant to it.
+
+    Attributes:
+        documents: All documents.
+        rows: All rows.
+        numbers: Number of each document, by id.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -95,105 +107,110 @@ class Listing:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def add(self, document: Document) -> int:
-        """The number of a document, one with all others of its id.
+        """Adds a document and returns its number; a known document keeps its number.
 
         Raises:
-            SpecError: for `path`: they are not the same.
+            SpecError: For `path`: another document has the same id.
         """
         number = self.numbers.get(document.id)
         if number is None:
             number = self.numbers[document.id] = len(self.documents)
             self.documents.append(document)
             return number
-        there = self.documents[number]
-        # Tables repeat the bytes of a picture in every row: those need not be compared.
-        are_cells = isinstance(there.picture, Cell) and isinstance(document.picture, Cell)
-        other = replace(document, picture=there.picture) if are_cells else document
-        if (there.text, there.places) != (other.text, other.places):
-            note = f" ({there.location} and {document.location})"
+        known = self.documents[number]
+        # Tables repeat the bytes of an image in every row, so cells are not compared.
+        are_cells = isinstance(known.image, ImageCell) and isinstance(document.image, ImageCell)
+        other = replace(document, image=known.image) if are_cells else document
+        if (known.text, known.media) != (other.text, other.media):
+            note = f" ({known.location} and {document.location})"
             raise SpecError("path", document.id, "unique ids", "has two documents", note)
         return number
 
     def positives(self) -> dict[str, list[int]]:
-        """By query, the numbers of its documents."""
+        """Returns the numbers of the relevant documents of each query."""
         found: dict[str, dict[int, None]] = {}
         for row in self.rows:
             found.setdefault(row.query, {})[row.document] = None
         return {query: list(documents) for query, documents in found.items()}
 
     def with_rows(self, rows: list[Row]) -> Listing:
-        """The same documents with other rows."""
+        """Returns a listing with the same documents and other rows."""
         return Listing(self.documents, rows, self.numbers)
 
 
-def hash_of(text: str) -> int:
-    """A whole number of 64 bits for a text, the same in every run; never `NOTHING`."""
+def stable_hash(text: str) -> int:
+    """Returns a signed 64-bit hash of a text, the same in every process and never `NO_LABEL`."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little", signed=True)
-    return 0 if number == NOTHING else number
+    return 0 if number == NO_LABEL else number
 
 
-def with_some_negatives(row: Row, places: Sequence[int]) -> Row:
-    """A row with some of its negatives, and their scores.
+def select_negatives(row: Row, indices: Sequence[int]) -> Row:
+    """Returns a row with only some of its negatives, and their scores.
 
     >>> row = Row("q", 0, (5, 6, 7), (0.9, 0.5, 0.6, 0.7))
-    >>> some = with_some_negatives(row, [0, 2])
-    >>> some.negatives, some.scores
+    >>> selected = select_negatives(row, [0, 2])
+    >>> selected.negatives, selected.scores
     ((5, 7), (0.9, 0.5, 0.7))
+
+    Args:
+        row: Row with negatives.
+        indices: Indices of the negatives to keep.
     """
-    scores = row.scores and (row.scores[0], *(row.scores[1 + place] for place in places))
-    return replace(row, negatives=tuple(row.negatives[place] for place in places), scores=scores)
+    scores = row.scores and (row.scores[0], *(row.scores[1 + i] for i in indices))
+    return replace(row, negatives=tuple(row.negatives[i] for i in indices), scores=scores)
 
 
-def without_positives(listing: Listing) -> Listing:
-    """The same with no document among the negatives of a query that is relevant to it."""
-    positives = {query: set(own) for query, own in listing.positives().items()}
+def drop_relevant_negatives(listing: Listing) -> Listing:
+    """Removes the negatives that are relevant to the query."""
+    positives = {query: set(numbers) for query, numbers in listing.positives().items()}
     rows = []
     for row in listing.rows:
-        own = positives[row.query]
-        kept = [place for place, number in enumerate(row.negatives) if number not in own]
-        rows.append(row if len(kept) == len(row.negatives) else with_some_negatives(row, kept))
+        relevant = positives[row.query]
+        indices = [i for i, number in enumerate(row.negatives) if number not in relevant]
+        rows.append(row if len(indices) == len(row.negatives) else select_negatives(row, indices))
     return listing.with_rows(rows)
 
 
-def with_negatives(listing: Listing, uri: str) -> Listing:
-    """The same with the hard negatives of a file behind those that rows have.
+def add_hard_negatives(listing: Listing, uri: str) -> Listing:
+    """Appends the hard negatives in a file to those of the rows.
 
     Raises:
-        SpecError: for `hard_negatives`: a line is invalid or names an unknown document;
-            or no query of the file is.
+        SpecError: For `hard_negatives`: a line is malformed or names an unknown document, or the
+            file has no query of the data.
     """
     line_rule = 'a line {"query": "...", "negatives": ["id", ...]}'
-    of_query: dict[str, list[int]] = {}
-    for file in files_of(uri, LINES, "hard_negatives"):
+    negatives: dict[str, list[int]] = {}
+    for file in list_files(uri, LINES, "hard_negatives"):
         try:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
                 if not isinstance(query, str) or not isinstance(ids, list):
                     raise SpecError("path", line.fields, line_rule, note=f" ({line.location})")
-                for own in ids:
-                    if str(own) not in listing.numbers:
+                for document_id in ids:
+                    if str(document_id) not in listing.numbers:
                         rule = "the id of a document in the data"
-                        raise SpecError("path", own, rule, note=f" ({line.location})")
-                of_query.setdefault(query, []).extend(listing.numbers[str(own)] for own in ids)
+                        raise SpecError("path", document_id, rule, note=f" ({line.location})")
+                numbers = [listing.numbers[str(document_id)] for document_id in ids]
+                negatives.setdefault(query, []).extend(numbers)
         except SpecError as error:
             raise error.at("hard_negatives") from None
-    if not any(row.query in of_query for row in listing.rows):
-        known = "a file with queries of the data"
-        raise SpecError("hard_negatives", uri, known, "has none")
+    if not any(row.query in negatives for row in listing.rows):
+        rule = "a file with queries of the data"
+        raise SpecError("hard_negatives", uri, rule, "has none")
     rows = []
     for row in listing.rows:
-        more = [n for n in dict.fromkeys(of_query.get(row.query, ())) if n not in row.negatives]
-        scores = row.scores and (*row.scores, *[float("nan")] * len(more))
-        rows.append(replace(row, negatives=(*row.negatives, *more), scores=scores))
+        added = [n for n in dict.fromkeys(negatives.get(row.query, ())) if n not in row.negatives]
+        scores = row.scores and (*row.scores, *[float("nan")] * len(added))
+        rows.append(replace(row, negatives=(*row.negatives, *added), scores=scores))
     return listing.with_rows(rows)
 
 
-def with_files(listing: Listing) -> Listing:
-    """The same without the rows, and the negatives, of which a file is not there.
+def drop_missing_files(listing: Listing) -> Listing:
+    """Removes the rows and negatives whose document has a missing file, and logs a warning.
 
     Raises:
-        SpecError: for `path`: that leaves no row.
+        SpecError: For `path`: no row is left.
     """
     used = {row.document for row in listing.rows}
     used |= {number for row in listing.rows for number in row.negatives}
@@ -203,8 +220,8 @@ def with_files(listing: Listing) -> Listing:
     rows = []
     for row in listing.rows:
         if row.document not in missing:
-            kept = [place for place, number in enumerate(row.negatives) if number not in missing]
-            rows.append(with_some_negatives(row, kept))
+            indices = [i for i, number in enumerate(row.negatives) if number not in missing]
+            rows.append(select_negatives(row, indices))
     number, (kind, uri) = next(iter(missing.items()))
     location = listing.documents[number].location
     if not rows:
@@ -212,7 +229,7 @@ def with_files(listing: Listing) -> Listing:
         raise SpecError("path", uri, rule, "has none", f" ({location})")
     if distributed.rank() == 0:
         logger.warning(
-            "%d of %d rows and %d of %d documents are left out: there is no %s %s (%s)",
+            "%d of %d rows and %d of %d documents are left out: missing files, such as %s %s (%s)",
             len(listing.rows) - len(rows),
             len(listing.rows),
             len(missing),
@@ -225,35 +242,35 @@ def with_files(listing: Listing) -> Listing:
 
 
 def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """The documents of which a file is not there, with the first that is not.
+    """Returns the documents with a missing file, and the kind and URI of the first such file.
 
-    A folder is listed once, wherever it lies.
+    Each folder is listed only once.
     """
-    there: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     missing: dict[int, tuple[str, str]] = {}
     for number in numbers:
-        for kind, uri in listing.documents[number].places.items():
+        for kind, uri in listing.documents[number].media.items():
             if not isinstance(uri, str):
                 continue
             folder, name = posixpath.split(uri)
-            if folder not in there:
+            if folder not in names:
                 fs, path = open_root(folder)
                 try:
-                    there[folder] = {posixpath.basename(own) for own in fs.ls(path, detail=False)}
+                    names[folder] = {posixpath.basename(file) for file in fs.ls(path, detail=False)}
                 except OSError:
-                    there[folder] = set()
-            if name not in there[folder]:
+                    names[folder] = set()
+            if name not in names[folder]:
                 missing.setdefault(number, (kind, uri))
     return missing
 
 
-def groups_of(listing: Listing) -> np.ndarray:
-    """(R,) int64: for each row the row group that holds its picture, numbered from 0; -1: none."""
+def row_groups(listing: Listing) -> np.ndarray:
+    """Returns the row group of each row's image (R,) int64, numbered from 0; -1 without one."""
     numbers: dict[tuple[str, int], int] = {}
     groups = []
     for row in listing.rows:
-        cell = listing.documents[row.document].picture
-        if isinstance(cell, Cell):
+        cell = listing.documents[row.document].image
+        if isinstance(cell, ImageCell):
             groups.append(numbers.setdefault((cell.table, cell.group), len(numbers)))
         else:
             groups.append(-1)

@@ -1,10 +1,9 @@
-"""Rows of JSON lines and of Parquet, without the pictures that tables hold.
+"""Rows of JSON lines and Parquet files, without the images in tables.
 
-Read with pyarrow and fsspec, not with Ray Data, also where Ray runs. To shuffle, every worker needs
-the whole listing in one order; a listing without pictures is small and read in seconds. To find a
-picture again, and to shuffle so that few row groups are open, the row group of each row has to be
-known, and to say what is wrong its line or number: Ray Data tells neither. And what is imported
-here is there on machines for training that have no Ray.
+Files are read with pyarrow and fsspec instead of Ray Data. For shuffling, each worker needs the
+whole listing in the same order, and a listing without images is small and read in seconds. The row
+group of each row must be known to read its image, and to shuffle with few open row groups. Errors
+name the line or row. Ray Data provides neither, and training machines may not have Ray.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A picture in a table.
+class ImageCell:
+    """Image in a table.
 
     Attributes:
-        table: the URI of the file.
-        group: the number of the row group.
-        row: the row's number in it.
+        table: URI of the file.
+        column: Column of the image.
+        group: Number of the row group.
+        row: Number of the row in the group.
     """
 
     table: str
@@ -47,19 +47,31 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row, its location for messages, the folder of its file, and the image it holds."""
+    """Row of a file.
+
+    Attributes:
+        location: Line or row and file, for messages.
+        folder: Folder of the file.
+        fields: Values of the columns that were read, without images.
+        cell: Image in the row, if any.
+    """
 
     location: str
     folder: str
     fields: dict[str, Any]
-    cell: Cell | None = None
+    cell: ImageCell | None = None
 
 
-def files_of(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[str]:
-    """The URIs of the files that a path, a folder or a glob means, sorted.
+def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[str]:
+    """Returns the sorted URIs of the files that a path, a folder or a glob matches.
+
+    Args:
+        uri: Path or URI of a file, a folder or a glob.
+        suffixes: Valid file name suffixes.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: there is none.
+        SpecError: No file matches.
     """
     fs, root = open_root(uri)
     found = []
@@ -81,20 +93,20 @@ def files_of(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[s
 
 
 def read_rows(
-    file: str, columns: Collection[str], picture: str | None = None
+    file: str, columns: Collection[str], image_column: str | None = None
 ) -> Iterator[TableRow]:
-    """Yields the rows of a file in order, with those of the columns that it has.
+    """Yields the rows of a file in order.
 
     Args:
         file: Path or URI of a Parquet or JSON-lines file.
-        columns: Columns to read.
-        picture: Column that may hold images, which are not read.
+        columns: Columns to read, if the file has them.
+        image_column: Column that may contain images, which are not read.
 
     Raises:
         SpecError: The file is corrupted; the error names `path` and the line or row.
     """
     if file.lower().endswith(TABLE):
-        yield from _read_table(file, columns, picture)
+        yield from _read_table(file, columns, image_column)
     else:
         yield from _read_lines(file, columns)
 
@@ -109,11 +121,11 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
                 location = f"line {number} of {file}"
                 if len(line) > MAX_LINE_BYTES:
                     rule = f"a file with lines of at most {MAX_LINE_BYTES:,} bytes"
-                    raise SpecError("path", location, rule, "has more")
+                    raise SpecError("path", location, rule, "is longer")
                 if line.strip():
                     fields = _object(line, location)
-                    own = {name: fields[name] for name in columns if name in fields}
-                    yield TableRow(location, folder, own)
+                    selected = {name: fields[name] for name in columns if name in fields}
+                    yield TableRow(location, folder, selected)
     except (OSError, EOFError) as error:
         problem = f"cannot be read after line {number} ({type(error).__name__}: {error})"
         raise SpecError("path", file, "a readable file", problem) from None
@@ -135,27 +147,29 @@ def _object(line: bytes, location: str) -> dict[str, Any]:
     return fields
 
 
-def _read_table(file: str, columns: Collection[str], picture: str | None) -> Iterator[TableRow]:
+def _read_table(
+    file: str, columns: Collection[str], image_column: str | None
+) -> Iterator[TableRow]:
     folder, number = posixpath.dirname(file), 0
     try:
         with fsspec.open(file, "rb") as stream:
             table = pq.ParquetFile(stream)
             schema = table.schema_arrow
             names = [name for name in columns if name in schema.names]
-            column = picture if picture in names else None
+            column = image_column if image_column in names else None
             if column is not None and not _holds_bytes(schema.field(column).type):
                 column = None
-            # Of a struct of bytes and path only the path is read.
+            # Only the path is read of a struct of bytes and path.
             wanted = [f"{name}.path" if name == column else name for name in names]
             for group in range(table.num_row_groups):
-                there = None if column is None else _pictures_there(table, group, column)
+                has_image = None if column is None else _has_image(table, group, column)
                 rows = table.read_row_group(group, wanted)
-                fields_of = rows.to_pylist() if names else [{}] * rows.num_rows
-                for row, fields in enumerate(fields_of):
+                fields_per_row = rows.to_pylist() if names else [{}] * rows.num_rows
+                for row, fields in enumerate(fields_per_row):
                     location = f"row {number} of {file}"
                     cell = None
-                    if column is not None and there is not None and there[row]:
-                        cell = Cell(file, column, group, row)
+                    if column is not None and has_image is not None and has_image[row]:
+                        cell = ImageCell(file, column, group, row)
                     number += 1
                     yield TableRow(location, folder, fields, cell)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -165,11 +179,11 @@ def _read_table(file: str, columns: Collection[str], picture: str | None) -> Ite
         raise SpecError("path", file, "a valid Parquet file", problem) from None
 
 
-def columns_of(file: str) -> list[str] | None:
-    """The columns of a table; None: the file has no schema.
+def table_columns(file: str) -> list[str] | None:
+    """Returns the columns of a Parquet file, or None for files without a schema.
 
     Raises:
-        SpecError: for `path`: it is no table.
+        SpecError: For `path`: the file cannot be read.
     """
     if not file.lower().endswith(TABLE):
         return None
@@ -191,20 +205,22 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     return _is_bytes(kind)
 
 
-def _pictures_there(table: pq.ParquetFile, group: int, picture: str) -> list[bool]:
-    """Which rows of a group hold a picture: of the statistics, if they say that all do."""
-    about = table.metadata.row_group(group)
-    for number in range(about.num_columns):
-        column = about.column(number)
-        if column.path_in_schema in (picture, f"{picture}.bytes") and column.is_stats_set:
+def _has_image(table: pq.ParquetFile, group: int, image_column: str) -> list[bool]:
+    """Returns which rows of a group contain an image, from the statistics if these suffice."""
+    metadata = table.metadata.row_group(group)
+    for number in range(metadata.num_columns):
+        column = metadata.column(number)
+        paths = (image_column, f"{image_column}.bytes")
+        if column.path_in_schema in paths and column.is_stats_set:
             statistics = column.statistics
             if statistics.has_null_count and statistics.null_count == 0:
-                return [True] * about.num_rows
-    return [data is not None for data, _ in _values(table.read_row_group(group, [picture])[0])]
+                return [True] * metadata.num_rows
+    images = table.read_row_group(group, [image_column])[0]
+    return [data is not None for data, _ in _values(images)]
 
 
 def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
-    """(bytes, path) of each row, bytes as Arrow's scalars, None where there are none."""
+    """Yields the bytes of each row as an Arrow scalar, and its path; None where missing."""
     is_struct = pa.types.is_struct(column.type)
     for value in column:
         if is_struct and value.is_valid:
@@ -215,39 +231,39 @@ def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
             yield (value if value.is_valid and not is_struct else None), None
 
 
-class Cells:
-    """Reads pictures out of tables; the row groups that were read last stay in memory.
+class ImageReader:
+    """Reader of images in tables, with a cache of the last used row groups.
 
     Args:
-        groups: how many.
+        groups: Number of row groups in the cache.
     """
 
     def __init__(self, groups: int):
         self._groups = groups
-        self._kept: OrderedDict[tuple[str, str, int], pa.ChunkedArray] = OrderedDict()
-        self._lock = threading.Lock()  # quality is measured while the next batch is read
+        self._cache: OrderedDict[tuple[str, str, int], pa.ChunkedArray] = OrderedDict()
+        self._lock = threading.Lock()  # validation runs while the next batch is read
 
-    def read(self, cell: Cell) -> bytes:
-        """The bytes of a picture.
+    def read(self, cell: ImageCell) -> bytes:
+        """Returns the bytes of an image.
 
         Raises:
-            Unreadable: there are none, or the table is damaged.
-            OSError: of the storage.
+            Unreadable: The cell is empty, or the table is corrupted.
+            OSError: Reading from the storage failed.
         """
         with self._lock:
             key = (cell.table, cell.column, cell.group)
-            if key not in self._kept:
-                self._kept[key] = self._read_group(cell)
-                while len(self._kept) > self._groups:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            column = self._kept[key]
+            if key not in self._cache:
+                self._cache[key] = self._read_group(cell)
+                while len(self._cache) > self._groups:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+            column = self._cache[key]
         data, _ = next(_values(column.slice(cell.row, 1)))
         if data is None:
             raise Unreadable("no image", f"row {cell.row} of row group {cell.group}")
         return data.as_py()
 
-    def _read_group(self, cell: Cell) -> pa.ChunkedArray:
+    def _read_group(self, cell: ImageCell) -> pa.ChunkedArray:
         try:
             with fsspec.open(cell.table, "rb") as stream:
                 return pq.ParquetFile(stream).read_row_group(cell.group, [cell.column])[0]

@@ -1,4 +1,4 @@
-"""Videos and queries that they are relevant to: the forms of MSR-VTT and of MultiVENT 2.0."""
+"""Videos with relevant queries, in the formats of MSR-VTT and MultiVENT 2.0."""
 
 from __future__ import annotations
 
@@ -17,55 +17,51 @@ from pipeline.sources.files import existing_root, files_below
 from pipeline.training_data.captions import read_file, read_json
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger
-from pipeline.training_data.tables import LINES, files_of, read_rows
+from pipeline.training_data.tables import LINES, list_files, read_rows
 
-VIDEO, SOUND = ".mp4", ".m4a"
+VIDEO, AUDIO = ".mp4", ".m4a"
 
 
 class Msrvtt(RowData["Msrvtt.Spec"]):
-    """The form of MSR-VTT: videos as documents, the sentences about them as queries.
+    """Training data in the format of MSR-VTT: videos as documents, their sentences as queries.
 
-    `path` is `MSRVTT_data.json`. `validation.path` is a file in the form of
-    `MSRVTT_JSFUSION_test.csv`, whose rows have a `video_id` and a `sentence`. A document's id is
-    its `video_id`, its file `<video_id>.mp4`, in whichever folder below `videos`. Videos with the
-    same sentence are all relevant to it.
+    `path` is `MSRVTT_data.json`. `validation.path` is a file in the format of
+    `MSRVTT_JSFUSION_test.csv`, with the columns `video_id` and `sentence`. The id of a document is
+    its `video_id`, and its file is `<video_id>.mp4` in any folder below `videos`. All videos with
+    the same sentence are relevant to it.
     """
 
     class Spec(RowSpec):
-        """Which files.
-
-        Attributes:
-            path: .json with `videos` and `sentences`.
-            videos: the folder of the files.
-            ids: a .csv with the videos that are trained on as `video_id`, such as
-                `MSRVTT_train.9k.csv`; null: those of `splits`.
-            splits: the splits that are trained on, of the videos' own, such as [train].
-        """
+        """Training data in MSR-VTT's format."""
 
         name: Literal["msrvtt"] = "msrvtt"
         videos: Uri
+        """Folder of the videos."""
         ids: Uri | None = None
+        """CSV file with the training videos as `video_id`, such as `MSRVTT_train.9k.csv`; null to
+        use `splits`."""
         splits: list[str] | None = None
+        """Splits of the videos to train on, such as [train]; null to use `ids`."""
 
         @model_validator(mode="after")
-        def _says_which(self) -> Self:
+        def _check_selection(self) -> Self:
             if (self.ids is None) == (self.splits is None):
                 rule = "a file of ids such as MSRVTT_train.9k.csv, or null when splits is set"
                 raise SpecError("ids", self.ids, rule)
             return self
 
     def listing(self) -> Listing:
-        """The sentences of `path` about the videos of `ids` or `splits`."""
+        """Returns the sentences of `path` about the videos of `ids` or `splits`."""
         uri = self.spec.path
         splits, sentences = _msrvtt(uri)
         if self.spec.ids is None:
-            there = sorted(set(splits.values()))
-            named = self.spec.splits or []
-            for split in named:
-                if split not in there:
+            names = sorted(set(splits.values()))
+            selected = self.spec.splits or []
+            for split in selected:
+                if split not in names:
                     problem = f"is not a split of {uri}"
-                    raise SpecError.unknown_name("splits", split, there, problem)
-            wanted = {video for video, split in splits.items() if split in named}
+                    raise SpecError.unknown_name("splits", split, names, problem)
+            wanted = {video for video, split in splits.items() if split in selected}
         else:
             wanted = set()
             for location, row in read_csv(self.spec.ids, ("video_id",), "ids"):
@@ -73,7 +69,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                     rule = f"the id of a video of {uri}"
                     raise SpecError("ids", row["video_id"], rule, note=f" ({location})")
                 wanted.add(row["video_id"])
-        return self._listed(uri, (each for each in sentences if each[1] in wanted))
+        return self._listed(uri, (sentence for sentence in sentences if sentence[1] in wanted))
 
     def validation_listing(self) -> Listing:
         """Returns the sentences of `validation.path`."""
@@ -84,7 +80,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
         """Lists sentences, each with its location, the id of its video and its text."""
-        files, listing = Files(self.spec.videos), Listing()
+        files, listing = VideoFiles(self.spec.videos), Listing()
         for location, video, sentence in sentences:
             _check_text(sentence, "path", location)
             number = listing.numbers.get(video)
@@ -97,70 +93,68 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
 
 
 def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
-    """Reads MSR-VTT's JSON.
+    """Reads MSR-VTT's JSON file.
 
     Returns:
-        The split of each video; and the location, video and unchecked text of each sentence.
+        Split of each video; and location, video id and unchecked text of each sentence.
     """
     value = read_json(uri, "path")
     rule = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
-    named = value if isinstance(value, dict) else {}
-    videos, captions = named.get("videos"), named.get("sentences")
+    fields = value if isinstance(value, dict) else {}
+    videos, captions = fields.get("videos"), fields.get("sentences")
     if not isinstance(videos, list) or not isinstance(captions, list):
         raise SpecError("path", uri, rule, "has another format")
     splits: dict[str, str] = {}
     for number, video in enumerate(videos):
         location = f"video {number} of {uri}"
-        own = video.get("video_id") if isinstance(video, dict) else video
-        if not isinstance(own, str) or not own or not isinstance(video, dict):
-            raise SpecError("path", own, rule, note=f" ({location})")
-        splits[own] = str(video.get("split", ""))
+        video_id = video.get("video_id") if isinstance(video, dict) else video
+        if not isinstance(video_id, str) or not video_id or not isinstance(video, dict):
+            raise SpecError("path", video_id, rule, note=f" ({location})")
+        splits[video_id] = str(video.get("split", ""))
     sentences = []
     for number, sentence in enumerate(captions):
         location = f"sentence {number} of {uri}"
         if not isinstance(sentence, dict):
             raise SpecError("path", sentence, rule, note=f" ({location})")
-        own = sentence.get("video_id")
-        if not isinstance(own, str) or own not in splits:
-            raise SpecError("path", own, "the video_id of a video", note=f" ({location})")
-        sentences.append((location, own, sentence.get("caption")))
+        video_id = sentence.get("video_id")
+        if not isinstance(video_id, str) or video_id not in splits:
+            raise SpecError("path", video_id, "the video_id of a video", note=f" ({location})")
+        sentences.append((location, video_id, sentence.get("caption")))
     return splits, sentences
 
 
 class MultiventValidationFiles(ValidationFiles):
-    """Queries and judgments of the same form; of other videos, where they lie elsewhere."""
+    """Validation queries and judgments in the same format."""
 
     judgments: Uri
-    """File of the judgments."""
+    """JSON lines of relevance judgments."""
     videos: Uri | None = None
-    """Folder of the videos; null: that of the training data."""
+    """Folder of the validation videos; null for that of the training videos."""
 
 
 class Multivent(RowData["Multivent.Spec"]):
-    """The form of MultiVENT 2.0: queries in CSV, and in JSON lines which videos are relevant.
+    """Training data in the format of MultiVENT 2.0: queries in CSV, judgments in JSON lines.
 
-    `path` has the columns `Query_id` and `query`; `judgments` lines {"query_id", "doc_id",
-    "relevance"}: what is more than 0 is relevant. A query that nothing is relevant to is left out.
-    A document's id is its `doc_id`, its file `<doc_id>.mp4`, in whichever folder below `videos`,
-    such as one for each shard. Its sound is that of `<doc_id>.m4a`, if there is one, else its own.
+    `path` has the columns `Query_id` and `query`. `judgments` has lines {"query_id", "doc_id",
+    "relevance"}; a relevance above 0 means relevant. Queries without a relevant video are left out.
+    The id of a document is its `doc_id`, and its file is `<doc_id>.mp4` in any folder below
+    `videos`, such as one per shard. If `<doc_id>.m4a` exists, it replaces the audio of the video.
     """
 
     class Spec(RowSpec):
-        """Which files.
-
-        Attributes:
-            path: .csv of queries.
-            judgments: .jsonl.
-            videos: the folder of the videos.
-        """
+        """Training data in MultiVENT's format."""
 
         name: Literal["multivent"] = "multivent"
         judgments: Uri
+        """JSON lines of relevance judgments."""
         videos: Uri
+        """Folder of the videos."""
         validation: float | MultiventValidationFiles | None = None
+        """Validation data: a fraction of the documents with their queries, or {path: ...,
+        judgments: ..., videos: ...}; null for none."""
 
     def listing(self) -> Listing:
-        """The judged queries of `path`."""
+        """Returns the judged queries of `path`."""
         return self._list(self.spec.path, self.spec.judgments, self.spec.videos)
 
     def validation_listing(self) -> Listing:
@@ -180,43 +174,43 @@ class Multivent(RowData["Multivent.Spec"]):
                     "path", row["Query_id"], "a unique query id", "occurs twice", f" ({location})"
                 )
             queries[row["Query_id"]] = row["query"].strip()
-        files, listing = Files(videos), Listing()
+        files, listing = VideoFiles(videos), Listing()
         judged: set[str] = set()
         pairs: set[tuple[str, str]] = set()
-        for location, query, own in _relevant(judgments):
+        for location, query, document_id in _relevant_pairs(judgments):
             if query not in queries:
                 rule = f"the id of a query of {uri}"
                 raise SpecError("judgments", query, rule, note=f" ({location})")
-            if (query, own) not in pairs:
-                pairs.add((query, own))
+            if (query, document_id) not in pairs:
+                pairs.add((query, document_id))
                 judged.add(query)
-                number = listing.numbers.get(own)
+                number = listing.numbers.get(document_id)
                 if number is None:
-                    number = listing.add(files.document(own, location))
+                    number = listing.add(files.document(document_id, location))
                 listing.rows.append(Row(queries[query], number))
         if not listing.rows:
             rule = "a file with at least one relevance above 0"
             raise SpecError("judgments", judgments, rule, "has none")
         if len(judged) < len(queries) and distributed.rank() == 0:
-            text = "%d of %d queries of %s are left out: nothing is relevant to them"
-            logger.warning(text, len(queries) - len(judged), len(queries), uri)
+            message = "%d of %d queries of %s are left out: they have no relevant video"
+            logger.warning(message, len(queries) - len(judged), len(queries), uri)
         return listing
 
 
-def _relevant(uri: str) -> Iterator[tuple[str, str, str]]:
-    """Where each relevant pair stands, and the ids of its query and its video."""
+def _relevant_pairs(uri: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the location, the query id and the video id of each relevant pair."""
     rule = 'a line {"query_id": "...", "doc_id": "...", "relevance": a number >= 0}'
     try:
-        for file in files_of(uri, LINES, "judgments"):
+        for file in list_files(uri, LINES, "judgments"):
             for line in read_rows(file, ("query_id", "doc_id", "relevance")):
-                query, own = line.fields.get("query_id"), line.fields.get("doc_id")
+                query, document_id = line.fields.get("query_id"), line.fields.get("doc_id")
                 grade = line.fields.get("relevance")
                 if not isinstance(grade, int | float) or isinstance(grade, bool):
                     raise SpecError("path", line.fields, rule, note=f" ({line.location})")
-                if not (_is_id(query) and _is_id(own) and 0 <= grade < math.inf):
+                if not (_is_id(query) and _is_id(document_id) and 0 <= grade < math.inf):
                     raise SpecError("path", line.fields, rule, note=f" ({line.location})")
                 if grade > 0:
-                    yield line.location, str(query), str(own)
+                    yield line.location, str(query), str(document_id)
     except SpecError as error:
         raise error.at("judgments") from None
 
@@ -230,11 +224,11 @@ def _check_text(text: Any, field: str, location: str) -> None:
         raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
 
 
-class Files:
-    """The videos below a folder, and the files of their sound, by their names without suffix.
+class VideoFiles:
+    """Video files below a folder, and their audio files, by name without suffix.
 
     Raises:
-        SpecError: for `videos`: there is no such folder.
+        SpecError: For `videos`: the folder does not exist.
     """
 
     def __init__(self, folder: str):
@@ -246,24 +240,29 @@ class Files:
             raise SpecError("videos", folder, "a folder of videos", "is not a folder")
         self._folder = folder
         self._found: dict[str, str] = {}
-        for path, _ in files_below(folder, (VIDEO, SOUND)):
+        for path, _ in files_below(folder, (VIDEO, AUDIO)):
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
-    def document(self, own_id: str, location: str) -> Document:
-        """A video as a document; one that is not there as if it lay in the folder."""
-        name = f"{own_id}{VIDEO}"
+    def document(self, document_id: str, location: str) -> Document:
+        """Returns a video as a document; a missing file is assumed to be in the folder itself."""
+        name = f"{document_id}{VIDEO}"
         video = self._found.get(name) or posixpath.join(self._folder, name)
-        sound = self._found.get(f"{own_id}{SOUND}")
-        return Document(own_id, None, None, location, NO_BOXES, video, sound)
+        audio = self._found.get(f"{document_id}{AUDIO}")
+        return Document(document_id, None, None, location, NO_BOXES, video, audio)
 
 
 def read_csv(
     uri: str, columns: Collection[str], field: str
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where each row of a CSV file with a header stands, and what it has in some columns.
+    """Yields the location of each row of a CSV file with a header, and its values in some columns.
+
+    Args:
+        uri: Path or URI of the file.
+        columns: Columns to read.
+        field: Spec field that errors name.
 
     Raises:
-        SpecError: for `field`: the file is not there or damaged, or has no such column.
+        SpecError: The file is missing or malformed, or lacks a column.
     """
     data = read_file(uri, field)
     try:
@@ -283,8 +282,8 @@ def read_csv(
             if len(row) != len(header):
                 shown = ", ".join(header)
                 raise SpecError(field, row, f"a row of {shown}", note=f" ({location})")
-            own = dict(zip(header, row, strict=True))
-            yield location, {column: own[column] for column in columns}
+            values = dict(zip(header, row, strict=True))
+            yield location, {column: values[column] for column in columns}
     except csv.Error as error:
         problem = f"is malformed in line {rows.line_num} ({error})"
         raise SpecError(field, uri, "a valid CSV file", problem) from None

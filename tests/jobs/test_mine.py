@@ -9,7 +9,7 @@ import pytest
 from jobs import mine
 from pipeline import open_index
 from pipeline.config import SpecError
-from tests.training_data.files import built, lines
+from tests.training_data.files import build_data, write_lines
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def pairs(index_uri, tmp_path):
         for n, h in enumerate(open_index(index_uri).search("heat", k=2))
     ]
     rest = [h for h in open_index(index_uri).search("wing", k=60)]
-    lines(tmp_path / "all.jsonl", [{"document_id": h.item_id, "text": h.text} for h in rest])
-    return lines(tmp_path / "pairs.jsonl", rows)
+    write_lines(tmp_path / "all.jsonl", [{"document_id": h.item_id, "text": h.text} for h in rest])
+    return write_lines(tmp_path / "pairs.jsonl", rows)
 
 
 def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
@@ -32,11 +32,11 @@ def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
     mine.main(run)
     printed = capsys.readouterr().out
     assert "relevant documents are in the index" in printed
-    assert "items of the index are none of the data's documents: left out" in printed
-    data = built(2, name="pairs", path=pairs)
+    assert "items were left out: they are in the index, but not in the data" in printed
+    data = build_data(2, name="pairs", path=pairs)
     relevant = {
-        query: {data.rows.documents[number].id for number in numbers}
-        for query, numbers in data.rows.positives().items()
+        query: {data.training.documents[number].id for number in numbers}
+        for query, numbers in data.training.positives().items()
     }
     rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     assert [row["query"] for row in rows] == list(relevant)
@@ -44,9 +44,9 @@ def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
         relevant_ids = relevant[row["query"]]
         found = [hit.item_id for hit in open_index(index_uri).search(row["query"], "full", k=20)]
         others = [item for item in found if item not in relevant_ids][:4]
-        assert row["negatives"] == [item for item in others if item in data.rows.numbers]
-    trained = built(2, name="pairs", path=pairs, hard_negatives=output)
-    assert sum(len(row.negatives) for row in trained.rows.rows) >= sum(
+        assert row["negatives"] == [item for item in others if item in data.training.numbers]
+    trained = build_data(2, name="pairs", path=pairs, hard_negatives=output)
+    assert sum(len(row.negatives) for row in trained.training.rows) >= sum(
         len(row["negatives"]) for row in rows
     )
 
@@ -81,7 +81,7 @@ def test_rejects_invalid_input(index_uri, pairs, tmp_path):
     assert str(error.value) == (
         "ranks must be two integers first, last with 1 <= first <= last, got (5, 4)"
     )
-    other = lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
+    other = write_lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
     with pytest.raises(SpecError) as error:
         mine.main((index_uri, str(other), output))
     assert str(error.value) == (

@@ -26,7 +26,7 @@ def test_batch_has_reports_and_hard_negatives(form):
     batch = next(data.batches(0, 0, 0, 1))
     assert len(batch.documents) == len(set(batch.document_keys)) == 8
     assert len(batch.queries) == 4 * 3
-    positive = data.relevant(batch.query_facts, batch.document_facts)
+    positive = data.relevant(batch.query_labels, batch.document_labels)
     assert positive.sum(dim=1).tolist() == [1] * 12
     assert positive.sum(dim=0).tolist() == [3, 0] * 4
     for document in batch.documents:
@@ -58,8 +58,8 @@ def test_workers_split_batches(fresh):
     for batch, *parts in zip(batches, *shared, strict=True):
         for name in ("queries", "documents", "document_keys"):
             assert getattr(batch, name) == [v for part in parts for v in getattr(part, name)]
-        facts = torch.cat([part.document_facts for part in parts])
-        assert torch.equal(batch.document_facts, facts)
+        facts = torch.cat([part.document_labels for part in parts])
+        assert torch.equal(batch.document_labels, facts)
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -80,7 +80,7 @@ def test_incomplete_batches_are_dropped_in_all_epochs(count):
     data = TRAINING_DATA.build(TRAINING_DATA.resolve(fields), batch_size=4, seed=0)
     first, second, full = (
         {key for batch in batches for key in batch.document_keys}
-        for batches in (data.batches(0, 0, 0, 1), data.batches(1, 0, 0, 1), data.everything(0, 1))
+        for batches in (data.batches(0, 0, 0, 1), data.batches(1, 0, 0, 1), data.full_pass(0, 1))
     )
     assert len(first) == 16 and first == second == full
 
@@ -96,12 +96,12 @@ def test_quality_compares_within_pairs():
     assert found["pairwise_accuracy"].tolist() == list(map(int, correct))
     # The order of documents does not matter.
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    facts = validation.document_facts[order]
+    facts = validation.document_labels[order]
     shuffled = type(validation)(
         validation.queries,
         validation.documents,
         validation.document_keys,
-        validation.query_facts,
+        validation.query_labels,
         facts,
     )
     assert (data.quality(scores[:, order], shuffled)["pairwise_accuracy"] == correct).all()

@@ -59,7 +59,7 @@ def test_relevance_equals_matching_captions():
     scenes, captions, _ = validation_scenes(30)
     batch = Shapes(Shapes.Spec(validation=30), batch_size=2, seed=0).validation()
     assert batch.queries == captions.texts
-    relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
+    relevant = Shapes.relevant(batch.query_labels, batch.document_labels)
     assert (relevant.numpy() == captions.match(scenes)).all()
 
 

@@ -84,7 +84,7 @@ def test_shipped_colpali_quality(colpali):
     queries = colpali.encode_queries(captions.texts).tokens
     scores = late_scores(queries.vectors, queries.mask, documents.vectors, documents.mask)
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
-    quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
+    quality = ranking(scores, Shapes.relevant(batch.query_labels, batch.document_labels))
     # With 1,000 scenes, R@1 is between 0.50 and 0.85; fewer scenes are easier.
     assert 0.6 < quality["R@1"].mean() < 0.97
     assert quality["R@10"].mean() > 0.95
@@ -96,7 +96,7 @@ def test_shipped_dual_encoder_quality(siglip):
     documents = encode_images(siglip, [scenes.render(row) for row in range(300)])
     scores = siglip.encode_queries(captions.texts).tokens.pooled @ documents.pooled.T
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
-    quality = ranking(scores, Shapes.relevant(batch.query_facts, batch.document_facts))
+    quality = ranking(scores, Shapes.relevant(batch.query_labels, batch.document_labels))
     # With 1,000 scenes, the values are 0.18 and 0.65; fewer scenes are easier.
     assert 0.2 < quality["R@1"].mean() < 0.6
     assert quality["R@10"].mean() > 0.75
@@ -116,7 +116,7 @@ def test_shipped_edje_improves_ranking(colpali):
     assert tokens.shape == (300, 32, 128)
     joint = load_joint(folder)
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()
-    relevant = Shapes.relevant(batch.query_facts, batch.document_facts)
+    relevant = Shapes.relevant(batch.query_labels, batch.document_labels)
     for scores, labels, is_reversed in ((first, relevant, False), (first.T, relevant.T, True)):
         pairs = candidate_pairs(scores, 10)
         text_item = pairs.flip(1) if is_reversed else pairs

@@ -252,7 +252,7 @@ def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
             scores = loop.learner.scores(embedded, embedded)
         if kind == "kl":
             return kl_divergence(scores, teacher, 0.1).item()
-        facts = batch.query_facts, batch.document_facts
+        facts = batch.query_labels, batch.document_labels
         return margin_mse(scores, teacher, loop.data.relevant(*facts)).item()
 
     before = distance()
@@ -265,9 +265,9 @@ def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
 def test_degenerate_batches_have_finite_gradients(model, tmp_path, symmetric):
     loop = Loop(spec_of(tmp_path, model, {"symmetric": symmetric}), say=lambda line: None)
     batch = next(loop.data.batches(0, 0, 0, 1))
-    one = dataclasses.replace(batch, queries=batch.queries[:1], query_facts=batch.query_facts[:1])
+    one = dataclasses.replace(batch, queries=batch.queries[:1], query_labels=batch.query_labels[:1])
     alone = dataclasses.replace(
-        one, documents=batch.documents[:1], document_facts=batch.document_facts[:1]
+        one, documents=batch.documents[:1], document_labels=batch.document_labels[:1]
     )
     # One of eight identical documents is relevant: chance level.
     alike = dataclasses.replace(batch, documents=[batch.documents[0]] * 8)

@@ -104,7 +104,7 @@ def test_loss_equals_the_equations(run_of, tmp_path):
     torch.manual_seed(0)
     loss, figures = learner.loss(embedded, batch, loop.data)
 
-    relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+    relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
     torch.manual_seed(0)
     anchors = sample_positives(relevant, slice(0, 8)).tolist()
     similarity = (embedded["query_pooled"] @ embedded["document_pooled"].T).tolist()
@@ -203,7 +203,7 @@ def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precis
     assert tokens.dtype == torch.float16
     all_pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     scores = load_joint(model).scores(batch.queries, tokens, mask, all_pairs).reshape(8, 8)
-    relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+    relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
     assert scores[relevant].mean() > scores[~relevant].mean() + 0.5
     metadata = json.loads((model / "training.json").read_text("utf-8"))
     assert metadata["spec"] == config.dump(spec) and "adapter.safetensors" in metadata["sha256"]
@@ -276,7 +276,7 @@ def test_contrastive_loss_equals_its_equation(run_of):
     loss, figures = learner.loss(embedded, batch, loop.data)
     assert figures.keys() == {"contrast"}
 
-    relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+    relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
     assert (relevant.sum(dim=1) > 1).any()  # of several that are relevant the sum counts
     texts = texts_of(embedded)
     states = learner.edje.joint.of_texts(texts)
@@ -406,7 +406,7 @@ def test_distillation_moves_student_towards_teacher(run_of, tmp_path):
 def test_batch_without_positives_has_zero_gradients(run_of):
     loop = loop_of(run_of("run", {"recovery": 0}, optimiser={"weight_decay": 0.0}))
     batch = next(loop.data.batches(0, 0, 0, 1))
-    nothing = dataclasses.replace(batch, document_facts=torch.full_like(batch.document_facts, -1))
+    nothing = dataclasses.replace(batch, document_labels=torch.full_like(batch.document_labels, -1))
     loop.data.relevant = lambda q, d: torch.zeros(len(q), len(d), dtype=torch.bool)
     figures = loop._step([(nothing, loop.learner.read(nothing))])
     assert figures["loss"] == 0 and figures["gradient_norm"] == 0
@@ -454,7 +454,7 @@ def test_every_caption_of_a_scene_has_a_pair(run_of):
     data = {"name": "shapes", "num_scenes": 24, "captions": 4, "validation": 12}
     loop = loop_of(run_of("run", data=data))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+    relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
     anchors = sample_positives(relevant, slice(0, 32))
     assert anchors[:, 0].tolist() == list(range(32))
     assert relevant[anchors[:, 0], anchors[:, 1]].all()
@@ -481,7 +481,7 @@ def test_negatives_use_the_scale_of_the_encoder(run_of, towers, tmp_path):
         learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
         similarity = learner.similarity(learner(learner.read(batch)))
         similarity = 0.05 * (similarity - similarity.mean()) / similarity.std()
-        relevant = loop.data.relevant(batch.query_facts, batch.document_facts)
+        relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
         anchors = sample_positives(relevant, slice(0, 64))
         pairs, _ = learner._pairs(similarity, ~relevant, anchors)
         query, document = pairs[len(anchors) : 4 * len(anchors)].unbind(1)

@@ -1,4 +1,4 @@
-"""Small training data on disk: the photographs that come with the project, in every form."""
+"""Small training data on disk: the photos of the repository, in all formats."""
 
 from __future__ import annotations
 
@@ -19,54 +19,57 @@ PHOTOS = ROOT / "jobs/data/photos"
 IMAGES = PHOTOS / "images"
 CAPTIONS = json.loads((PHOTOS / "captions.json").read_text("utf-8"))
 NAMES = sorted(path.name for path in IMAGES.glob("*.jpg"))
-PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
-def built(batch_size: int = 4, seed: int = 0, **spec: Any) -> TrainingData:
-    """Training data, as a run builds them."""
-    resolved = TRAINING_DATA.resolve({key: plain(value) for key, value in spec.items()})
+def build_data(batch_size: int = 4, seed: int = 0, **spec: Any) -> TrainingData:
+    """Builds training data, as a training run does."""
+    resolved = TRAINING_DATA.resolve({key: to_plain(value) for key, value in spec.items()})
     assert resolved == TRAINING_DATA.resolve(config.dump(resolved))
     return TRAINING_DATA.build(resolved, batch_size=batch_size, seed=seed)
 
 
-def plain(value: Any) -> Any:
-    """Paths as texts."""
+def to_plain(value: Any) -> Any:
+    """Converts paths to strings."""
     return str(value) if isinstance(value, Path) else value
 
 
-def lines(path: Path, rows: Sequence[Any]) -> Path:
-    """A file of JSON lines; texts are lines as they are."""
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
+    """Writes JSON lines; strings are written as they are."""
     text = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(text) + "\n", "utf-8")
     return path
 
 
-def said(batch: Batch) -> dict[str, Any]:
-    """All of a batch as values that can be compared."""
+def batch_values(batch: Batch) -> dict[str, Any]:
+    """Converts a batch to values that can be compared."""
     return {
         "queries": list(batch.queries),
         "documents": [dict(document) for document in batch.documents],
         "keys": list(batch.document_keys),
-        "query_facts": batch.query_facts.tolist(),
-        "document_facts": batch.document_facts.tolist(),
+        "query_labels": batch.query_labels.tolist(),
+        "document_labels": batch.document_labels.tolist(),
         "boxes": batch.boxes and [boxes.tolist() for boxes in batch.boxes],
         "teacher": None if batch.teacher is None else str(batch.teacher.tolist()),
     }
 
 
-def every(data: TrainingData, epoch: int = 0, first: int = 0, worker: int = 0, of: int = 1) -> list:
-    """The batches of an epoch as values."""
-    return [said(batch) for batch in data.batches(epoch, first, worker, of)]
+def epoch_batches(
+    data: TrainingData, epoch: int = 0, first: int = 0, worker: int = 0, of: int = 1
+) -> list:
+    """Returns the batches of an epoch as values."""
+    return [batch_values(batch) for batch in data.batches(epoch, first, worker, of)]
 
 
-def pages(folder: Path, *, rows: int = 12, group: int = 3) -> Path:
-    """Parquet in the form of ColPali's training set: two questions about each photograph."""
+def write_pages(folder: Path, *, rows: int = 12, group: int = 3) -> Path:
+    """Writes Parquet files in ColPali's format, with two queries per photo."""
     folder.mkdir()
     names = [NAMES[row // 2] for row in range(rows)]
     table = pa.table(
         {
             "image": pa.array(
-                [{"bytes": (IMAGES / name).read_bytes(), "path": name} for name in names], PICTURE
+                [{"bytes": (IMAGES / name).read_bytes(), "path": name} for name in names],
+                IMAGE_TYPE,
             ),
             "image_filename": [f"images/{name}" for name in names],
             "query": [f"What is in photo {row}?" for row in range(rows)],

@@ -1,4 +1,4 @@
-"""Small data of videos on disk, in the forms of MSR-VTT and MultiVENT 2.0."""
+"""Small video data on disk, in the formats of MSR-VTT and MultiVENT 2.0."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from tests.media import every, tones, write_sound, write_video
-from tests.training_data.files import lines
+from tests.training_data.files import write_lines
 
 
-def clip(path: Path, seconds: int = 2, has_sound: bool = True) -> Path:
-    """A video of a small picture."""
+def write_clip(path: Path, seconds: int = 2, has_audio: bool = True) -> Path:
+    """Writes a video with small frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sound = tones(seconds) if has_sound else None
-    return write_video(path, every(seconds, 4), size=(64, 48), sound=sound)
+    audio = tones(seconds) if has_audio else None
+    return write_video(path, every(seconds, 4), size=(64, 48), sound=audio)
 
 
-def sound(path: Path, seconds: float = 2) -> Path:
-    """A file of tones."""
+def write_audio(path: Path, seconds: float = 2) -> Path:
+    """Writes an audio file of tones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_sound(path, tones(seconds))
 
 
-def msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_sound: bool = True) -> Path:
-    """Videos with two sentences each, the last of which are in the list of tests."""
+def write_msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_audio: bool = True) -> Path:
+    """Writes videos with two sentences each; the last `tested` are the test set."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = [f"video{number}" for number in range(trained + tested)]
     for name in ids:
-        clip(folder / f"videos/{name}.mp4", has_sound=has_sound)
+        write_clip(folder / f"videos/{name}.mp4", has_audio=has_audio)
     value = {
         "info": {"year": "2016"},
         "videos": [
@@ -41,9 +41,9 @@ def msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_sound: bool = Tr
             for number, name in enumerate(ids)
         ],
         "sentences": [
-            {"sen_id": 2 * number + own, "video_id": name, "caption": f"{words} {number}"}
+            {"sen_id": 2 * number + i, "video_id": name, "caption": f"{words} {number}"}
             for number, name in enumerate(ids)
-            for own, words in enumerate(("a car drives", "somebody sings"))
+            for i, words in enumerate(("a car drives", "somebody sings"))
         ],
     }
     (folder / "MSRVTT_data.json").write_text(json.dumps(value))
@@ -57,21 +57,21 @@ def msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_sound: bool = Tr
 QUERY = "internvid_korean_political_pov_base_{}"
 
 
-def multivent(folder: Path, number: int = 4, judgments: Sequence[Any] = ()) -> Path:
-    """Queries with a video each, in two shards; and one about two videos, one about none."""
-    ids = [f"aB3_dE-fG1{own}" for own in range(number)]
-    for own, name in enumerate(ids):
-        clip(folder / f"train/00000{own % 2}/{name}.mp4", has_sound=bool(own % 2))
-    texts = [f'"Vote {own}, spring 2021"' for own in range(number)]
+def write_multivent(folder: Path, number: int = 4, judgments: Sequence[Any] = ()) -> Path:
+    """Writes queries with one video each in two shards, with two videos, and with none."""
+    ids = [f"aB3_dE-fG1{i}" for i in range(number)]
+    for i, name in enumerate(ids):
+        write_clip(folder / f"train/00000{i % 2}/{name}.mp4", has_audio=bool(i % 2))
+    texts = [f'"Vote {i}, spring 2021"' for i in range(number)]
     texts += ["both of the first", "nobody knows"]
-    rows = [f"{QUERY.format(own)},{text}" for own, text in enumerate(texts)]
+    rows = [f"{QUERY.format(i)},{text}" for i, text in enumerate(texts)]
     queries = "\r\n".join(["Query_id,query", *rows]) + "\r\n"
     (folder / "multivent_2_train_queries.csv").write_bytes(queries.encode())
     pairs = [*enumerate(ids), (number, ids[0]), (number, ids[1])]
-    lines(
+    write_lines(
         folder / "multivent_2_train_judgments.jsonl",
         [
-            *({"query_id": QUERY.format(q), "doc_id": own, "relevance": 1} for q, own in pairs),
+            *({"query_id": QUERY.format(q), "doc_id": i, "relevance": 1} for q, i in pairs),
             *judgments,
         ],
     )

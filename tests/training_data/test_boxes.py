@@ -1,4 +1,4 @@
-"""Boxes: pixels become shares of the picture, and what stands out of it is named."""
+"""Boxes: conversion from pixels, and validation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.training_data.boxes import Entities, checked, of_coco
+from pipeline.training_data.boxes import Entities, check_boxes, read_coco_boxes
 
 SENTENCE = "[/EN#1/people Two men] with [/EN#2/clothing/other red shirts] in [/EN#0/notvisual it] ."
-THINGS = """<object><name>1</name><bndbox><xmin>{}</xmin><ymin>51</ymin><xmax>100</xmax>
+OBJECTS = """<object><name>1</name><bndbox><xmin>{}</xmin><ymin>51</ymin><xmax>100</xmax>
 <ymax>100</ymax></bndbox></object>
 <object><name>1</name><name>2</name><bndbox><xmin>101</xmin><ymin>1</ymin><xmax>200</xmax>
 <ymax>100</ymax></bndbox></object>
@@ -17,8 +17,8 @@ THINGS = """<object><name>1</name><bndbox><xmin>{}</xmin><ymin>51</ymin><xmax>10
 </object><object><name>3</name><scene>1</scene><nobndbox>1</nobndbox></object>"""
 
 
-def entities(folder, sentences: str = SENTENCE, xmin: str = "1", objects: str = THINGS):
-    """The entities of picture 11, of 200 x 100 pixels."""
+def write_entities(folder, sentences: str = SENTENCE, xmin: str = "1", objects: str = OBJECTS):
+    """Writes the entities of image 11, which has 200 x 100 pixels."""
     for name in ("Sentences", "Annotations"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "Sentences/11.txt").write_text(sentences)
@@ -29,15 +29,15 @@ def entities(folder, sentences: str = SENTENCE, xmin: str = "1", objects: str = 
 
 
 def test_entities(tmp_path):
-    ((text, phrases),) = Entities(str(entities(tmp_path))).read("11")
+    ((text, phrases),) = Entities(str(write_entities(tmp_path))).read("11")
     assert text == "Two men with red shirts in it ."
     assert [(words, boxes.tolist()) for words, boxes in phrases] == [
         ("Two men", [[0, 0.5, 0.5, 1], [0.5, 0, 1, 1]]),
-        ("red shirts", [[0.5, 0, 1, 1]]),  # the other is too small
+        ("red shirts", [[0.5, 0, 1, 1]]),  # the other box is too small
     ]
 
 
-def test_bad_entities(tmp_path):
+def test_malformed_entities(tmp_path):
     def message(image_id: str = "11") -> str:
         with pytest.raises(SpecError) as error:
             Entities(str(tmp_path)).read(image_id)
@@ -47,33 +47,33 @@ def test_bad_entities(tmp_path):
         "entities must be a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image,"
         f" got '{tmp_path}/Annotations/12.xml', which cannot be read (FileNotFoundError)"
     )
-    entities(tmp_path, xmin="-30")
+    write_entities(tmp_path, xmin="-30")
     assert message() == (
         "entities must be a box within the image of 200 x 100 pixels, got [-31.0, 50.0, 100.0,"
         f" 100.0] ({tmp_path}/Annotations/11.xml)"
     )
-    entities(tmp_path, xmin="many")
+    write_entities(tmp_path, xmin="many")
     assert f"got '{tmp_path}/Annotations/11.xml', which cannot be read (could" in message()
-    entities(tmp_path, objects="<object>")
+    write_entities(tmp_path, objects="<object>")
     assert f"got '{tmp_path}/Annotations/11.xml', which cannot be read (mism" in message()
-    entities(tmp_path, f"{SENTENCE}\n[/EN#1/people Two men")
+    write_entities(tmp_path, f"{SENTENCE}\n[/EN#1/people Two men")
     assert message() == (
         "entities must be a line with phrases [/EN#<number>/<type> words], got '[/EN#1/people Two"
         f" men' (line 2 of {tmp_path}/Sentences/11.txt)"
     )
 
 
-def coco(*boxes, **more):
+def coco(*boxes, **fields):
     annotations = [
-        {"image_id": 7, "bbox": box, "id": 70 + n, **more} for n, box in enumerate(boxes)
+        {"image_id": 7, "bbox": box, "id": 70 + n, **fields} for n, box in enumerate(boxes)
     ]
     return {"images": [{"id": 7, "width": 200, "height": 100}], "annotations": annotations}
 
 
-def test_instances():
-    boxes = of_coco(coco([0, 0, 100, 50], [100, 50, 100.5, 50], [0, 0, 5, 5]), "file")
+def test_read_coco_boxes():
+    boxes = read_coco_boxes(coco([0, 0, 100, 50], [100, 50, 100.5, 50], [0, 0, 5, 5]), "file")
     assert boxes["7"].tolist() == [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]
-    assert of_coco(coco([0, 0, 100, 50], iscrowd=1), "file") == {}
+    assert read_coco_boxes(coco([0, 0, 100, 50], iscrowd=1), "file") == {}
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_instances():
         ),
     ],
 )
-def test_bad_instances(value, message):
+def test_malformed_instances(value, message):
     with pytest.raises(SpecError) as error:
-        of_coco(value, "file")
+        read_coco_boxes(value, "file")
     assert str(error.value) == f"instances must be {message}"
 
 
-def test_shares_are_checked():
-    assert checked([[0, 0, 1.0005, 1]], "boxes", "line 1").tolist() == [[0, 0, 1, 1]]
-    assert checked([], "boxes", "line 1").shape == (0, 4)
+def test_check_boxes():
+    assert check_boxes([[0, 0, 1.0005, 1]], "boxes", "line 1").tolist() == [[0, 0, 1, 1]]
+    assert check_boxes([], "boxes", "line 1").shape == (0, 4)
     for boxes in (
         [[0, 0, np.nan, 1]],
         [[-0.5, 0, 1, 1]],
@@ -120,4 +120,4 @@ def test_shares_are_checked():
         [[1, 0, 0, 1]],
     ):
         with pytest.raises(SpecError, match=r"^boxes must be boxes .*, got .* \(line 1\)"):
-            checked(boxes, "boxes", "line 1")
+            check_boxes(boxes, "boxes", "line 1")

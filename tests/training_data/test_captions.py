@@ -1,4 +1,4 @@
-"""Captioned pictures: COCO's form, Karpathy's, and Flickr30K Entities."""
+"""Captioned images in the formats of COCO, Karpathy and Flickr30K Entities."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, built, every
-from tests.training_data.test_boxes import SENTENCE, entities
+from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
+from tests.training_data.test_boxes import SENTENCE, write_entities
 
 SIZES = {str(image["id"]): (image["width"], image["height"]) for image in CAPTIONS["images"]}
 
 
 def captions(path=PHOTOS / "captions.json", batch_size=17, **more):
-    return built(batch_size, name="captions", path=path, images=IMAGES, **more)
+    return build_data(batch_size, name="captions", path=path, images=IMAGES, **more)
 
 
-def karpathy(folder):
-    """Four photographs with a caption each, in splits of two, one and one."""
+def write_karpathy(folder):
+    """Writes four photos with one caption each, in splits of two, one and one."""
     images = [
         {
             "filename": name,
@@ -38,19 +38,23 @@ def karpathy(folder):
     return path
 
 
-def test_cocos_form():
+def test_coco_format():
     data = captions()
-    assert len(data.rows.rows) == 85 and len(data.rows.documents) == 17
-    said = {(str(a["image_id"]), a["caption"].strip()) for a in CAPTIONS["annotations"]}
-    assert {(data.rows.documents[r.document].id, r.query) for r in data.rows.rows} == said
+    assert len(data.training.rows) == 85 and len(data.training.documents) == 17
+    captions_by_image = {
+        (str(a["image_id"]), a["caption"].strip()) for a in CAPTIONS["annotations"]
+    }
+    assert {
+        (data.training.documents[r.document].id, r.query) for r in data.training.rows
+    } == captions_by_image
     (first, *_) = data.batches(0, 0, 0, 1)
-    assert first.boxes is None and first.document_facts.dtype == first.query_facts.dtype
+    assert first.boxes is None and first.document_labels.dtype == first.query_labels.dtype
     for document, key in zip(first.documents, first.document_keys, strict=True):
         name = key.split()[1].rpartition("/")[2]
         assert document["image"] == (IMAGES / name).read_bytes()
 
 
-def test_boxes_of_instances(tmp_path):
+def test_coco_boxes(tmp_path):
     width, height = SIZES["397133"]
     annotations = [
         {"id": 1, "image_id": 397133, "iscrowd": 0, "bbox": [0, 0, width / 2, height]},
@@ -66,64 +70,68 @@ def test_boxes_of_instances(tmp_path):
     assert "000000397133.jpg" in key
 
 
-def test_karpathys_form_and_its_splits(tmp_path):
-    path = karpathy(tmp_path)
-    given = {"images": PHOTOS, "name": "captions", "path": path}
-    data = built(
-        3, splits=["train", "restval"], validation={"path": str(path), "splits": ["val"]}, **given
+def test_karpathy_format_and_splits(tmp_path):
+    path = write_karpathy(tmp_path)
+    fields = {"images": PHOTOS, "name": "captions", "path": path}
+    data = build_data(
+        3, splits=["train", "restval"], validation={"path": str(path), "splits": ["val"]}, **fields
     )
-    assert [row.query for row in data.rows.rows] == ["Photo 0.", "Photo 1.", "Photo 2."]
-    assert [document.id for document in data.rows.documents] == [
+    assert [row.query for row in data.training.rows] == ["Photo 0.", "Photo 1.", "Photo 2."]
+    assert [document.id for document in data.training.documents] == [
         str(int(name[:-4])) for name in NAMES[:3]
     ]
     assert data.validation().queries == ["Photo 3."] and data.validation().phrases is None
     with pytest.raises(SpecError) as error:
-        built(3, splits=["test"], **given)
+        build_data(3, splits=["test"], **fields)
     assert str(error.value) == (
         f"data.splits must be one of restval, train, val, got 'test', which is not a split of"
         f" {path}"
     )
 
 
-def photo_11(folder):
-    """A photograph as the picture of the entities."""
+def link_image_11(folder):
+    """Links a photo as the image of the entities."""
     folder.mkdir(exist_ok=True)
     (folder / "11.jpg").symlink_to(IMAGES / NAMES[0])
     return folder
 
 
-def test_phrases_of_entities(tmp_path):
-    entities(tmp_path, f"{SENTENCE}\nA photo .")
+def test_entities_format(tmp_path):
+    write_entities(tmp_path, f"{SENTENCE}\nA photo .")
     (tmp_path / "train.txt").write_text("11\n")
-    given = {"name": "captions", "images": photo_11(tmp_path / "images"), "entities": tmp_path}
+    fields = {
+        "name": "captions",
+        "images": link_image_11(tmp_path / "images"),
+        "entities": tmp_path,
+    }
     validation = {"path": str(tmp_path / "train.txt")}
-    data = built(2, path=tmp_path / "train.txt", validation=validation, **given)
+    data = build_data(2, path=tmp_path / "train.txt", validation=validation, **fields)
     (batch,) = data.batches(0, 0, 0, 1)
     assert sorted(batch.queries) == ["A photo .", "Two men with red shirts in it ."]
     assert [boxes.tolist() for boxes in batch.boxes] == [[[0, 0.5, 0.5, 1], [0.5, 0, 1, 1]]]
     phrases = data.validation().phrases
     assert phrases.texts == ("Two men", "red shirts") and phrases.documents == (0, 0)
     assert phrases.boxes[1].tolist() == [[0.5, 0, 1, 1]]
-    # With Karpathy's captions, which are not tokenised.
+    # Karpathy's captions are not tokenised.
     images = [{"filename": "11.jpg", "sentences": [{"raw": "Two men with red shirts in it."}]}]
     (tmp_path / "flickr.json").write_text(json.dumps({"images": images}))
-    data = built(1, path=tmp_path / "flickr.json", phrases=1, **given)
-    ((row,), ((words, boxes), _)) = data.rows.rows, data.rows.rows[0].phrases
+    data = build_data(1, path=tmp_path / "flickr.json", phrases=1, **fields)
+    ((row,), ((words, boxes), _)) = data.training.rows, data.training.rows[0].phrases
     assert (row.query, words) == ("Two men with red shirts in it.", "Two men")
     np.testing.assert_array_equal(row.boxes, boxes)
 
 
-def test_boxes_are_those_of_the_captions_in_the_batch(tmp_path):
-    entities(tmp_path, f"{SENTENCE}\nA photo .")
+def test_boxes_depend_on_captions_in_batch(tmp_path):
+    write_entities(tmp_path, f"{SENTENCE}\nA photo .")
     (tmp_path / "train.txt").write_text("11\n")
-    data = built(
+    data = build_data(
         1,
         name="captions",
         path=tmp_path / "train.txt",
-        images=photo_11(tmp_path / "images"),
+        images=link_image_11(tmp_path / "images"),
         entities=tmp_path,
     )
-    found = {batch["queries"][0]: len(batch["boxes"][0]) for batch in every(data)}
+    found = {batch["queries"][0]: len(batch["boxes"][0]) for batch in epoch_batches(data)}
     assert found == {"Two men with red shirts in it .": 2, "A photo .": 0}
 
 
@@ -152,7 +160,7 @@ def coco(**image):
         ),
     ],
 )
-def test_bad_files(content, problem, tmp_path):
+def test_malformed_files(content, problem, tmp_path):
     path = tmp_path / "captions.json"
     path.write_text(content)
     with pytest.raises(SpecError) as error:
@@ -161,7 +169,7 @@ def test_bad_files(content, problem, tmp_path):
     assert str(error.value).startswith("data.path must be ") and "\n" not in str(error.value)
 
 
-def test_what_is_missing(tmp_path):
+def test_missing_files(tmp_path):
     with pytest.raises(SpecError) as error:
         captions(tmp_path / "none.json")
     assert str(error.value) == (

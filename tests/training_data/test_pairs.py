@@ -1,4 +1,4 @@
-"""Pairs on disk: JSON lines and Parquet, and what is wrong with them."""
+"""Pairs in JSON lines and Parquet, valid and malformed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import SpecError
-from tests.training_data.files import IMAGES, NAMES, PICTURE, built, every, lines, pages
+from tests.training_data.files import (
+    IMAGE_TYPE,
+    IMAGES,
+    NAMES,
+    build_data,
+    epoch_batches,
+    write_lines,
+    write_pages,
+)
 
 
 def content(data) -> dict[str, tuple[str | None, bool]]:
-    """By query, the text of its document and whether that has a picture."""
+    """Returns the text of each query's document, and whether it has an image."""
     found = {}
     for batch in data.batches(0, 0, 0, 1):
-        relevant = data.relevant(batch.query_facts, batch.document_facts)
+        relevant = data.relevant(batch.query_labels, batch.document_labels)
         for query, row in zip(batch.queries, relevant, strict=True):
-            (place,) = row.nonzero().flatten().tolist()
-            document = batch.documents[place]
+            (column,) = row.nonzero().flatten().tolist()
+            document = batch.documents[column]
             found[query] = document["text"], (document.get("image") or b"")[:2] == b"\xff\xd8"
     return found
 
@@ -34,11 +42,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "names", "bytes", "structs", "mixed"])
-def test_every_form_on_disk(form, tmp_path):
-    if form.startswith("jsonl"):
-        path = lines(tmp_path / "pairs.jsonl", ROWS)
-        if form == "jsonl.gz":
+@pytest.mark.parametrize("file_format", ["jsonl", "jsonl.gz", "names", "bytes", "structs", "mixed"])
+def test_formats(file_format, tmp_path):
+    if file_format.startswith("jsonl"):
+        path = write_lines(tmp_path / "pairs.jsonl", ROWS)
+        if file_format == "jsonl.gz":
             data = path.read_bytes()
             path.unlink()
             path = tmp_path / "pairs.jsonl.gz"
@@ -49,75 +57,79 @@ def test_every_form_on_disk(form, tmp_path):
         images = {
             "names": pa.array(names, pa.string()),
             "bytes": pa.array(data, pa.binary()),
-            "structs": pa.array([d and {"bytes": d, "path": None} for d in data], PICTURE),
-            # As a data set that has its pictures in files is stored, in the last row.
+            "structs": pa.array([d and {"bytes": d, "path": None} for d in data], IMAGE_TYPE),
+            # The last row is a path, as in data sets with images in separate files.
             "mixed": pa.array(
-                [None, {"bytes": data[1], "path": "x"}, {"bytes": None, "path": names[2]}], PICTURE
+                [None, {"bytes": data[1], "path": "x"}, {"bytes": None, "path": names[2]}],
+                IMAGE_TYPE,
             ),
-        }[form]
+        }[file_format]
         texts = pa.array([row.get("text") for row in ROWS])
         table = pa.table({"query": ["q0", "q1", "q2"], "text": texts, "image": images})
         path = tmp_path / "pairs.parquet"
         pq.write_table(table, path, 2)
-    data = built(3, name="pairs", path=path, root=IMAGES)
+    data = build_data(3, name="pairs", path=path, root=IMAGES)
     assert content(data) == EXPECTED
 
 
-def test_columns_by_other_names_and_many_files(tmp_path):
+def test_renamed_columns_and_several_files(tmp_path):
     for part in range(3):
         row = {"q": f"q{part}", "passage": f"t{part}", "neg": [f"t{part} not"]}
-        lines(tmp_path / f"part-{part}.jsonl", [row])
+        write_lines(tmp_path / f"part-{part}.jsonl", [row])
     columns = {"query": "q", "text": "passage", "negatives": "neg"}
     for path in (tmp_path, tmp_path / "part-*.jsonl"):
-        data = built(3, name="pairs", path=path, columns=columns, negatives_are="texts")
+        data = build_data(3, name="pairs", path=path, columns=columns, negatives_are="texts")
         assert content(data) == {f"q{part}": (f"t{part}", False) for part in range(3)}
-        (batch,) = every(data)
+        (batch,) = epoch_batches(data)
         assert {d["text"] for d in batch["documents"][3:]} == {f"t{part} not" for part in range(3)}
 
 
-def test_documents_of_a_file_of_their_own_and_negatives_by_path(tmp_path):
+def test_separate_documents_and_negatives_by_path(tmp_path):
     documents = [{"document_id": n, "text": f"text {n}"} for n in range(4)]
-    lines(tmp_path / "documents.jsonl", documents)
+    write_lines(tmp_path / "documents.jsonl", documents)
     rows = [{"query": f"q{n}", "document_id": n, "negatives": [3]} for n in range(3)]
-    path = lines(tmp_path / "pairs.jsonl", rows)
-    data = built(3, name="pairs", path=path, documents=tmp_path / "documents.jsonl")
-    (batch,) = every(data)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    data = build_data(3, name="pairs", path=path, documents=tmp_path / "documents.jsonl")
+    (batch,) = epoch_batches(data)
     assert [document["text"] for document in batch["documents"][3:]] == ["text 3"]
     rows = [{"query": f"q{n}", "image": NAMES[n], "negatives": [NAMES[5]]} for n in range(3)]
-    path = lines(tmp_path / "pairs.jsonl", rows)
-    data = built(3, name="pairs", path=path, root=IMAGES, negatives_are="images")
-    (batch,) = every(data)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    data = build_data(3, name="pairs", path=path, root=IMAGES, negatives_are="images")
+    (batch,) = epoch_batches(data)
     assert batch["documents"][3]["image"] == (IMAGES / NAMES[5]).read_bytes()
 
 
-def test_boxes_are_those_of_the_queries_in_the_batch(tmp_path):
+def test_boxes_depend_on_queries_in_batch(tmp_path):
     boxes = [[0, 0, 0.5, 0.5]], [[0.5, 0.5, 1, 1], [0, 0, 0.01, 0.01]], [[0, 0, 0.5, 0.5]], []
-    rows = [{"query": f"q{n}", "image": NAMES[n // 3], "boxes": own} for n, own in enumerate(boxes)]
-    data = built(4, name="pairs", path=lines(tmp_path / "p.jsonl", rows), root=IMAGES)
-    (batch,) = every(data)
-    own = dict(zip(batch["keys"], batch["boxes"], strict=True))
-    assert sorted(own.values()) == [[], [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]]
+    rows = [
+        {"query": f"q{n}", "image": NAMES[n // 3], "boxes": row_boxes}
+        for n, row_boxes in enumerate(boxes)
+    ]
+    data = build_data(4, name="pairs", path=write_lines(tmp_path / "p.jsonl", rows), root=IMAGES)
+    (batch,) = epoch_batches(data)
+    by_key = dict(zip(batch["keys"], batch["boxes"], strict=True))
+    assert sorted(by_key.values()) == [[], [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]]
 
 
-def test_the_form_of_colpalis_training_set(tmp_path, caplog):
-    data = built(4, name="colpali_train", path=pages(tmp_path / "pages"))
-    assert len(data.rows.rows) == 12 and len(data.rows.documents) == 6
+def test_colpali_format(tmp_path, caplog):
+    data = build_data(4, name="colpali_train", path=write_pages(tmp_path / "pages"))
+    assert len(data.training.rows) == 12 and len(data.training.documents) == 6
     found = content(data)
     assert found == {f"What is in photo {row}?": (None, True) for row in range(12)}
     for batch in data.batches(0, 0, 0, 1):
-        relevant = data.relevant(batch.query_facts, batch.document_facts)
+        relevant = data.relevant(batch.query_labels, batch.document_labels)
         for query, row in zip(batch.queries, relevant, strict=True):
-            (place,) = row.nonzero().flatten().tolist()
+            (column,) = row.nonzero().flatten().tolist()
             name = NAMES[int(query.split()[-1][:-1]) // 2]
-            assert batch.documents[place]["image"] == (IMAGES / name).read_bytes()
+            assert batch.documents[column]["image"] == (IMAGES / name).read_bytes()
     validation = {"path": str(tmp_path / "pages/test-*.parquet")}
-    data = built(4, name="colpali_train", path=tmp_path / "pages", validation=validation)
+    data = build_data(4, name="colpali_train", path=tmp_path / "pages", validation=validation)
     assert len(data.validation().documents) == 1 and len(data.validation().queries) == 2
     table = pq.read_table(tmp_path / "pages/train-00000-of-00002.parquet")
     queries = pa.array([None, *table["query"].to_pylist()[1:]])
     file = tmp_path / "other.parquet"
     pq.write_table(table.set_column(2, "query", queries), file)
-    assert len(built(4, name="colpali_train", path=file).rows.rows) == 5
+    assert len(build_data(4, name="colpali_train", path=file).training.rows) == 5
     assert caplog.messages == [f"1 rows of {file} are left out: they have no query"]
 
 
@@ -197,38 +209,38 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named(line, tmp_path):
+def test_malformed_lines(line, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({**GOOD, "document_id": "d"}) + "\n" + line, "utf-8")
     with pytest.raises(SpecError) as error:
-        built(1, name="pairs", path=path)
+        build_data(1, name="pairs", path=path)
     assert str(error.value) == "data." + BAD_LINES[line].replace("{}", str(path))
 
 
-def test_a_line_in_the_middle_is_no_json(tmp_path):
-    path = lines(tmp_path / "pairs.jsonl", [GOOD, '{"query": "q",', GOOD])
+def test_invalid_json_within_file(tmp_path):
+    path = write_lines(tmp_path / "pairs.jsonl", [GOOD, '{"query": "q",', GOOD])
     with pytest.raises(
         SpecError,
         match=r"^data.path must be .*, got .* cannot be parsed"
         r" \(.*\(line 2 of ",
     ):
-        built(1, name="pairs", path=path)
+        build_data(1, name="pairs", path=path)
 
 
-def test_a_file_that_ends_without_a_newline_is_whole(tmp_path):
+def test_file_without_trailing_newline(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(GOOD), "utf-8")
-    assert len(built(1, name="pairs", path=path).rows.rows) == 1
+    assert len(build_data(1, name="pairs", path=path).training.rows) == 1
 
 
-def test_bad_files(tmp_path):
+def test_malformed_files(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     table = tmp_path / "table.parquet"
     pq.write_table(pa.table({"question": ["q"], "text": ["t"]}), table)
-    cut = tmp_path / "cut.parquet"
-    cut.write_bytes(table.read_bytes()[:-20])
-    gz = tmp_path / "cut.jsonl.gz"
+    truncated = tmp_path / "truncated.parquet"
+    truncated.write_bytes(table.read_bytes()[:-20])
+    gz = tmp_path / "truncated.jsonl.gz"
     gz.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 99)[:-20])
     some = "a file, folder or glob of .jsonl, .jsonl.gz, .parquet files"
     cases = [
@@ -264,38 +276,38 @@ def test_bad_files(tmp_path):
             " video, audio, document_id, negatives, scores, boxes",
         ),
     ]
-    for given, message in cases:
+    for fields, message in cases:
         with pytest.raises(SpecError) as error:
-            built(1, name="pairs", **given)
+            build_data(1, name="pairs", **fields)
         assert str(error.value) == message
     with pytest.raises(
         SpecError,
-        match=f"^data.path must be a valid Parquet file, got '{cut}', which cannot be read",
+        match=f"^data.path must be a valid Parquet file, got '{truncated}', which cannot be read",
     ):
-        built(1, name="pairs", path=cut)
+        build_data(1, name="pairs", path=truncated)
     with pytest.raises(
         SpecError,
         match=f"^data.path must be a readable file, got '{gz}', which cannot be read after line",
     ):
-        built(1, name="pairs", path=gz)
-    nothing = tmp_path / "nothing.parquet"
-    pq.write_table(pa.table({"query": ["q"], "answer": ["t"]}), nothing)
+        build_data(1, name="pairs", path=gz)
+    no_content = tmp_path / "nothing.parquet"
+    pq.write_table(pa.table({"query": ["q"], "answer": ["t"]}), no_content)
     with pytest.raises(SpecError) as error:
-        built(1, name="pairs", path=nothing)
+        build_data(1, name="pairs", path=no_content)
     assert str(error.value) == (
         "data.columns must be one of query, answer, got 'text, image, video, audio or document_id',"
-        f" which is not a column of {nothing}"
+        f" which is not a column of {no_content}"
     )
 
 
-def test_files_of_another_file_system(tmp_path):
+def test_remote_file_system(tmp_path):
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/train/images/a.jpg", (IMAGES / NAMES[0]).read_bytes())
     row = json.dumps({"query": "q1", "image": "images/a.jpg"}).encode()
     fs.pipe_file("/train/pairs-0.jsonl", row)
     for path in ("memory://train/pairs-*.jsonl", "memory://train", "memory://train/pairs-0.jsonl"):
-        assert content(built(1, name="pairs", path=path)) == {"q1": (None, True)}
-    pages(tmp_path / "pages")
+        assert content(build_data(1, name="pairs", path=path)) == {"q1": (None, True)}
+    write_pages(tmp_path / "pages")
     fs.put(str(tmp_path / "pages"), "/pages", recursive=True)
-    data = built(4, name="colpali_train", path="memory://pages")
+    data = build_data(4, name="colpali_train", path="memory://pages")
     assert len(content(data)) == 12

@@ -1,4 +1,4 @@
-"""Videos and sound as documents: what encoders are given of them, and the forms on disk."""
+"""Video and audio documents: decoding, and the formats on disk."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pydantic import ValidationError
 from pipeline.config import JobError, SpecError
 from pipeline.registry import SOURCES
 from pipeline.schema import ITEM
-from pipeline.training_data.media import Decoding, decoded
+from pipeline.training_data.media import Decoding, decode_media
 from pipeline.training_data.row_data import NO_DOCUMENT
 from pipeline.training_data.videos import read_csv
 from tests.conftest import ROOT
 from tests.media import heard, spoil, tone_of
 from tests.train.runs import spec_of, trained
-from tests.training_data.files import IMAGES, NAMES, built, every, lines
-from tests.training_data.media import QUERY, clip, msrvtt, multivent, sound
+from tests.training_data.files import IMAGES, NAMES, build_data, epoch_batches, write_lines
+from tests.training_data.media import QUERY, write_audio, write_clip, write_msrvtt, write_multivent
 
-#: Twenty seconds of slides, with speech.
+#: Twenty seconds of slides with speech.
 TALK = ROOT / "jobs/data/clips/talk.mp4"
 
 
 def indexed(name, path, wants, **options):
-    """What indexing gives an encoder of the only item of a source."""
+    """Returns the encoder input of the only item of a source, as in indexing."""
     spec = SOURCES.resolve({"name": name, "path": str(path), "window_seconds": None, **options})
     source = SOURCES.build(spec, wants)
     (shard,) = source.shards()
@@ -53,41 +53,41 @@ def indexed(name, path, wants, **options):
         (("audio",), {}, 0),
     ],
 )
-def test_an_encoder_is_given_what_indexing_gives_it(wants, options, number):
-    found = decoded(Decoding(wants=wants, **options), str(TALK), None)
+def test_decodes_as_in_indexing(wants, options, number):
+    found = decode_media(Decoding(wants=wants, **options), str(TALK), None)
     assert found == indexed("video", TALK, wants, **options)
-    assert found["span"] == {"unit": "seconds", "init_from": 0.0, "end": pytest.approx(20, abs=0.1)}
+    assert found["span"] == {"unit": "seconds", "start": 0.0, "end": pytest.approx(20, abs=0.1)}
     assert len(found.get("frames", [])) == number
 
 
-def test_sound_is_that_of_its_own_file(tmp_path):
-    own = sound(tmp_path / "s.flac", 1.5)
-    found = decoded(Decoding(wants=("audio",)), None, str(own))
-    assert found == indexed("audio", own, ("audio",))
-    video = clip(tmp_path / "v.mp4")
-    both = decoded(Decoding(sampling="uniform", num_frames=2), str(video), str(own))
+def test_audio_file_replaces_audio_of_video(tmp_path):
+    audio = write_audio(tmp_path / "s.flac", 1.5)
+    found = decode_media(Decoding(wants=("audio",)), None, str(audio))
+    assert found == indexed("audio", audio, ("audio",))
+    video = write_clip(tmp_path / "v.mp4")
+    both = decode_media(Decoding(sampling="uniform", num_frames=2), str(video), str(audio))
     assert both["audio"] == found["audio"] and len(both["frames"]) == 2
     assert both["span"]["end"] == pytest.approx(2, abs=0.1)
 
 
-def test_files_of_another_file_system(tmp_path):
-    video = clip(tmp_path / "a.mp4")
+def test_remote_file_system(tmp_path):
+    video = write_clip(tmp_path / "a.mp4")
     fs = fsspec.filesystem("memory")
     fs.put(str(video), "/clips/a.mp4")
     found, expected = (
-        decoded(Decoding(), uri, None) for uri in ("memory://clips/a.mp4", str(video))
+        decode_media(Decoding(), uri, None) for uri in ("memory://clips/a.mp4", str(video))
     )
     assert found == expected
     fs.pipe_file("/clips/pairs.jsonl", b'{"query": "a", "video": "a.mp4"}\n')
-    (batch,) = every(built(1, name="pairs", path="memory://clips/pairs.jsonl"))
+    (batch,) = epoch_batches(build_data(1, name="pairs", path="memory://clips/pairs.jsonl"))
     assert batch["documents"][0] == {"text": None, **expected}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_pairs_of_videos_and_sound(form, tmp_path):
-    clip(tmp_path / "a.mp4")
-    clip(tmp_path / "b.mp4", has_sound=False)
-    sound(tmp_path / "c.wav")
+def test_pairs_of_video_and_audio(form, tmp_path):
+    write_clip(tmp_path / "a.mp4")
+    write_clip(tmp_path / "b.mp4", has_audio=False)
+    write_audio(tmp_path / "c.wav")
     rows = [
         {"query": "a", "video": "a.mp4", "text": "a title"},
         {"query": "b", "video": "b.mp4"},
@@ -96,12 +96,12 @@ def test_pairs_of_videos_and_sound(form, tmp_path):
         {"query": "photo", "image": str(IMAGES / NAMES[0])},
     ]
     media = {"sampling": "uniform", "num_frames": 2}
-    path = lines(tmp_path / "pairs.jsonl", rows)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
     if form == "parquet":
         names = ("query", "text", "image", "video", "audio", "document_id")
         path = tmp_path / "pairs.parquet"
         pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
-    data = built(5, name="pairs", path=path, media=media)
+    data = build_data(5, name="pairs", path=path, media=media)
     (batch,) = data.batches(0, 0, 0, 1)
     documents = dict(zip(batch.queries, batch.documents, strict=True))
     has = {
@@ -115,59 +115,60 @@ def test_pairs_of_videos_and_sound(form, tmp_path):
         "c": ["audio"],
         "photo": ["image"],
     }
-    # A table of them has all columns, whichever is first.
+    # All documents have the same columns.
     assert len({tuple(document) for document in batch.documents}) == 1
     assert [frame["seconds"] for frame in documents["b"]["frames"]] == [0.5, 1.5]
     assert len(set(batch.document_keys)) == 5
 
 
-def test_negatives_are_videos(tmp_path):
+def test_video_negatives(tmp_path):
     for name in "ab":
-        clip(tmp_path / f"{name}.mp4")
+        write_clip(tmp_path / f"{name}.mp4")
     rows = [{"query": "q", "video": "a.mp4", "negatives": ["b.mp4"]}] * 2
-    path = lines(tmp_path / "pairs.jsonl", rows)
-    data = built(2, name="pairs", path=path, negatives_are="videos", media={"wants": ["frames"]})
-    (batch,) = every(data)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    data = build_data(
+        2, name="pairs", path=path, negatives_are="videos", media={"wants": ["frames"]}
+    )
+    (batch,) = epoch_batches(data)
     assert [sorted(d) for d in batch["documents"]] == [["frames", "span", "text"]] * 2
 
 
-def test_keys_say_how_files_were_decoded(tmp_path):
-    clip(tmp_path / "a.mp4")
+def test_keys_depend_on_decoding_options(tmp_path):
+    write_clip(tmp_path / "a.mp4")
     rows = [{"query": "a", "video": "a.mp4"}, {"query": "t", "text": "t"}]
-    path = lines(tmp_path / "pairs.jsonl", rows)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
 
     def keys(**media):
-        (batch,) = built(2, name="pairs", path=path, media=media).batches(0, 0, 0, 1)
+        (batch,) = build_data(2, name="pairs", path=path, media=media).batches(0, 0, 0, 1)
         return dict(zip(batch.queries, batch.document_keys, strict=True))
 
     one, other = keys(), keys(num_frames=1)
     assert one["t"] == other["t"] and one["a"] != other["a"]
-    assert one == keys(look_fps=1.0)  # of another way to sample
+    assert one == keys(look_fps=1.0)  # an option of another sampling
 
 
-def test_documents_of_sound_want_it(tmp_path):
-    sound(tmp_path / "c.wav")
-    path = lines(tmp_path / "pairs.jsonl", [{"query": "c", "audio": "c.wav"}])
+def test_audio_documents_need_audio(tmp_path):
+    write_audio(tmp_path / "c.wav")
+    path = write_lines(tmp_path / "pairs.jsonl", [{"query": "c", "audio": "c.wav"}])
     with pytest.raises(SpecError) as error:
-        built(1, name="pairs", path=path, media={"wants": ["frames"]})
+        build_data(1, name="pairs", path=path, media={"wants": ["frames"]})
     assert str(error.value) == (
-        "data.media.wants must be a list with audio, got ['frames'], which leaves nothing of audio"
-        " documents"
+        "data.media.wants must be a list with audio if documents have only audio, got ['frames']"
     )
     with pytest.raises((SpecError, ValidationError), match="media.wants"):
-        built(1, name="pairs", path=path, media={"wants": []})
+        build_data(1, name="pairs", path=path, media={"wants": []})
 
 
-def test_a_missing_and_a_damaged_video(tmp_path, caplog):
+def test_missing_and_corrupted_videos(tmp_path, caplog):
     for name in "abc":
-        clip(tmp_path / f"{name}.mp4", has_sound=False)
+        write_clip(tmp_path / f"{name}.mp4", has_audio=False)
     spoil(tmp_path / "b.mp4")
     rows = [{"query": name, "video": f"{name}.mp4"} for name in "abcd"]
-    path = lines(tmp_path / "pairs.jsonl", rows)
-    data = built(3, name="pairs", path=path)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    data = build_data(3, name="pairs", path=path)
     assert caplog.messages == [
         "1 of 4 rows and 1 of 4 documents are left out:"
-        f" there is no video {tmp_path}/d.mp4 (line 4 of {path})"
+        f" missing files, such as video {tmp_path}/d.mp4 (line 4 of {path})"
     ]
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -177,11 +178,13 @@ def test_a_missing_and_a_damaged_video(tmp_path, caplog):
     lost = batch.queries.index("b")
     assert [key == NO_DOCUMENT for key in batch.document_keys] == [n == lost for n in range(3)]
     assert batch.documents[lost]["frames"] is None
-    relevant = data.relevant(batch.query_facts, batch.document_facts)
+    relevant = data.relevant(batch.query_labels, batch.document_labels)
     assert relevant.sum(dim=1).tolist() == [int(row != lost) for row in range(3)]
     for name in "abc":
-        (tmp_path / f"{name}.mp4").write_bytes(b"no video")
-    with pytest.raises(JobError, match="^none of 3 videos of a batch can be read: line "):
+        (tmp_path / f"{name}.mp4").write_bytes(b"not a video")
+    with pytest.raises(
+        JobError, match="^none of the 3 files of a batch can be read, such as the video in line "
+    ):
         next(data.batches(0, 0, 0, 1))
 
 
@@ -190,41 +193,41 @@ def test_a_missing_and_a_damaged_video(tmp_path, caplog):
 NINE, TESTS = "MSRVTT_train.9k.csv", "MSRVTT_JSFUSION_test.csv"
 
 
-def of_msrvtt(folder, batch_size=2, **more):
+def build_msrvtt(folder, batch_size=2, **more):
     if "splits" not in more:
         more = {"ids": folder / NINE, **more}
     path, videos = folder / "MSRVTT_data.json", folder / "videos"
-    return built(batch_size, name="msrvtt", path=path, videos=videos, **more)
+    return build_data(batch_size, name="msrvtt", path=path, videos=videos, **more)
 
 
-def test_the_form_of_msrvtt(tmp_path):
-    folder = msrvtt(tmp_path, trained=2, tested=2, has_sound=False)
-    (folder / "videos/all").mkdir()  # in whichever folder
+def test_msrvtt_format(tmp_path):
+    folder = write_msrvtt(tmp_path, trained=2, tested=2, has_audio=False)
+    (folder / "videos/all").mkdir()  # any folder below
     (folder / "videos/video1.mp4").rename(folder / "videos/all/video1.mp4")
-    data = of_msrvtt(
+    data = build_msrvtt(
         folder, 4, validation={"path": str(folder / TESTS)}, media={"wants": ["frames"]}
     )
-    asked = {(row.query, data.rows.documents[row.document].id) for row in data.rows.rows}
+    asked = {(row.query, data.training.documents[row.document].id) for row in data.training.rows}
     assert asked == {
         (f"{words} {n}", f"video{n}")
         for n in range(2)
         for words in ("a car drives", "somebody sings")
     }
     (batch,) = data.batches(0, 0, 0, 1)
-    assert len(batch.documents) == 2 and all(own["frames"] for own in batch.documents)
+    assert len(batch.documents) == 2 and all(document["frames"] for document in batch.documents)
     validation = data.validation()
     assert validation.queries == ["a car, red"] and len(validation.documents) == 2
-    assert data.relevant(validation.query_facts, validation.document_facts).all()
-    splits = of_msrvtt(folder, splits=["train"])
-    assert [row.query for row in splits.rows.rows] == [row.query for row in data.rows.rows]
-    # As a spreadsheet writes it.
+    assert data.relevant(validation.query_labels, validation.document_labels).all()
+    splits = build_msrvtt(folder, splits=["train"])
+    assert [row.query for row in splits.training.rows] == [row.query for row in data.training.rows]
+    # As written by spreadsheets.
     text = (folder / NINE).read_text().replace("\n", "\r\n")
     (folder / NINE).write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert len(of_msrvtt(folder).rows.rows) == 4
+    assert len(build_msrvtt(folder).training.rows) == 4
 
 
-def changed(folder, name, change):
-    """A file with something changed."""
+def change_file(folder, name, change):
+    """Applies a change to a file."""
     path = folder / name
     if name.endswith(".json"):
         value = json.loads(path.read_text())
@@ -282,38 +285,38 @@ BAD_MSRVTT = [
 
 @pytest.fixture(scope="module")
 def small_msrvtt(tmp_path_factory):
-    return msrvtt(tmp_path_factory.mktemp("msrvtt"), trained=2, tested=1, has_sound=False)
+    return write_msrvtt(tmp_path_factory.mktemp("msrvtt"), trained=2, tested=1, has_audio=False)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD_MSRVTT)
-def test_bad_files_of_msrvtt(name, change, message, small_msrvtt, tmp_path):
+def test_malformed_msrvtt_files(name, change, message, small_msrvtt, tmp_path):
     for path in small_msrvtt.iterdir():
         (tmp_path / path.name).symlink_to(path)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).unlink()
     (tmp_path / name).write_bytes(data)
-    changed(tmp_path, name, change)
+    change_file(tmp_path, name, change)
     with pytest.raises(SpecError) as error:
-        of_msrvtt(tmp_path, validation={"path": str(tmp_path / TESTS)})
+        build_msrvtt(tmp_path, validation={"path": str(tmp_path / TESTS)})
     assert str(error.value) == message.replace("{}", str(tmp_path))
 
 
-def test_what_msrvtt_is_to_name(small_msrvtt, tmp_path):
+def test_invalid_msrvtt_specs(small_msrvtt, tmp_path):
     cases = {
         "data.splits must be one of test, train, got 'val', which is not a split of"
         " {}/MSRVTT_data.json": {"splits": ["val"]},
         "ids must be a file of ids such as MSRVTT_train.9k.csv, or null when splits is set, got"
         " None": {"ids": None},
     }
-    for message, given in cases.items():
+    for message, fields in cases.items():
         with pytest.raises(SpecError) as error:
-            of_msrvtt(small_msrvtt, **given)
+            build_msrvtt(small_msrvtt, **fields)
         assert str(error.value) == message.replace("{}", str(small_msrvtt))
     with pytest.raises(
         SpecError, match="^data.videos must be an existing file or folder, got '/nowhere'"
     ):
         path = small_msrvtt / "MSRVTT_data.json"
-        built(2, name="msrvtt", path=path, videos="/nowhere", splits=["train"])
+        build_data(2, name="msrvtt", path=path, videos="/nowhere", splits=["train"])
 
 
 # -- MultiVENT 2.0 ---------------------------------------------------------------------------------
@@ -321,8 +324,8 @@ def test_what_msrvtt_is_to_name(small_msrvtt, tmp_path):
 QUERIES, JUDGED = "multivent_2_train_queries.csv", "multivent_2_train_judgments.jsonl"
 
 
-def of_multivent(folder, batch_size=2, **more):
-    return built(
+def build_multivent(folder, batch_size=2, **more):
+    return build_data(
         batch_size,
         name="multivent",
         path=folder / QUERIES,
@@ -332,17 +335,17 @@ def of_multivent(folder, batch_size=2, **more):
     )
 
 
-def test_the_form_of_multivent(tmp_path, caplog):
+def test_multivent_format(tmp_path, caplog):
     graded = [
         {"query_id": QUERY.format(0), "doc_id": "247", "relevance": 3, "video_language": "korean"},
         {"query_id": QUERY.format(1), "doc_id": "aB3_dE-fG10", "relevance": 0},
     ]
-    folder = multivent(tmp_path, 2, graded)
-    clip(folder / "train/000000/247.mp4", has_sound=False)
-    own = sound(folder / "train/000000/247.wav", 1)
-    own.rename(own.with_suffix(".m4a"))  # known by what it holds
-    data = of_multivent(folder, 5)
-    asked = {(row.query, data.rows.documents[row.document].id) for row in data.rows.rows}
+    folder = write_multivent(tmp_path, 2, graded)
+    write_clip(folder / "train/000000/247.mp4", has_audio=False)
+    audio = write_audio(folder / "train/000000/247.wav", 1)
+    audio.rename(audio.with_suffix(".m4a"))  # detected by content
+    data = build_multivent(folder, 5)
+    asked = {(row.query, data.training.documents[row.document].id) for row in data.training.rows}
     assert asked == {
         ("Vote 0, spring 2021", "aB3_dE-fG10"),
         ("Vote 0, spring 2021", "247"),
@@ -351,10 +354,10 @@ def test_the_form_of_multivent(tmp_path, caplog):
         ("both of the first", "aB3_dE-fG11"),
     }
     assert caplog.messages == [
-        f"1 of 4 queries of {folder / QUERIES} are left out: nothing is relevant to them"
+        f"1 of 4 queries of {folder / QUERIES} are left out: they have no relevant video"
     ]
     (batch,) = data.batches(0, 0, 0, 1)
-    relevant = data.relevant(batch.query_facts, batch.document_facts)
+    relevant = data.relevant(batch.query_labels, batch.document_labels)
     both = relevant[batch.queries.index("both of the first")]
     assert both.sum() == 2 and len(batch.documents) == 3
     found = {
@@ -362,21 +365,21 @@ def test_the_form_of_multivent(tmp_path, caplog):
         for key, document in zip(batch.document_keys, batch.documents, strict=True)
     }
     assert found["aB3_dE-fG10.mp4"] is None and len(found["aB3_dE-fG11.mp4"]["samples"])
-    heard_there = found["247.m4a"]["samples"]  # of the file beside the video
-    assert len(heard_there) == 4 * 16_000
-    assert heard(np.frombuffer(heard_there, "<f4"), 16_000) == pytest.approx(tone_of(0.5), abs=5)
+    samples = found["247.m4a"]["samples"]  # from the audio file
+    assert len(samples) == 4 * 16_000
+    assert heard(np.frombuffer(samples, "<f4"), 16_000) == pytest.approx(tone_of(0.5), abs=5)
 
 
-def test_validation_data_may_lie_elsewhere(tmp_path):
-    one, other = multivent(tmp_path / "one", 2), multivent(tmp_path / "other", 2)
+def test_separate_validation_data(tmp_path):
+    one, other = write_multivent(tmp_path / "one", 2), write_multivent(tmp_path / "other", 2)
     validation = {"path": str(other / QUERIES), "judgments": str(other / JUDGED)}
-    batch = of_multivent(
+    batch = build_multivent(
         one, validation={**validation, "videos": str(other / "train")}
     ).validation()
     assert len(batch.queries) == 3 and all(str(other) in key for key in batch.document_keys)
-    batch = of_multivent(one, validation=validation).validation()
+    batch = build_multivent(one, validation=validation).validation()
     assert all(str(one) in key for key in batch.document_keys)
-    share = of_multivent(one, validation=0.5)
+    share = build_multivent(one, validation=0.5)
     assert len(share.validation().documents) == 1
 
 
@@ -425,23 +428,23 @@ BAD_MULTIVENT = [
 
 @pytest.fixture(scope="module")
 def small_multivent(tmp_path_factory):
-    return multivent(tmp_path_factory.mktemp("multivent"), 2)
+    return write_multivent(tmp_path_factory.mktemp("multivent"), 2)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD_MULTIVENT)
-def test_bad_files_of_multivent(name, change, message, small_multivent, tmp_path):
+def test_malformed_multivent_files(name, change, message, small_multivent, tmp_path):
     for path in small_multivent.iterdir():
         (tmp_path / path.name).symlink_to(path)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).unlink()
     (tmp_path / name).write_bytes(change(data))
     with pytest.raises(SpecError) as error:
-        of_multivent(tmp_path)
+        build_multivent(tmp_path)
     assert message.replace("{}", str(tmp_path)) in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_texts_with_commas_quotes_and_lines(tmp_path):
+def test_csv_quoting(tmp_path):
     path = tmp_path / "q.csv"
     path.write_bytes(b'id,query\r\n\r\n1,"a, ""b""\r\nc"\r\n2,d\r\n')
     rows = list(read_csv(str(path), ("query",), "path"))
@@ -451,14 +454,14 @@ def test_texts_with_commas_quotes_and_lines(tmp_path):
     ]
 
 
-# -- in training -----------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
-def test_an_adapter_has_states_of_pictures_and_videos(checkpoint, tmp_path):
-    """The first of what is kept has nothing in it, which no other one may suffer from."""
-    clip(tmp_path / "a.mp4", has_sound=False)
+def test_adapter_caches_states_of_images_and_videos(checkpoint, tmp_path):
+    """The first cached entry is empty, which must not affect the others."""
+    write_clip(tmp_path / "a.mp4", has_audio=False)
     rows = [{"query": "a", "video": "a.mp4"}, {"query": "p", "image": str(IMAGES / NAMES[0])}]
-    path = lines(tmp_path / "pairs.jsonl", rows)
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
     encoder = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
     states = tmp_path / "states"
     learner = {
@@ -470,7 +473,9 @@ def test_an_adapter_has_states_of_pictures_and_videos(checkpoint, tmp_path):
     data = {"name": "pairs", "path": str(path), "media": {"wants": ["frames"]}}
     spec = spec_of(tmp_path / "out", "", learner, data=data, batch_size=2, max_steps=1)
     trained(spec)
-    (kept,) = states.glob("*.lance")
-    lengths = {row["key"]: len(row["states"]) for row in lance.dataset(kept).to_table().to_pylist()}
+    (cache,) = states.glob("*.lance")
+    lengths = {
+        row["key"]: len(row["states"]) for row in lance.dataset(cache).to_table().to_pylist()
+    }
     empty = [key for key, length in lengths.items() if not length]
     assert empty == [NO_DOCUMENT] and len(lengths) == 5

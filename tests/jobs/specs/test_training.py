@@ -19,10 +19,10 @@ from pipeline.train.spec import TrainSpec
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
-from tests.training_data.files import IMAGES, NAMES, pages
-from tests.training_data.media import msrvtt, multivent
-from tests.training_data.test_boxes import SENTENCE, THINGS
-from tests.training_data.test_captions import karpathy
+from tests.training_data.files import IMAGES, NAMES, write_pages
+from tests.training_data.media import write_msrvtt, write_multivent
+from tests.training_data.test_boxes import OBJECTS, SENTENCE
+from tests.training_data.test_captions import write_karpathy
 
 SPECS = ROOT / "jobs/specs/training"
 
@@ -33,7 +33,7 @@ def flickr30k(folder):
     for part in ("Sentences", "Annotations"):
         (folder / "flickr30k_entities" / part).mkdir(parents=True)
     size = "<size><width>200</width><height>100</height><depth>3</depth></size>"
-    xml = f"<annotation>{size}{THINGS.format(1)}</annotation>"
+    xml = f"<annotation>{size}{OBJECTS.format(1)}</annotation>"
     for number, name in enumerate(NAMES[:4]):
         (folder / f"flickr30k/images/{number}.jpg").symlink_to(IMAGES / name)
         (folder / f"flickr30k_entities/Annotations/{number}.xml").write_text(xml)
@@ -46,13 +46,13 @@ def flickr30k(folder):
 def colpali(folder):
     """Twelve pages."""
     (folder / "colpali_train_set").mkdir(parents=True)
-    pages(folder / "colpali_train_set/data")
+    write_pages(folder / "colpali_train_set/data")
 
 
 def coco(folder):
     """Four photographs with a caption each, three of them to train on."""
     (folder / "karpathy").mkdir(parents=True)
-    karpathy(folder / "karpathy").rename(folder / "karpathy/dataset_coco.json")
+    write_karpathy(folder / "karpathy").rename(folder / "karpathy/dataset_coco.json")
     (folder / "coco").mkdir()
     (folder / "coco/images").symlink_to(IMAGES)
 
@@ -61,8 +61,8 @@ def coco(folder):
 CASES = {
     "flickr30k_samer": (flickr30k, "colpali"),
     "colpali_light": (colpali, "colqwen2"),
-    "msrvtt_smart": (lambda folder: msrvtt(folder / "msrvtt"), "qwen3_vl"),
-    "multivent_adapter": (lambda folder: multivent(folder / "multivent", 8), "qwen2_5_omni"),
+    "msrvtt_smart": (lambda folder: write_msrvtt(folder / "msrvtt"), "qwen3_vl"),
+    "multivent_adapter": (lambda folder: write_multivent(folder / "multivent", 8), "qwen2_5_omni"),
     "edje": (coco, "siglip"),
 }
 #: What a tiny model needs: its window is short, and it has few tokens to be merged.

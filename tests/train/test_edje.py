@@ -66,12 +66,12 @@ def run_of(towers, bert, tmp_path):
     """`run_of(name, learner, ...)`: the spec of a run of six steps of eight scenes."""
 
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
-        fields = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
-        fields = {"name": "edje", "encoder": towers, "rerank_depth": 4, **fields, **(learner or {})}
+        models = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
+        models |= {"name": "edje", "encoder": towers, "rerank_depth": 4, **(learner or {})}
         data = {"name": "shapes", "num_scenes": 24, "captions": 1, "validation": 12}
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
-        given = {**config.dump(spec), "learner": fields}
+        given = {**config.dump(spec), "learner": models}
         return config.parse(type(spec), given)
 
     return of

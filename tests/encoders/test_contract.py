@@ -16,7 +16,7 @@ from pipeline.encoders.smart import Adapter
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
-from tests.pictures import noise, png
+from tests.images import noise, png
 
 #: Small specs of encoders, without their names.
 SPECS = {

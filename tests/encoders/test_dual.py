@@ -19,7 +19,7 @@ from pipeline.search.query import Queries
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
 from tests.encoders.checkpoints import siglip
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 FAMILIES = ["siglip", "siglip2", "clip"]
 SIZES = [(50, 60), (100, 20), (33, 33), (64, 64)]
@@ -84,7 +84,7 @@ def assert_close(actual, expected):
 
 
 def test_tokens_are_the_states_used_by_edje(encoder, reference, family):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     for image, batch in zip(images, encode_items(encoder, items), strict=True):
         output, patches = reference(image)
         states = output.hidden_states[-2] if family == "clip" else output.last_hidden_state
@@ -93,7 +93,7 @@ def test_tokens_are_the_states_used_by_edje(encoder, reference, family):
 
 
 def test_single_vectors_match_transformers(encoder, reference):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     for image, batch in zip(images, encode_items(encoder, items), strict=True):
         output, _ = reference(image)
         assert_close(batch.pooled, normalise(output.pooler_output))
@@ -104,7 +104,7 @@ def test_single_vectors_match_transformers(encoder, reference):
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, -1, -4])
 def test_selects_the_layer(build, reference, family, layer):
-    (image,), items = pictures((40, 30))
+    (image,), items = make_images((40, 30))
     (batch,) = encode_items(build(family, layer=layer), items)
     output, patches = reference(image)
     states = output.last_hidden_state if layer in (3, -1) else output.hidden_states[layer]
@@ -114,7 +114,7 @@ def test_selects_the_layer(build, reference, family, layer):
 @pytest.mark.parametrize("heads", ["mean", "max"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_attention_matches_eager_attention(build, reference, family, heads, layer):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     has_class = family == "clip"
     statistics = ("column_sums", *(("pooled_row",) if has_class else ()))
     encoder = build(family, keep_class=has_class)
@@ -130,7 +130,7 @@ def test_attention_matches_eager_attention(build, reference, family, heads, laye
 
 
 def test_class_token(build):
-    _, items = pictures((40, 40))
+    _, items = make_images((40, 40))
     (plain,), (whole,) = (
         encode_items(build("clip", keep_class=keep), items) for keep in (False, True)
     )
@@ -142,14 +142,14 @@ def test_class_token(build):
 
 
 def test_normalise(build):
-    _, items = pictures(*SIZES[:1])
+    _, items = make_images(*SIZES[:1])
     (plain,), (unit,) = (encode_items(build("siglip", normalise=on), items) for on in (False, True))
     assert_close(unit.vectors, normalise(plain.vectors))
     assert unit.normalised and not plain.normalised
 
 
 def test_naflex_grid_preserves_the_aspect_ratio(build):
-    _, items = pictures((80, 40), (40, 40))
+    _, items = make_images((80, 40), (40, 40))
     wide, square = encode_items(build("siglip2"), items)
     # The largest grid of aspect ratio 2 with at most 20 patches has 3 rows of 6.
     assert [int(batch.lengths[0]) for batch in (wide, square)] == [18, 16]
@@ -167,7 +167,7 @@ def test_naflex_grid_preserves_the_aspect_ratio(build):
     ],
 )
 def test_clip_extents_account_for_the_crop(build, size, first, last):
-    _, items = pictures(size)
+    _, items = make_images(size)
     (batch,) = encode_items(build("clip"), items)
     assert batch.extents[0, [0, -1], :4].tolist() == [first, last]
 
@@ -230,7 +230,7 @@ def test_special_tokens_in_queries_are_plain_text(encoder):
 
 
 def test_image_query_matches_item(encoder):
-    (image,), items = pictures((40, 24))
+    (image,), items = make_images((40, 24))
     (batch,) = encode_items(encoder, items)
     queries = encoder.encode_images([png(image)])
     assert_close(queries.tokens.vectors, batch.vectors)

@@ -20,7 +20,7 @@ from pipeline.schema import FRAME
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.checkpoints import JINA_RANK, JINA_TASKS
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 SIZES = [(50, 60), (100, 20), (8, 8)]
 TEXTS = ["heat transfer in a cone", "lift"]
@@ -112,7 +112,7 @@ def reference(checkpoint):
 
 
 def test_items_match_transformers(encoder, reference):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     texts = pa.table({"item_id": ["a", "b", "c"], "text": [*TEXTS, " "]})
     items = pa.concat_tables([items, texts], promote_options="default")
     found = encode_items(encoder, items)
@@ -212,7 +212,7 @@ def test_adapter_folder_and_older_names(build, checkpoint, encoder, tmp_path):
 
 
 def test_keep(build, encoder):
-    _, items = pictures((16, 16))
+    _, items = make_images((16, 16))
     found = encode_items(encoder, items)[0]
     visual = encode_items(build(keep="visual"), items)[0]
     kind = found.kind[0].tolist()
@@ -226,7 +226,7 @@ def test_keep(build, encoder):
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
 def test_attention_matches_eager_attention(encoder, reference, heads):
-    images, items = pictures(*SIZES[:2])
+    images, items = make_images(*SIZES[:2])
     taps = [
         Tap(name, heads, str(layer)) for name in ("column_sums", "eos_row") for layer in range(3)
     ]
@@ -265,7 +265,7 @@ def test_invalid_specs(build, checkpoint, encoder, tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(SpecError, match="has no adapter_config.json"):
         build(adapter=str(tmp_path))
-    _, narrow = pictures((1, 10_000))
+    _, narrow = make_images((1, 10_000))
     with pytest.raises(Unreadable, match="image not supported by the model"):
         encode_items(encoder, narrow)
     with pytest.raises(SpecError, match="at most 512"):

@@ -13,7 +13,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
-from tests.pictures import pictures
+from tests.images import make_images
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def adapter(checkpoint, tmp_path) -> Path:
 def test_merges_adapter(checkpoint, adapter):
     from peft import PeftModel
 
-    images, items = pictures((40, 40), (30, 60))
+    images, items = make_images((40, 40), (30, 60))
     plain = ENCODERS.build(resolve(checkpoint("colpali")))
     tuned = ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
     assert tuned.fingerprint != plain.fingerprint

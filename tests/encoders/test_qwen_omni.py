@@ -28,7 +28,7 @@ from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.batches import assert_close, encode_items, unit
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 RATE = 16_000
 TEXTS = ["heat transfer in a cone", "lift", "Überschall 超音速 🙂 at Mach 3"]
@@ -479,7 +479,7 @@ def test_queries_match_transformers(encoder, reference):
         )
         assert_close(found.tokens.pooled[row], states[-1])
         assert len(found.token_texts[row]) == is_kept(encoder, ids).sum()
-    images, _ = pictures((20, 30), (8, 8))
+    images, _ = make_images((20, 30), (8, 8))
     found = encoder.encode_images([png(image) for image in images])
     for row, image in enumerate(images):
         ids, output = reference.image(image, prompt=QUERY_PROMPT)

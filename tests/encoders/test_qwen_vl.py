@@ -29,7 +29,7 @@ from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.batches import assert_close, encode_items, unit
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 CLASSES = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
@@ -140,7 +140,7 @@ def encoder(build, family):
 @pytest.fixture(scope="module")
 def mixed():
     """Images and texts of different sizes, and the items that contain them."""
-    images, _ = pictures(*SIZES)
+    images, _ = make_images(*SIZES)
     values = [png(image) for image in images] + [None] * len(TEXTS)
     names = [f"item-{i}" for i in range(len(values))]
     texts = [None] * len(images) + TEXTS
@@ -184,7 +184,7 @@ def test_padding_does_not_change_vectors(build, family, mixed):
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
 def test_attention_matches_eager_attention(encoder, reference, heads):
-    images, items = pictures(*SIZES[:2])
+    images, items = make_images(*SIZES[:2])
     statistics = ("column_sums", "eos_row", "pooled_row")
     taps = [Tap(name, heads, str(layer)) for name in statistics for layer in range(3)]
     for row, batch in encode_items(encoder, items, taps).items():
@@ -287,7 +287,7 @@ def test_records_frames_read_in_metadata(build):
 
 
 def test_keep(build):
-    images, items = pictures((16, 16))
+    images, items = make_images((16, 16))
     prompt = "<|im_start|>a{content}b<|im_end|>"
     kinds = {}
     for keep in ("paper", "code", "visual"):
@@ -445,7 +445,7 @@ def test_tokens_appended_by_the_tokenizer(build, checkpoint, tmp_path):
 
 
 def test_pixel_limits(build):
-    images, items = pictures((64, 64))
+    images, items = make_images((64, 64))
     whole, small = build(keep="visual"), build(keep="visual", max_pixels=16 * 16)
     assert encode_items(whole, items)[0].lengths.tolist() == [16]
     assert encode_items(small, items)[0].lengths.tolist() == [4]
@@ -460,7 +460,7 @@ def check(**fields):
 
 def test_rejects_unreadable_inputs(build, checkpoint):
     encoder = build()
-    narrow, items = pictures((1, 10_000))
+    narrow, items = make_images((1, 10_000))
     with pytest.raises(Unreadable, match="image not supported by the model"):
         encode_items(encoder, items)
     with pytest.raises(SpecError, match="aspect ratio"):
@@ -473,7 +473,7 @@ def test_rejects_unreadable_inputs(build, checkpoint):
     with pytest.raises(SpecError, match="at most 512"):
         encoder.encode_queries([long])
     with pytest.raises(Unreadable, match="too many tokens"):
-        encode_items(build(max_item_tokens=30), pictures((32, 32))[1])
+        encode_items(build(max_item_tokens=30), make_images((32, 32))[1])
 
 
 def test_check_rejects_invalid_checkpoints(checkpoint, tmp_path):

@@ -25,7 +25,7 @@ from pipeline.sources.images import Images
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
 from tests.encoders.batches import encode_items
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 #: Prefix of the names of the model and processor classes in transformers.
 CLASSES = {"colpali": "ColPali", "colqwen2": "ColQwen2", "colmodernvbert": "ColModernVBert"}
@@ -69,7 +69,7 @@ def reference(encoder):
 
 
 def test_vectors_match_transformers(encoder, reference):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     encoded_rows = []
     for rows, batch in encoder.encode(items):
         for vectors, mask, row in zip(batch.vectors, batch.mask, rows, strict=True):
@@ -81,7 +81,7 @@ def test_vectors_match_transformers(encoder, reference):
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
 def test_attention_matches_eager_attention(encoder, reference, heads):
-    images, items = pictures(*SIZES[:3])
+    images, items = make_images(*SIZES[:3])
     layers = range(encoder.attention(encoder.spec).num_layers)
     statistics = ("column_sums", "eos_row")
     taps = [Tap(name, heads, str(layer)) for layer in layers for name in statistics]
@@ -106,7 +106,7 @@ def test_attention_matches_eager_attention(encoder, reference, heads):
 
 def test_bfloat16_matches_transformers(encoder, build):
     """Casting pixels to the dtype of the model does not change the vectors."""
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     half = build(encoder.spec.name, dtype="bfloat16")
     name, folder = CLASSES[encoder.spec.name], encoder.spec.model
     model = getattr(transformers, f"{name}ForRetrieval").from_pretrained(
@@ -143,7 +143,7 @@ def test_scores_match_the_processor(encoder):
     A zero of the padding can exceed the scores of all real tokens, so the results are equal only
     for a single query and image, which need no padding.
     """
-    _, items = pictures(*SIZES)
+    _, items = make_images(*SIZES)
     found = encode_items(encoder, items)
     passages = [found[row].vectors[0][found[row].mask[0]] for row in range(len(SIZES))]
     encoded = encoder.encode_queries(["heat transfer in a cone", "lift"]).tokens
@@ -197,7 +197,7 @@ def test_check_rejects_tokenizer_without_query_tokens(checkpoint, tmp_path, name
 
 
 def test_keep_visual(encoder, build):
-    _, items = pictures(*SIZES)
+    _, items = make_images(*SIZES)
     visual = build(encoder.spec.name, keep="visual")
     for (rows, batch), (_, visual_batch) in zip(
         encoder.encode(items), visual.encode(items), strict=True
@@ -224,7 +224,7 @@ def test_query_prefix_and_augmentation(build, encoder):
 
 
 def test_image_query_matches_page(encoder):
-    images, items = pictures((40, 40))
+    images, items = make_images((40, 40))
     ((_, batch),) = encoder.encode(items)
     queries = encoder.encode_images([png(images[0])])
     torch.testing.assert_close(queries.tokens.vectors, batch.vectors, atol=1e-6, rtol=0)
@@ -290,7 +290,7 @@ def test_fingerprint(build, encoder):
 
 
 def test_splits_batches_that_exceed_memory(build, encoder):
-    small, (_, items) = build(encoder.spec.name), pictures(*SIZES)
+    small, (_, items) = build(encoder.spec.name), make_images(*SIZES)
     whole = {tuple(rows): batch for rows, batch in encoder.encode(items)}
     forward, sizes = small.forward, []
 
@@ -322,7 +322,7 @@ def test_splits_batches_that_exceed_memory(build, encoder):
 
 
 def test_colpali_grid(build):
-    _, items = pictures((64, 30))
+    _, items = make_images((64, 30))
     ((_, batch),) = build("colpali").encode(items)
     kind, extents = batch.kind[0], batch.extents[0]
     assert kind.tolist() == [VISUAL] * 16 + [PROMPT] * (len(kind) - 16)
@@ -346,7 +346,7 @@ def test_colpali_causal_queries(build):
 
 def test_colqwen2_grid_preserves_the_aspect_ratio(build):
     encoder = build("colqwen2", keep="visual")
-    _, items = pictures((64, 32))
+    _, items = make_images((64, 32))
     ((_, batch),) = encoder.encode(items)
     columns, rows = 4, 2  # 16 pixels per merged patch
     assert batch.lengths.tolist() == [rows * columns]
@@ -357,7 +357,7 @@ def test_colqwen2_grid_preserves_the_aspect_ratio(build):
 
 
 def test_colqwen2_rejects_narrow_images(build):
-    _, items = pictures((1, 10_000))
+    _, items = make_images((1, 10_000))
     with pytest.raises(Unreadable, match="not supported by the model"):
         list(build("colqwen2").encode(items))
 
@@ -377,7 +377,7 @@ def test_colqwen2_bidirectional(build):
 
 
 def test_colmodernvbert_tiles(build):
-    _, items = pictures((96, 64))
+    _, items = make_images((96, 64))
     ((_, batch),) = build("colmodernvbert", keep="visual").encode(items)
     extents = batch.extents[0][batch.mask[0], :4]
     assert len(extents) == 6 * 4 + 4  # 2 x 3 tiles of 2 x 2 tokens, and the downscaled image

@@ -13,7 +13,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
 from pipeline.tokens import VISUAL
 from tests.encoders.batches import encode_items
-from tests.pictures import noise, pictures, png
+from tests.images import make_images, noise, png
 
 #: Encoders by the model family of their tiny checkpoint.
 FAMILIES = {
@@ -43,7 +43,7 @@ def encoder(request, checkpoint):
 
 
 def test_tiny_images_yield_tokens(encoder):
-    images, items = pictures(*SIZES)
+    images, items = make_images(*SIZES)
     found = encode_items(encoder, items)
     for row, image in enumerate(images):
         is_visual = (found[row].kind[0] == VISUAL) & found[row].mask[0]
@@ -66,7 +66,7 @@ def test_tiny_images_keep_their_colours(encoder):
 
 @pytest.mark.parametrize("size", [(1, 300), (300, 1)])
 def test_extreme_aspect_ratios(encoder, size):
-    (image,), items = pictures(size)
+    (image,), items = make_images(size)
     if encoder.spec.name not in STRICT:
         found = encode_items(encoder, items)[0]
         assert found.lengths[0] > 0 and found.vectors.isfinite().all()

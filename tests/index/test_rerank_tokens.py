@@ -27,8 +27,8 @@ from pipeline.rerank.edje import load_adapter
 from pipeline.schema import column_metadata
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
+from tests.images import noise, png
 from tests.media import every, write_video
-from tests.pictures import noise, png
 from tests.rerank.models import edje
 
 pytestmark = pytest.mark.usefixtures("cluster")

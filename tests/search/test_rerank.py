@@ -28,7 +28,7 @@ from pipeline.schema import Composed
 from pipeline.search.map_sheets import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
-from tests.pictures import index_captioned, noise, png
+from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
 pytestmark = pytest.mark.usefixtures("cluster")

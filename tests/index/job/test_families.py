@@ -20,7 +20,7 @@ from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from tests.conftest import ROOT
-from tests.pictures import noise, png
+from tests.images import noise, png
 
 pytestmark = pytest.mark.heavy
 

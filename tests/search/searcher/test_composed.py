@@ -14,7 +14,7 @@ from pipeline.config import SpecError
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
-from tests.pictures import index_photos
+from tests.images import index_photos
 
 pytestmark = pytest.mark.heavy
 

@@ -26,7 +26,7 @@ from pipeline.serve import stages, wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec
-from tests.pictures import index_captioned, noise, png
+from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
 TEXT = "heat at the wing"

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline import Composed, open_index
 from pipeline.serve.client import Client, ServerError
-from tests.pictures import index_photos
+from tests.images import index_photos
 
 pytestmark = pytest.mark.heavy
 

@@ -1,4 +1,4 @@
-"""Synthetic images and indexes of images."""
+"""Images and indexes of images for tests."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def png(picture: Image.Image) -> bytes:
-    """Encodes an image as PNG."""
+def png(image: Image.Image) -> bytes:
+    """Returns an image encoded as PNG."""
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
-def pictures(*sizes: tuple[int, int]) -> tuple[list[Image.Image], pa.Table]:
-    """Returns images and a table of items with them."""
-    made = [noise(*size, seed=i) for i, size in enumerate(sizes)]
-    names = [f"item-{i}" for i in range(len(made))]
-    return made, pa.table({"item_id": names, "image": [png(picture) for picture in made]})
+def make_images(*sizes: tuple[int, int]) -> tuple[list[Image.Image], pa.Table]:
+    """Returns random images, and a table of items that contain them."""
+    images = [noise(*size, seed=i) for i, size in enumerate(sizes)]
+    names = [f"item-{i}" for i in range(len(images))]
+    return images, pa.table({"item_id": names, "image": [png(image) for image in images]})
 
 
 def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> dict[str, bytes]:
-    """Indexes five images, uncompressed and as eight vectors, and returns them by id."""
+    """Indexes five images, uncompressed and as eight vectors; returns them by id."""
     (folder / "photos").mkdir()
     photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
     for name, photo in photos.items():
         (folder / "photos" / name).write_bytes(photo)
-    given = {
+    spec_fields = {
         "index": str(folder / "index"),
         "source": {"name": "images", "path": str(folder / "photos")},
         "encoder": {"name": encoder, "model": model, "dtype": "float32", **fields},
@@ -51,7 +51,7 @@ def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> di
             {"compressor": {"name": "hpool", "num_vectors": 8}},
         ],
     }
-    spec = config.parse(IndexSpec, given)
+    spec = config.parse(IndexSpec, spec_fields)
     job.run(spec, IndexResources(), job="1", report=lambda line: None)
     return photos
 
@@ -59,7 +59,7 @@ def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> di
 def index_captioned(
     folder: Path, encoder: dict[str, Any], photos: dict[str, bytes], **fields: Any
 ) -> str:
-    """Indexes images as four vectors in two fragments; all but the first have captions."""
+    """Indexes images as four vectors in two fragments, all but the first with a caption."""
     folder.mkdir(exist_ok=True)
     lines = []
     for number, (name, photo) in enumerate(photos.items()):
@@ -67,7 +67,7 @@ def index_captioned(
         caption = {"caption": f"a wing with {number} engines"} if number else {}
         lines.append(json.dumps({"id": name, "image": name, **caption}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
-    given = {
+    spec_fields = {
         "index": str(folder / "index"),
         "source": {"name": "images", "path": str(folder / "rows.jsonl")},
         "encoder": encoder,
@@ -75,7 +75,7 @@ def index_captioned(
         "unit_items": 4,
         **fields,
     }
-    spec = config.parse(IndexSpec, given)
+    spec = config.parse(IndexSpec, spec_fields)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.new == len(photos)
-    return given["index"]
+    return spec_fields["index"]

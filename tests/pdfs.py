@@ -1,4 +1,4 @@
-"""Minimal PDF documents with words at given positions."""
+"""Minimal PDF documents for tests, with words at given positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Page:
-    """Page with words (x, y, string) in 10 pt Courier, in points from the lower left corner."""
+    """A page with words (x, y, string) in 10 point Courier.
+
+    Coordinates are in points from the lower left corner.
+    """
 
     words: Sequence[tuple[float, float, str]] = ()
     size: tuple[float, float] = (200.0, 100.0)
@@ -17,22 +20,22 @@ class Page:
     drawing: str = ""  # additional operators
 
     def content(self) -> bytes:
-        """Returns the content stream of the page."""
-        shown = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in self.words)
-        return f"{shown}{self.drawing}".encode()
+        """Returns the operators of the page."""
+        text = "".join(f"BT /F 10 Tf {x} {y} Td ({word}) Tj ET\n" for x, y, word in self.words)
+        return f"{text}{self.drawing}".encode()
 
 
 def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
-    """Builds a document; `forms` are form XObjects with the names /X0, /X1, ..."""
+    """Returns a document; `forms` are drawings that pages can draw by name, /X0, /X1, ..."""
     num_forms = len(forms)
     first_page = 5 + num_forms
     kids = " ".join(f"{first_page + 2 * i} 0 R" for i in range(len(pages)))
-    named = " ".join(f"/X{i} {5 + i} 0 R" for i in range(num_forms))
+    names = " ".join(f"/X{i} {5 + i} 0 R" for i in range(num_forms))
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
         f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Courier >>",
-        f"<< /Font << /F 3 0 R >> /XObject << {named} >> >>".encode(),
+        f"<< /Font << /F 3 0 R >> /XObject << {names} >> >>".encode(),
     ]
     form = "/Type /XObject /Subtype /Form /BBox [0 0 9999 9999] /Resources 4 0 R"
     objects += [_stream(drawing.encode(), form) for drawing in forms]
@@ -62,7 +65,7 @@ def _stream(content: bytes, entries: str = "") -> bytes:
 
 
 def bomb(depth: int = 12, width: int = 10) -> bytes:
-    """Builds a small document whose page draws width ** depth forms, which never terminates."""
+    """Returns a small document whose page draws width ** depth times and cannot be rendered."""
     forms = [" ".join([f"/X{i + 1} Do"] * width) for i in range(depth)]
     dot = "BT /F 1 Tf 5 5 Td (x) Tj ET 0 0 1 1 re f"
     return pdf(

@@ -1,4 +1,4 @@
-"""One file with sound: its samples, one channel, window by window."""
+"""Reads one channel of audio from a file, window by window."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ import soxr
 from pipeline.decoding import Unreadable
 from pipeline.decoding.truncation import is_truncated
 
-#: Frames of sound that are in memory together while they are resampled.
+#: Number of audio frames in memory at the same time during resampling.
 BLOCK = 1 << 16
-#: What is read around a window: a resampler looks that far to both sides.
+#: Additional audio on both sides of a window, the support of the resampling filter.
 MARGIN_SECONDS = 0.05
-#: Compressed sound is decoded from so far before a window on: the first packets only warm it up.
+#: Compressed audio is decoded from this time before a window, because the first decoded packets are
+#: distorted.
 WARM_UP_SECONDS = 0.25
-#: Times of packets are rounded; what is missing between them beyond this is silence.
+#: Timestamps of packets are rounded; only longer gaps between packets are filled with silence.
 GAP_SECONDS = 0.05
-#: Windows are divided where sound is quietest for so long; pauses between sentences are longer.
+#: Duration over which loudness is averaged to find pauses; pauses between sentences are longer.
 PAUSE_SECONDS = 0.4
-#: Loudness is measured so many times a second.
+#: Number of loudness values per second.
 LOUDNESS_RATE = 100
-#: Places at most twice as loud (3 dB) as the quietest, or digital silence, are as good as it.
-AS_QUIET, SILENCE = 2.0, (1.5 / 32768) ** 2
+#: Times with at most twice the power (3 dB) of the quietest, or digital silence, are equally good.
+QUIET_FACTOR, SILENCE = 2.0, (1.5 / 32768) ** 2
 
-#: Samples (n, channels) and the time of the first in seconds.
+#: Time of the first sample in seconds, and samples (n, channels).
 Block = tuple[float, np.ndarray]
 
 
 class SoundFile:
-    """A file that libsndfile reads: WAV, FLAC, Ogg, MP3."""
+    """An audio file read by libsndfile: WAV, FLAC, Ogg or MP3.
+
+    Args:
+        path: Path of the file.
+    """
 
     def __init__(self, path: str):
         self._file = soundfile.SoundFile(path)
@@ -44,8 +49,8 @@ class SoundFile:
         self.duration = self._file.frames / self.sample_rate
         self.is_truncated = is_truncated(path)
 
-    def is_whole(self) -> bool:
-        """Whether the last of the frames that the header tells of is there."""
+    def is_complete(self) -> bool:
+        """Returns whether the last frame declared in the header is readable."""
         try:
             self._file.seek(max(self._file.frames - 1, 0))
             return len(self._file.read(1)) == min(self._file.frames, 1)
@@ -53,7 +58,7 @@ class SoundFile:
             return False
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
-        """The sound of a stretch, or the part of it that can be read."""
+        """Yields the readable audio between two times in seconds."""
         at = max(0, math.floor(start * self.sample_rate))
         stop = min(self._file.frames, end * self.sample_rate)
         try:
@@ -72,18 +77,18 @@ class SoundFile:
         self._file.close()
 
 
-class Track:
-    """The audio track of a file that FFmpeg reads: AAC, Opus, any video.
+class AudioTrack:
+    """The audio track of a file read by FFmpeg, such as AAC, Opus or a video.
 
-    decord has a reader of tracks too, but it decodes the whole track when it opens it: 30 minutes
-    of stereo took 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, where this one takes 17 MB. It also adds
-    up the channels of stereo with a factor of 0.7 instead of their mean.
+    decord can read audio tracks, too, but decodes the entire track on opening: 30 minutes of stereo
+    take 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, compared to 17 MB here. It also downmixes stereo
+    as a sum with the factor 0.7 instead of the mean.
 
     Args:
         container: The opened file.
-        stream: Its audio stream.
-        zero: Time stamp of the beginning of the file, in seconds.
-        is_truncated: Whether the file ends before its header says it does.
+        stream: Audio stream of the file.
+        zero: Timestamp of the beginning of the file, in seconds.
+        is_truncated: Whether the file is shorter than its header specifies.
     """
 
     def __init__(
@@ -95,13 +100,13 @@ class Track:
     ):
         self.is_truncated = is_truncated
         self._container, self._stream, self._zero = container, stream, zero
-        stream.codec_context.thread_count = 1  # several processes run side by side
+        stream.codec_context.thread_count = 1  # processes run in parallel
         self.sample_rate, self.channels = stream.codec_context.rate, stream.codec_context.channels
         self.duration = self._end()
 
     def _end(self) -> float:
-        """Where the last packet ends, in seconds."""
-        for target in (1 << 62, None):  # from near its end on, if the file can be searched
+        """Returns the end of the last packet, in seconds."""
+        for target in (1 << 62, None):  # from near the end if the file is seekable
             end = 0.0
             try:
                 self._seek(target)
@@ -110,26 +115,26 @@ class Track:
                         stop = (packet.pts + (packet.duration or 0)) * packet.time_base
                         end = max(end, float(stop) - self._zero)
             except av.FFmpegError:
-                pass  # what comes before it counts
+                pass  # uses the packets before the error
             if end:
                 return end
         return 0.0
 
     def _seek(self, target: int | None) -> None:
-        """To a time stamp or the packet before it; None: to the beginning."""
+        """Seeks to a timestamp or the packet before it; None: to the beginning."""
         stream = self._stream
         if target is None:
-            # The decoder's first packets are not heard, and lie before the beginning.
+            # The first packets prime the decoder and precede the beginning.
             first = stream.start_time or 0
             try:
                 self._container.seek(first - int(1 / time_base(stream)), stream=stream)
                 return
-            except av.FFmpegError:  # MP3 has nothing before it
+            except av.FFmpegError:  # MP3 has no such packets
                 target = first
         self._container.seek(target, stream=stream, backward=True)
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
-        """The sound of a stretch, or the part of it that can be decoded; gaps are filled."""
+        """Yields the decodable audio between two times in seconds; gaps are filled with silence."""
         unit = time_base(self._stream)
         first = start - WARM_UP_SECONDS
         try:
@@ -155,14 +160,14 @@ class Track:
                 at += seconds
 
     def _frames(self) -> Iterator[av.AudioFrame]:
-        """Frames from here on; damaged packets are left out."""
+        """Yields the frames from the current position on, skipping corrupted packets."""
         packets = self._container.demux(self._stream)
         while True:
             try:
                 packet = next(packets, None)
                 if packet is None:
                     return
-            except av.FFmpegError:  # the file ends in the middle of one
+            except av.FFmpegError:  # the file ends in the middle of a packet
                 return
             try:
                 frames = packet.decode()
@@ -175,37 +180,38 @@ class Track:
         self._container.close()
 
 
-def open_sound(path: str, trust: bool = False) -> SoundFile | Track:
-    """Opens a file with audio by its content, whatever its name.
+def open_audio(path: str, trust: bool = False) -> SoundFile | AudioTrack:
+    """Opens a file with audio, detecting the format from its content.
 
     Args:
         path: Path of the file.
-        trust: Whether to skip the check that the end is there, which takes a search in FLAC.
+        trust: Whether to skip the check that the end of the file is readable, which requires a
+            search in FLAC files.
 
     Raises:
-        Unreadable: It holds no audio.
+        Unreadable: The file contains no audio.
     """
     with open(path, "rb") as content:
         head = content.read(16)
     if not head:
         raise Unreadable("empty file")
-    sound: SoundFile | Track
+    audio: SoundFile | AudioTrack
     try:
         file = SoundFile(path)
-        if trust or file.is_whole():
-            sound = file
-        else:  # libsndfile reads little of a truncated file
+        if trust or file.is_complete():
+            audio = file
+        else:  # FFmpeg reads more of a truncated file than libsndfile
             file.close()
-            sound = _open_track(path, head, "its end is missing", is_cut=True)
+            audio = _open_track(path, head, "its end is missing", is_incomplete=True)
     except soundfile.LibsndfileError as error:
-        sound = _open_track(path, head, str(error))
-    if not sound.duration:
-        sound.close()
-        raise Unreadable("no sound", "the file has a header and no samples")
-    return sound
+        audio = _open_track(path, head, str(error))
+    if not audio.duration:
+        audio.close()
+        raise Unreadable("no sound", "the file has a header but no samples")
+    return audio
 
 
-def _open_track(path: str, head: bytes, detail: str, is_cut: bool = False) -> Track:
+def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False) -> AudioTrack:
     try:
         container = av.open(path)
     except av.FFmpegError:
@@ -216,23 +222,23 @@ def _open_track(path: str, head: bytes, detail: str, is_cut: bool = False) -> Tr
         raise Unreadable(reason)
     try:
         zero = (container.start_time or 0) / av.time_base
-        return Track(container, stream, zero, is_cut or is_truncated(path))
+        return AudioTrack(container, stream, zero, is_incomplete or is_truncated(path))
     except (av.FFmpegError, ValueError) as error:
         container.close()
         raise Unreadable("damaged audio", str(error)) from None
 
 
 def audio_stream(container: av.container.InputContainer) -> av.AudioStream | None:
-    """Returns the audio stream that FFmpeg prefers, if there is one."""
+    """Returns the audio stream that FFmpeg selects by default, or None."""
     stream = container.streams.best("audio")
     return stream if isinstance(stream, av.AudioStream) else None
 
 
 def time_base(stream: av.stream.Stream) -> Fraction:
-    """Returns the unit of a stream's time stamps, in seconds.
+    """Returns the unit of the timestamps of a stream, in seconds.
 
     Raises:
-        ValueError: The stream has none.
+        ValueError: The stream has no time base.
     """
     if stream.time_base is None:
         raise ValueError("the stream has no time base")
@@ -240,73 +246,73 @@ def time_base(stream: av.stream.Stream) -> Fraction:
 
 
 def is_audio(head: bytes) -> bool:
-    """Whether a file that cannot be read begins like one with sound."""
+    """Returns whether a file begins with the signature of an audio format."""
     return head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")) or head[4:8] == b"ftyp"
 
 
 def describe(path: str) -> dict[str, Any]:
-    """`duration` in seconds, `sample_rate` and `channels`, as the file has them.
+    """Returns `duration` in seconds, `sample_rate` and `channels` of a file.
 
-    A file that ends before its header says it does has `truncated`, True.
+    Files that are shorter than their header specifies also have `truncated`, True.
     """
-    sound = open_sound(path)
-    about = _about(sound)
-    sound.close()
-    return about
+    audio = open_audio(path)
+    info = _info(audio)
+    audio.close()
+    return info
 
 
-def _about(sound: SoundFile | Track) -> dict[str, Any]:
-    about = {name: getattr(sound, name) for name in ("duration", "sample_rate", "channels")}
-    return {**about, "truncated": True} if sound.is_truncated else about
+def _info(audio: SoundFile | AudioTrack) -> dict[str, Any]:
+    info = {name: getattr(audio, name) for name in ("duration", "sample_rate", "channels")}
+    return {**info, "truncated": True} if audio.is_truncated else info
 
 
 def read_windows(
     path: str, windows: Sequence[tuple[float, float | None]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads windows of a file, one result each.
+    """Yields one result per window of a file.
 
     Args:
         path: Path of the file.
-        windows: (start, end) of each window in seconds; an end of None is the end of the file.
-        settings: `sample_rate` of the result in Hz; `border_shift`, see `to_pauses`.
+        windows: (start, end) of each window in seconds; None: the end of the file.
+        settings: `sample_rate` of the result in Hz; `border_shift`, see `shift_to_pauses`.
 
     Yields:
-        `samples` (n,) float32, the mean of the channels; `audio_start`, the time of the first in
-        seconds; `about`, the result of `describe`.
+        `samples` (n,) float32, the mean of the channels; `audio_start`, the time of the first
+        sample in seconds; `info`, the result of `describe`.
     """
-    sound, is_trusted = open_sound(path, trust=True), True
-    about = _about(sound)
+    audio, is_trusted = open_audio(path, trust=True), True
+    info = _info(audio)
     for window_start, window_end in windows:
-        end = sound.duration if window_end is None else window_end
-        start, end = to_pauses(sound, window_start, end, settings)
-        audio_start, samples = read_samples(sound, start, end, settings["sample_rate"])
-        missing = min(end, sound.duration) - start - len(samples) / settings["sample_rate"]
+        end = audio.duration if window_end is None else window_end
+        start, end = shift_to_pauses(audio, window_start, end, settings)
+        audio_start, samples = read_samples(audio, start, end, settings["sample_rate"])
+        missing = min(end, audio.duration) - start - len(samples) / settings["sample_rate"]
         if is_trusted and missing > GAP_SECONDS:
-            sound.close()
-            sound, is_trusted = open_sound(path), False
-            about, end = _about(sound), min(end, sound.duration)
-            audio_start, samples = read_samples(sound, start, end, settings["sample_rate"])
+            audio.close()
+            audio, is_trusted = open_audio(path), False
+            info, end = _info(audio), min(end, audio.duration)
+            audio_start, samples = read_samples(audio, start, end, settings["sample_rate"])
         if len(samples):
-            yield {"samples": samples, "audio_start": audio_start, "about": about}
+            yield {"samples": samples, "audio_start": audio_start, "info": info}
         else:
-            yield Unreadable("nothing in this window", f"no sound from {start:g} s to {end:g} s")
-    sound.close()
+            yield Unreadable("nothing in this window", f"no audio from {start:g} s to {end:g} s")
+    audio.close()
 
 
-def to_pauses(
-    sound: SoundFile | Track, start: float, end: float, settings: dict[str, Any]
+def shift_to_pauses(
+    audio: SoundFile | AudioTrack, start: float, end: float, settings: dict[str, Any]
 ) -> tuple[float, float]:
-    """Moves the borders of a window to pauses, so that no word and few sentences are divided.
+    """Moves the borders of a window to pauses, so that few sentences are divided.
 
-    A border depends only on the audio around it, so adjacent windows agree on it. The beginning
-    and the end of the file stay.
+    A border depends only on the audio around it, so adjacent windows agree. The beginning and the
+    end of the file are unchanged.
 
     Args:
-        sound: The audio.
+        audio: The audio.
         start: Start of the window, in seconds.
         end: End of the window, in seconds.
-        settings: `sample_rate` in Hz; `border_shift`, the maximum distance in seconds by which a
-            border moves.
+        settings: `sample_rate` in Hz; `border_shift`, the maximum displacement of a border in
+            seconds.
 
     Returns:
         The new start and end, in seconds.
@@ -314,35 +320,35 @@ def to_pauses(
     if not (reach := settings.get("border_shift", 0.0)):
         return start, end
     rate = settings["sample_rate"]
-    is_last = end > sound.duration - PAUSE_SECONDS
+    is_last = end > audio.duration - PAUSE_SECONDS
     return (
-        _pause(sound, start, reach, rate) if start > 0 else start,
-        end if is_last else _pause(sound, end, reach, rate),
+        _nearest_pause(audio, start, reach, rate) if start > 0 else start,
+        end if is_last else _nearest_pause(audio, end, reach, rate),
     )
 
 
-def _pause(sound: SoundFile | Track, at: float, reach: float, rate: int) -> float:
-    """The place nearest to `at` that is as quiet as the quietest within `reach` seconds."""
-    first, samples = read_samples(sound, max(0.0, at - reach), at + reach, rate)
+def _nearest_pause(audio: SoundFile | AudioTrack, at: float, reach: float, rate: int) -> float:
+    """Returns the time nearest to `at` that is as quiet as the quietest within `reach` seconds."""
+    first, samples = read_samples(audio, max(0.0, at - reach), at + reach, rate)
     step = rate // LOUDNESS_RATE
     power = np.square(samples[: len(samples) // step * step].reshape(-1, step)).mean(axis=1)
     width = round(PAUSE_SECONDS * LOUDNESS_RATE)
     if len(power) < width:
         return at
     power = np.convolve(power, np.full(width, 1 / width), mode="valid")
-    quiet = np.flatnonzero(power <= max(AS_QUIET * power.min(), SILENCE))
-    places = first + (quiet + width / 2) * step / rate
-    nearest = float(places[np.abs(places - at).argmin()])
+    quiet = np.flatnonzero(power <= max(QUIET_FACTOR * power.min(), SILENCE))
+    times = first + (quiet + width / 2) * step / rate
+    nearest = float(times[np.abs(times - at).argmin()])
     return at if abs(nearest - at) < 2 / LOUDNESS_RATE else nearest
 
 
 def read_samples(
-    sound: SoundFile | Track, start: float, end: float, sample_rate: int
+    audio: SoundFile | AudioTrack, start: float, end: float, sample_rate: int
 ) -> tuple[float, np.ndarray]:
-    """Returns the audio of a window; only the result and one block are in memory.
+    """Returns the audio of a window, with only the result and one block in memory.
 
     Args:
-        sound: The audio.
+        audio: The audio.
         start: Start of the window, in seconds.
         end: End of the window, in seconds.
         sample_rate: Sample rate of the result, in Hz.
@@ -350,7 +356,7 @@ def read_samples(
     Returns:
         Time of the first sample in seconds, and the samples (n,) float32.
     """
-    blocks = sound.blocks(max(0.0, start - MARGIN_SECONDS), end + MARGIN_SECONDS)
+    blocks = audio.blocks(max(0.0, start - MARGIN_SECONDS), end + MARGIN_SECONDS)
     first = next(blocks, None)
     if first is None:
         return start, np.zeros(0, np.float32)
@@ -360,7 +366,7 @@ def read_samples(
     chunks: list[np.ndarray] = []
     position = 0
     mono = (_mono(block) for _, block in itertools.chain([first], blocks))
-    for piece in _resampled(mono, sound.sample_rate, sample_rate):
+    for piece in _resample(mono, audio.sample_rate, sample_rate):
         inside = piece[max(0, skip - position) : max(0, stop - position)]
         if len(inside):
             chunks.append(inside)
@@ -372,13 +378,13 @@ def read_samples(
 
 
 def _mono(block: np.ndarray) -> np.ndarray:
-    """The mean of the channels; as a product, which is much faster."""
+    """Returns the mean of the channels, as a matrix product, which is faster than `mean`."""
     channels = block.shape[1]
     return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
 
 
-def _resampled(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:
-    """The same sound at another rate, in pieces as they come."""
+def _resample(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:
+    """Yields the audio at another sample rate, in blocks of varying size."""
     if source_rate == rate:
         yield from blocks
         return

@@ -1,4 +1,4 @@
-"""One picture: upright RGB within bounds, whatever the file holds."""
+"""Reads images: upright RGB of limited size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from PIL import Image, ImageFile
 
 from pipeline.decoding import Unreadable
 
-#: What is read, whatever a file is called. Others need programs of their own, or are no pictures.
+#: Supported formats, independent of the file name. Pillow's other formats require external programs
+#: or are not images.
 FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-#: How such files begin: one that does and cannot be opened is damaged.
-BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
-#: What every reader of pictures knows, and the schema allows.
-PASSED_ON = ("JPEG", "PNG", "WEBP")
-#: JPEG holds no longer sides.
-JPEG_SIDE = 65_500
+#: First bytes of supported formats: a file that begins with them and cannot be opened is corrupted.
+SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+#: Formats that are not re-encoded: all image readers support them, and so does the schema.
+UNCHANGED_FORMATS = ("JPEG", "PNG", "WEBP")
+#: Maximum side of a JPEG, in pixels.
+MAX_JPEG_SIDE = 65_500
 QUALITY = 95
 
 ORIENTATION = 0x0112  # the tag of EXIF
@@ -33,144 +34,151 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-Image.MAX_IMAGE_PIXELS = None  # the settings say what is too much, before anything is decoded
+Image.MAX_IMAGE_PIXELS = None  # `max_input_pixels` is checked before decoding
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def read_picture(path: str, settings: dict[str, Any]) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yields the one result of reading an image.
+def read_image(path: str, settings: dict[str, Any]) -> Iterator[dict[str, Any] | Unreadable]:
+    """Yields the result of reading an image.
 
     Args:
         path: Path of the file.
         settings: `max_pixels`, the maximum size of the result in pixels, larger images are scaled
-            down; `max_input_pixels`, images that claim more pixels are not decoded.
+            down; `max_input_pixels`, images that declare more pixels are not decoded.
     """
     with open(path, "rb") as file:
         data = file.read()
     try:
         yield decode(data, **settings)
-    except Unreadable as error:  # yielded: the next picture needs no other process
+    except Unreadable as error:  # yielded, because raising it would restart the process
         yield error
     except MemoryError:
-        yield Unreadable("out of memory", "the picture needs more than the process may take")
+        yield Unreadable("out of memory", "the image exceeds the memory limit of the process")
 
 
 def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any]:
-    """The picture that a file's bytes hold.
+    """Decodes an image.
 
-    The first frame where there are several, turned as EXIF says, on white where it is transparent.
-    Bytes that are such a picture already are passed on, once all of it has been decoded.
+    The first frame of an animation is rotated according to its EXIF orientation, and transparent
+    areas become white. Images that need no conversion are decoded for validation and returned
+    unchanged.
+
+    Args:
+        data: Content of the file.
+        max_pixels: Maximum size of the result, in pixels; larger images are scaled down.
+        max_input_pixels: Maximum size of the image, in pixels.
 
     Returns:
-        `image`: JPEG, PNG or WebP; `width` and `height` of the file's picture, upright; `frames`.
+        `image`, a JPEG, PNG or WebP; `width` and `height` of the upright original; `frames`, the
+        number of frames.
 
     Raises:
-        Unreadable: it is no picture, damaged, or claims too many pixels.
+        Unreadable: The data is not an image, is corrupted, or declares too many pixels.
     """
     if not data:
         raise Unreadable("empty file")
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
         raise
-    except Exception as error:  # damaged files make the readers raise whatever they like
-        if data.startswith(BEGINNINGS) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP"):
-            raise Unreadable("damaged image", _said(error)) from None
+    except Exception as error:  # Pillow raises many types for corrupted files
+        if data.startswith(SIGNATURES) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP"):
+            raise Unreadable("damaged image", _one_line(error)) from None
         raise Unreadable("not an image", f"starts with {data[:8]!r}") from None
-    width, height = picture.size
+    width, height = image.size
     if width * height > max_input_pixels:
         claim = f"claims {width:,} x {height:,} pixels, more than max_input_pixels"
         raise Unreadable("decompression bomb", f"{claim} ({max_input_pixels:,})")
     try:
-        return _decode(picture, data, max_pixels)
+        return _decode(image, data, max_pixels)
     except MemoryError:
         raise
     except Exception as error:
-        raise Unreadable("damaged image", _said(error)) from None
+        raise Unreadable("damaged image", _one_line(error)) from None
 
 
-def _decode(picture: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any]:
-    width, height = picture.size
+def _decode(image: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any]:
+    width, height = image.size
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     size = max(1, int(width * scale)), max(1, int(height * scale))
-    is_plain = picture.format in PASSED_ON and picture.mode == "RGB" and not is_deep_png(data)
+    is_plain = image.format in UNCHANGED_FORMATS and image.mode == "RGB" and not is_deep_png(data)
     if scale < 1:
-        picture.draft(None, size)  # a JPEG is decoded at a half, a quarter or an eighth
-    picture.load()
-    turned = orientation(picture)
-    turn = UPRIGHT.get(turned)
-    is_plain = is_plain and scale == 1 and turn is None and "transparency" not in picture.info
-    upright = evened(picture)
-    if scale < 1:  # before it is RGB on white, which takes as much memory again
+        image.draft(None, size)  # decodes a JPEG at 1/2, 1/4 or 1/8 of its size
+    image.load()
+    exif_orientation = orientation(image)
+    transpose = UPRIGHT.get(exif_orientation)
+    is_plain = is_plain and scale == 1 and transpose is None and "transparency" not in image.info
+    upright = to_averageable(image)
+    if scale < 1:  # before the conversion to RGB on white, which doubles the memory
         upright = upright.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-    upright = rgb(upright)
-    num_frames = getattr(picture, "n_frames", 1)  # behind all that reads the first
-    if turn is not None and turned >= 5:
+    upright = to_rgb(upright)
+    num_frames = getattr(image, "n_frames", 1)  # seeks, so it must follow all reads of frame 0
+    if transpose is not None and exif_orientation >= 5:
         width, height = height, width
     result = {"width": width, "height": height, "frames": num_frames}
     if is_plain and num_frames == 1:
         return {**result, "image": data}
-    if turn is not None:
-        upright = upright.transpose(turn)
-    return {**result, "image": encoded(upright)}
+    if transpose is not None:
+        upright = upright.transpose(transpose)
+    return {**result, "image": encode(upright)}
 
 
-def evened(picture: Image.Image) -> Image.Image:
-    """The picture in a mode in which pixels can be averaged: no palette, no transparent colour.
+def to_averageable(image: Image.Image) -> Image.Image:
+    """Converts an image to a mode without palette, whose pixels can be averaged.
 
     >>> grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
-    >>> evened(grey).mode, list(evened(grey).tobytes())
+    >>> to_averageable(grey).mode, list(to_averageable(grey).tobytes())
     ('L', [0, 128, 255])
     """
-    if picture.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    if picture.mode in ("1", "P", "PA") or "transparency" in picture.info:
-        return picture.convert("RGBA" if picture.has_transparency_data else "RGB")
-    return picture
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("1", "P", "PA") or "transparency" in image.info:
+        return image.convert("RGBA" if image.has_transparency_data else "RGB")
+    return image
 
 
-def rgb(picture: Image.Image) -> Image.Image:
-    """The picture in eight bits of red, green and blue; colour profiles are not applied.
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Converts an image to 8-bit RGB on white, without applying colour profiles.
 
-    >>> rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
+    >>> to_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
     """
-    if picture.mode in ("I", "F"):  # no range of their own: from the darkest to the brightest
-        values = np.nan_to_num(np.asarray(picture, np.float32), posinf=0.0, neginf=0.0)
+    if image.mode in ("I", "F"):  # without a fixed range: scaled from minimum to maximum
+        values = np.nan_to_num(np.asarray(image, np.float32), posinf=0.0, neginf=0.0)
         low, high = float(values.min()), float(values.max())
         values = (values - low) * (255 / (high - low or 1.0))
-        picture = Image.fromarray(values.round().astype(np.uint8))
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        white = Image.new("RGBA", picture.size, "white")
-        white.alpha_composite(picture)
-        picture = white
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+        image = Image.fromarray(values.round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image)
+        image = white
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def orientation(picture: Image.Image) -> int:
-    """How the picture is to be turned, 1 to 8 as in EXIF; 1 where that cannot be read."""
+def orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation of an image, 1 to 8; 1 if it cannot be read."""
     try:
-        return int(picture.getexif().get(ORIENTATION, 1))
-    except Exception:  # the picture is sound, what is said of it is not
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # corrupted EXIF data in an intact image
         return 1
 
 
 def is_deep_png(data: bytes) -> bool:
-    """Whether these are the bytes of a PNG with sixteen bits a channel."""
+    """Returns whether the data is a PNG with 16 bits per channel."""
     return data.startswith(b"\x89PNG") and data[24:25] == b"\x10"
 
 
-def encoded(picture: Image.Image) -> bytes:
-    """A picture as a JPEG with all of its colours; as a PNG if it is too long for one."""
+def encode(image: Image.Image) -> bytes:
+    """Encodes an image as JPEG without chroma subsampling, or as PNG if a side is too long."""
     buffer = io.BytesIO()
-    if max(picture.size) > JPEG_SIDE:
-        picture.save(buffer, "PNG")
+    if max(image.size) > MAX_JPEG_SIDE:
+        image.save(buffer, "PNG")
     else:
-        picture.info.clear()  # profiles and comments of the source do not fit what it is now
-        picture.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
+        image.info.clear()  # profiles and comments do not apply to the converted image
+        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
     return buffer.getvalue()
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

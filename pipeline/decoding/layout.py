@@ -1,4 +1,4 @@
-"""The order in which the parts of a page are read: columns of text, and rows of tables."""
+"""The reading order of a page, with columns of text and tables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-#: Longest cell in words, where nothing else tells a table from columns of text.
-SHORT_CELL = 4
-#: Lines of at least so many words that fill so much of their column are prose.
-PROSE_WORDS, PROSE_FILL = 4, 0.7
-#: Share of cells that are there in a table without an empty cell or a cell of two lines, nearly.
-FULL = 0.85
-#: Between rows of a table there is so much more space than between lines of a cell, in heights of
-#: a line; rows have so many lines at most on average.
-STRIPE, MOST_LINES = 0.3, 8
+#: Maximum number of words of a table cell, unless other criteria identify the table.
+MAX_CELL_WORDS = 4
+#: Minimum number of words of a line of prose, and the minimum share of the column width it fills.
+MIN_PROSE_WORDS, MIN_PROSE_FILL = 4, 0.7
+#: Minimum share of non-empty cells in a table whose rows are single lines.
+MIN_FILLED_CELLS = 0.85
+#: Minimum space between rows of a table beyond the space between lines of a cell, in line heights,
+#: and the maximum mean number of lines per row.
+MIN_ROW_GAP, MAX_LINES_PER_ROW = 0.3, 8
 
 Item = TypeVar("Item")
 
@@ -29,8 +29,8 @@ class TextLine(Generic[Item]):
 
     Attributes:
         box: x0 y0 x1 y1 in [0, 1] of the page.
-        text: its words.
-        item: what it stands for.
+        text: Words of the line.
+        item: Object that the line represents.
     """
 
     box: np.ndarray
@@ -39,23 +39,23 @@ class TextLine(Generic[Item]):
 
     @property
     def num_words(self) -> int:
-        """The number of words; dot leaders are none."""
+        """Number of words; dot leaders do not count."""
         return sum(any(c.isalnum() for c in word) for word in self.text.split())
 
     @property
     def is_numeric(self) -> bool:
-        """Whether most of its characters are digits and signs, as in "$ 1,299.00" or "5.3**"."""
+        """True if most characters are digits or signs, as in "$ 1,299.00" or "5.3**"."""
         return 2 * sum(c.isalpha() for c in self.text) < len(self.text.replace(" ", ""))
 
 
-#: Lines of text one below the other.
+#: Lines of text from top to bottom.
 Block = Sequence[TextLine[Item]]
-#: The items of a row: one line of text, or the cells of a row of a table.
+#: Items of a row: a line of text, or the cells of a table row.
 LayoutRow = list[Item]
 
 
 def is_right_to_left(text: str) -> bool:
-    """Whether most letters belong to scripts that are read from the right."""
+    """Returns whether most letters belong to right-to-left scripts."""
     directions = Counter(map(unicodedata.bidirectional, text))
     return directions["R"] + directions["AL"] > directions["L"]
 
@@ -65,25 +65,28 @@ def reading_order(
 ) -> list[list[LayoutRow[Item]]]:
     """Returns blocks in reading order, by recursive cuts along white space.
 
-    Columns of text are read one after the other, then from the top. Columns of a table are read
-    together, row by row (`_table_rows`). Where a stretch has neither kind of gap its blocks stay
-    in the order in which they are given.
+    Columns of text are read one after the other, and then from top to bottom. Columns of a table
+    are read together, row by row. Blocks without a gap between them keep the given order.
+
+    Args:
+        blocks: Blocks of lines.
+        from_right: Whether columns are read from right to left.
 
     >>> def block(text, x0, x1, y, step=0.1):
     ...     boxes = ([x0, y + step * i, x1, y + step * i + 0.05] for i in range(9))
     ...     return [TextLine(np.array(b), t, t) for b, t in zip(boxes, text.split("|"))]
     >>> left = block("a column of|text in lines", 0.1, 0.4, 0.3)
-    >>> right = block("goes on in|the second", 0.5, 0.8, 0.3)
+    >>> right = block("continues in|the second", 0.5, 0.8, 0.3)
     >>> reading_order([right, left, block("title", 0.1, 0.9, 0.1)])
-    [[['title']], [['a column of'], ['text in lines']], [['goes on in'], ['the second']]]
+    [[['title']], [['a column of'], ['text in lines']], [['continues in'], ['the second']]]
     >>> reading_order([left, block("12|15.5", 0.5, 0.6, 0.3)])
     [[['a column of', '12'], ['text in lines', '15.5']]]
     """
     if len(blocks) < 2:
         return [[[line.item] for line in block] for block in blocks]
     boxes = np.stack([_hull(block) for block in blocks])
-    for axis, least in ((0, 0.012), (1, 0.0)):
-        groups = _cut(boxes[:, axis], boxes[:, axis + 2], least)
+    for axis, min_gap in ((0, 0.012), (1, 0.0)):
+        groups = _split_at_gap(boxes[:, axis], boxes[:, axis + 2], min_gap)
         if len(groups) > 1:
             first, second = ([blocks[i] for i in group] for group in groups)
             if axis == 0 and (table := _table(first, second, from_right)):
@@ -99,12 +102,15 @@ def _hull(block: Block) -> np.ndarray:
     return np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
 
 
-def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
-    """Indices of intervals in two groups, apart at the widest gap; one group if there is none."""
+def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[list[int]]:
+    """Returns the indices of intervals in two groups, or in one group if there is no gap.
+
+    The groups are divided at the widest gap.
+    """
     order = np.argsort(starts, kind="stable")
     gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
     widest = int(gaps.argmax())
-    if gaps[widest] <= least:
+    if gaps[widest] <= min_gap:
         return [order.tolist()]
     return [sorted(group.tolist()) for group in np.split(order, [widest + 1])]
 
@@ -112,7 +118,7 @@ def _cut(starts: np.ndarray, ends: np.ndarray, least: float) -> list[list[int]]:
 def _table(
     left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
 ) -> list[list[LayoutRow[Item]]] | None:
-    """The rows of what stands on both sides of a gap, as one block; None if it is no table."""
+    """Returns the rows of the lines on both sides of a gap as one block, or None if not a table."""
     sides = [[line for block in side for line in block] for side in (left, right)]
     lines = sides[0] + sides[1]
     column = dict(zip(map(id, lines), _columns(lines), strict=True))
@@ -130,29 +136,29 @@ def _table(
 
 
 def _is_table(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> bool:
-    """Whether two sides of a gap are columns of one table: their lines form rows of short cells.
+    """Returns whether the sides of a gap are columns of one table, with short cells in shared rows.
 
-    Lines of two columns of text may stand at equal heights too, but they are longer, and neither
-    column is of numbers.
+    Lines of two text columns may have equal heights, too, but they are longer, and neither column
+    consists of numbers.
     """
-    shared = _shared(sides, rows)
+    shared = _num_shared(sides, rows)
     per_side = [len(_rows(side)) for side in sides]
     if shared < max(2, 0.75 * min(per_side), 0.4 * max(per_side)):
         return False
     lines = [*sides[0], *sides[1]]
     if any(np.mean([line.is_numeric for line in side]) > 0.5 for side in sides):
-        # Beside a column of text the numbers may be those of a chart.
+        # Numbers next to a column of text may belong to a chart.
         return shared >= 0.7 * max(per_side) or not _num_prose(lines)
-    is_short = np.mean([line.num_words <= SHORT_CELL for line in lines]) >= 0.75
+    is_short = np.mean([line.num_words <= MAX_CELL_WORDS for line in lines]) >= 0.75
     # Two columns of a few short lines may be lists or addresses.
     is_long = len(rows) >= (3 if max(_columns(lines)) > 1 else 5)
     return bool(is_short and is_long and _is_full(rows))
 
 
 def _is_full(rows: Sequence[Sequence[TextLine]]) -> bool:
-    """Whether nearly all rows have a cell in each column."""
+    """Returns whether nearly all rows have a cell in each column."""
     lines = [line for row in rows for line in row]
-    return len(lines) >= FULL * len(rows) * (1 + max(_columns(lines)))
+    return len(lines) >= MIN_FILLED_CELLS * len(rows) * (1 + max(_columns(lines)))
 
 
 def _is_banded(
@@ -160,24 +166,24 @@ def _is_banded(
     rows: Sequence[Sequence[TextLine]],
     bands: Sequence[Sequence[TextLine]],
 ) -> bool:
-    """Whether white stripes divide both sides at equal heights, into rows of cells of some lines.
+    """Returns whether white space divides both sides into the same rows of multi-line cells.
 
-    One column may be of prose, such as definitions; two are columns of text.
+    One column may be prose, such as definitions; two columns of prose are columns of text.
     """
-    shared = _shared(sides, bands)
-    is_of_cells = len(bands) < len(rows) <= MOST_LINES * len(bands)
+    shared = _num_shared(sides, bands)
+    has_cells = len(bands) < len(rows) <= MAX_LINES_PER_ROW * len(bands)
     is_shared = shared >= 3 and shared >= 0.75 * len(bands)
-    return is_of_cells and is_shared and _num_prose([*sides[0], *sides[1]]) < 2
+    return has_cells and is_shared and _num_prose([*sides[0], *sides[1]]) < 2
 
 
-def _shared(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> int:
-    """The number of rows with lines of both sides."""
+def _num_shared(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> int:
+    """Returns the number of rows with lines on both sides."""
     left = {id(line) for line in sides[0]}
     return sum(0 < sum(id(line) in left for line in row) < len(row) for row in rows)
 
 
 def _num_prose(lines: Sequence[TextLine]) -> int:
-    """The number of columns of prose: most of their words stand in long lines that fill them."""
+    """Returns the number of prose columns, in which long lines contain most of the words."""
     columns: dict[int, list[TextLine]] = {}
     for line, number in zip(lines, _columns(lines), strict=True):
         columns.setdefault(number, []).append(line)
@@ -188,12 +194,12 @@ def _is_prose(column: Sequence[TextLine]) -> bool:
     x0, _, x1, _ = _hull(column)
     words = np.array([line.num_words for line in column])
     fill = np.array([line.box[2] - line.box[0] for line in column]) / (x1 - x0)
-    is_full = (words >= PROSE_WORDS) & (fill >= PROSE_FILL)
+    is_full = (words >= MIN_PROSE_WORDS) & (fill >= MIN_PROSE_FILL)
     return is_full.sum() > 1 and words @ is_full >= 0.5 * words.sum()
 
 
 def _rows(lines: Sequence[TextLine[Item]]) -> list[list[TextLine[Item]]]:
-    """Lines of equal height on the page together, from the top."""
+    """Groups lines at equal heights into rows, from top to bottom."""
     ordered = sorted(lines, key=lambda line: line.box[1] + line.box[3])
     rows: list[list[TextLine[Item]]] = []
     for line in ordered:
@@ -205,7 +211,7 @@ def _rows(lines: Sequence[TextLine[Item]]) -> list[list[TextLine[Item]]]:
 
 
 def _is_beside(row: Sequence[TextLine], line: TextLine) -> bool:
-    """Whether a line stands in a row: at its height, and beside all that is in it."""
+    """Returns whether a line is at the height of a row without overlapping its lines."""
     middles = [(other.box[1] + other.box[3]) / 2 for other in row]
     height = min(line.box[3] - line.box[1], *(other.box[3] - other.box[1] for other in row))
     is_level = (line.box[1] + line.box[3]) / 2 - np.mean(middles) <= 0.3 * height
@@ -215,13 +221,13 @@ def _is_beside(row: Sequence[TextLine], line: TextLine) -> bool:
 
 
 def _bands(rows: Sequence[list[TextLine[Item]]]) -> list[list[TextLine[Item]]]:
-    """Rows together between which there is no more space than between lines of a cell."""
+    """Merges rows with no more space between them than between the lines of a cell."""
     tops = np.array([min(line.box[1] for line in row) for row in rows])
     ends = np.array([max(line.box[3] for line in row) for row in rows])
     gaps = tops[1:] - np.maximum.accumulate(ends)[:-1]
     if not len(gaps):
         return [[*row] for row in rows]
-    is_wide = gaps > np.quantile(gaps, 0.25) + STRIPE * np.median(ends - tops)
+    is_wide = gaps > np.quantile(gaps, 0.25) + MIN_ROW_GAP * np.median(ends - tops)
     bands: list[list[TextLine[Item]]] = [[]]
     for row, starts_band in zip(rows, [False, *is_wide], strict=True):
         if starts_band:
@@ -231,7 +237,7 @@ def _bands(rows: Sequence[list[TextLine[Item]]]) -> list[list[TextLine[Item]]]:
 
 
 def _columns(lines: Sequence[TextLine]) -> list[int]:
-    """The number of the column of each line; white space divides columns."""
+    """Returns the column number of each line; columns are divided by white space."""
     boxes = np.stack([line.box for line in lines])
     order = np.argsort(boxes[:, 0], kind="stable")
     is_new = boxes[order, 0][1:] > np.maximum.accumulate(boxes[order, 2])[:-1]

@@ -1,4 +1,4 @@
-"""One PDF: its pages' words with boxes, and their images."""
+"""Reads the words of PDF pages with their boxes, and renders pages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pypdfium2.raw as raw
 from pipeline.decoding import Unreadable
 from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 
-#: What PDFium says when a document cannot be opened.
+#: Reasons of PDFium's error codes when opening a document.
 OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
 
-#: A document is opened anew after so many pages: PDFium keeps what it has read of it.
-PAGES_AN_OPENING = 100
+#: Number of pages after which a document is reopened, because PDFium caches what it reads.
+PAGES_PER_OPENING = 100
 
-#: What stands for a hyphen at the end of a line whose word goes on in the next.
+#: Code of a hyphen at the end of a line whose word continues in the next line.
 HYPHEN = 0x02
 
-#: Codes that stand between words: white space, controls, and what is no character.
+#: Codes that separate words: white space, control characters and non-characters.
 _BREAKS = frozenset(
     code for code in range(0x10000) if code < 32 or chr(code).isspace() or code >= 0xFFFE
 )
@@ -34,7 +34,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
     """Opens a PDF.
 
     Raises:
-        Unreadable: it is no PDF, damaged, encrypted, or has no page.
+        Unreadable: The file is not a PDF, is corrupted or encrypted, or has no pages.
     """
     with open(path, "rb") as file:
         head = file.read(1024)
@@ -45,7 +45,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
     try:
         document = pdfium.PdfDocument(path)
     except pdfium.PdfiumError as error:
-        # PDFium's error of a file without pages is "Success".
+        # PDFium reports "Success" for a file without pages.
         reason = "no pages" if "Success" in str(error) else None
         reason = reason or OPEN_ERRORS.get(getattr(error, "err_code", 0), "damaged PDF")
         raise Unreadable(reason, str(error)) from None
@@ -55,7 +55,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """How many pages a document has, and its title or None."""
+    """Returns the number of pages of a document as `num_pages`, and its `title` or None."""
     document = open_document(path)
     title = " ".join(document.get_metadata_value("Title").split())
     return {"num_pages": len(document), "title": title or None}
@@ -64,18 +64,18 @@ def describe(path: str) -> dict[str, Any]:
 def read_pages(
     path: str, numbers: list[int], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads pages, one result each.
+    """Yields one result per page.
 
     Args:
         path: Path of the file.
         numbers: Page numbers, from 1.
-        settings: `text`, whether to read the words; `image`, whether to render the page, "no text"
-            only if it has no words; `dpi`, the resolution of the image; `max_pixels`, the maximum
-            size of the image in pixels, larger ones are scaled down.
+        settings: `text`, whether to read the words; `image`, whether to render the page, or "no
+            text" to render it only if it has no words; `dpi`, the resolution of the image;
+            `max_pixels`, the maximum size of the image in pixels, larger ones are scaled down.
     """
-    for first in range(0, len(numbers), PAGES_AN_OPENING):
+    for first in range(0, len(numbers), PAGES_PER_OPENING):
         document = open_document(path)
-        for number in numbers[first : first + PAGES_AN_OPENING]:
+        for number in numbers[first : first + PAGES_PER_OPENING]:
             try:
                 page = document[number - 1]
                 yield read_page(page, document.get_page_label(number - 1), settings)
@@ -83,16 +83,21 @@ def read_pages(
             except pdfium.PdfiumError as error:
                 yield Unreadable("damaged page", str(error))
             except MemoryError:
-                yield Unreadable("out of memory", "the page needs more than the process may take")
+                yield Unreadable("out of memory", "the page exceeds the memory limit")
         document.close()
 
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What is asked for of a page.
+    """Returns the requested content of a page.
+
+    Args:
+        page: The page.
+        label: Label of the page.
+        settings: See `read_pages`.
 
     Returns:
-        `label`, `size` in points as displayed, `num_objects`; `text`, `word_spans` (W, 2) int32 and
-        `word_boxes` (W, 4) float32 as in `page_words`; `image`, a JPEG, if it was drawn.
+        `label`; `size` in points as displayed; `num_objects`; `text`, `word_spans` (W, 2) int32 and
+        `word_boxes` (W, 4) float32, see `page_words`; `image`, a JPEG, if the page was rendered.
     """
     result = {
         "label": label or None,
@@ -101,14 +106,20 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
     }
     if settings["text"]:
         result["text"], result["word_spans"], result["word_boxes"] = page_words(page)
-    wanted = settings["image"]
-    if wanted is True or (wanted == "no text" and not result["text"] and result["num_objects"]):
+    mode = settings["image"]
+    if mode is True or (mode == "no text" and not result["text"] and result["num_objects"]):
         result["image"] = render(page, settings["dpi"], settings["max_pixels"])
     return result
 
 
 def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
-    """The page as a JPEG, as displayed: rotated, and cut to its crop box."""
+    """Renders a page as a JPEG, as displayed: rotated, and clipped to its crop box.
+
+    Args:
+        page: The page.
+        dpi: Resolution, in pixels per inch.
+        max_pixels: Maximum size of the image, in pixels; larger images are scaled down.
+    """
     width, height = page.get_size()
     scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5)
     image = page.render(scale=scale).to_pil().convert("RGB")
@@ -118,18 +129,18 @@ def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
 
 
 def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
-    """The words of a page in reading order.
+    """Returns the words of a page in reading order.
 
-    Lines and rows of tables end with a line break, blocks of them with two. A word that a hyphen
-    divides between two lines is one word of the text and two boxed parts.
+    Lines and table rows end with a line break, and blocks with two. A word that is hyphenated at
+    the end of a line is one word of the text with two boxes.
 
     Returns:
-        (text, spans, boxes): for each boxed part its characters in the text, (W, 2) int32, and its
-        box x0 y0 x1 y1, (W, 4) float32, in [0, 1] of the displayed page from its upper left corner.
-        Words that lie outside of the page are left out.
+        (text, spans, boxes): the text; for each box its characters in the text, (W, 2) int32; the
+        boxes x0 y0 x1 y1, (W, 4) float32, in [0, 1] of the displayed page from its upper left
+        corner. Words outside of the page are omitted.
     """
-    codes, corners = characters(page)
-    boxes = displayed(page, corners)
+    codes, corners = read_characters(page)
+    boxes = to_display_boxes(page, corners)
     lines = _lines(codes, boxes)
     text, length = [], 0
     spans, piece_boxes = [], []
@@ -152,31 +163,40 @@ def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
     )
 
 
-def characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
-    """The characters of a page in the order in which it draws them.
+def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the characters of a page in drawing order.
 
     Returns:
-        (codes, corners): (n,) code points, and (n, 4) left, top, right, bottom in points; of a word
-        the first and the last character have them, the others zeros: asking takes most of the time.
+        (codes, corners): code points (n,), and left, top, right, bottom in points (n, 4). Only the
+        first and last character of each word have corners, others are zero, because querying them
+        takes most of the time.
     """
     textpage = page.get_textpage()
     number = textpage.count_chars()
     codes = np.array([raw.FPDFText_GetUnicode(textpage, i) for i in range(number)], np.int64)
     in_word = ~np.isin(codes, list(_BREAKS))
-    before, behind = np.r_[False, in_word[:-1]], np.r_[in_word[1:], False]
+    previous, following = np.r_[False, in_word[:-1]], np.r_[in_word[1:], False]
     rectangles = (raw.FS_RECTF * number)()
     pointer, size = ctypes.POINTER(raw.FS_RECTF), ctypes.sizeof(raw.FS_RECTF)
-    # Loose boxes have the font's height: words of a line look alike.
-    for i in np.flatnonzero(in_word & ~(before & behind)).tolist():
+    # Loose boxes have the height of the font, so all words of a line have the same height.
+    for i in np.flatnonzero(in_word & ~(previous & following)).tolist():
         at = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
         raw.FPDFText_GetLooseCharBox(textpage, i, at)
     corners = np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(np.float64)
     return codes, corners
 
 
-def displayed(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
-    """(n, 4) left, top, right, bottom in points -> x0 y0 x1 y1 in [0, 1] of the displayed page."""
-    unit, far = 10**8, 1000.0  # of a device so fine that its whole pixels do not matter
+def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
+    """Converts boxes in points to [0, 1] of the displayed page.
+
+    Args:
+        page: The page.
+        corners: (n, 4) left, top, right, bottom in points.
+
+    Returns:
+        (n, 4) x0 y0 x1 y1.
+    """
+    unit, far = 10**8, 1000.0  # a device resolution that makes rounding errors negligible
     x, y = ctypes.c_int(), ctypes.c_int()
 
     def at(point_x: float, point_y: float) -> np.ndarray:
@@ -190,12 +210,13 @@ def displayed(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
     return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)
 
 
-Piece = tuple[str, np.ndarray, bool]  # the string, its box, whether it goes on the piece before it
+#: String, box, and whether the piece continues the previous one.
+Piece = tuple[str, np.ndarray, bool]
 Line = list[Piece]
 
 
 def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
-    """Lines of words as the page draws them; what is not to be seen is left out."""
+    """Returns lines of words in drawing order, without invisible words."""
     lines: list[Line] = [[]]
     letters: list[str] = []
     first = 0
@@ -204,19 +225,20 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
     def end(stop: int) -> None:
         if not letters:
             return
-        own = boxes[first:stop]
-        own = own[(own[:, 2] > own[:, 0]) | (own[:, 3] > own[:, 1])]  # generated ones have none
+        corners = boxes[first:stop]
+        # Generated characters have empty boxes.
+        corners = corners[(corners[:, 2] > corners[:, 0]) | (corners[:, 3] > corners[:, 1])]
         string = "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         letters.clear()
-        if not len(own):
+        if not len(corners):
             return
-        box = np.concatenate([own[:, :2].min(axis=0), own[:, 2:].max(axis=0)])
+        box = np.concatenate([corners[:, :2].min(axis=0), corners[:, 2:].max(axis=0)])
         if (box[2:] > 0).all() and (box[:2] < 1).all():
             lines[-1].append((string, box.clip(0, 1), joins and bool(lines[-1])))
 
     for i, code in enumerate(codes.tolist()):
         character = chr(code)
-        if code in _BREAKS:  # some fonts have a space of their own
+        if code in _BREAKS:
             end(i)
             joins = code == HYPHEN
             if character in "\r\n" and lines[-1]:
@@ -230,20 +252,20 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
 
 
 def _blocks(lines: list[Line]) -> list[list[TextLine[Line]]]:
-    """Runs of lines that the page draws one below the other."""
+    """Groups consecutive lines that are drawn below each other."""
     blocks: list[list[TextLine[Line]]] = []
     for line in lines:
         boxes = np.stack([box for _, box, _ in line])
         box = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
-        this = TextLine(box, " ".join(string for string, _, _ in line), line)
+        text_line = TextLine(box, " ".join(string for string, _, _ in line), line)
         if blocks:
             block = blocks[-1]
-            before = block[-1].box
-            height = max(box[3] - box[1], before[3] - before[1], 1e-6)
-            is_below = -0.5 * height < box[1] - before[3] < 0.8 * height
+            previous = block[-1].box
+            height = max(box[3] - box[1], previous[3] - previous[1], 1e-6)
+            is_below = -0.5 * height < box[1] - previous[3] < 0.8 * height
             left, right = min(other.box[0] for other in block), max(o.box[2] for o in block)
             if is_below and min(box[2], right) > max(box[0], left):
-                block.append(this)
+                block.append(text_line)
                 continue
-        blocks.append([this])
+        blocks.append([text_line])
     return blocks

@@ -1,4 +1,4 @@
-"""Processes that read untrusted files, with limits of time and memory: the parent's side."""
+"""The client of decoding processes, which read untrusted files with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from pipeline.config import Spec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.serve import send
 
-#: Reasons that may be temporary: the next run retries such items.
+#: Reasons that may be temporary: the next run retries items rejected with them.
 RETRYABLE = ("timed out", "out of memory", "unreadable")
 
-#: Time limit of starting the process, long enough for a busy machine.
+#: Time limit of starting a process, sufficient for a busy machine.
 START_SECONDS = 120.0
-#: The C library keeps the memory of an image for the next one. By default it gives blocks of that
-#: size back to the kernel, and a fifth of the time goes into getting and clearing them again.
-#: One heap for all threads: a decoder's threads free what others took, and with a heap for each
-#: the memory of a long video grows by a fifth.
+#: Environment that makes glibc reuse the memory of large results. By default, glibc returns blocks
+#: of the size of an image to the kernel, and allocating and clearing them takes a fifth of the
+#: decoding time. All threads share one arena, because the threads of a decoder free each other's
+#: memory; separate arenas increase the memory of a long video by a fifth.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
     "MALLOC_ARENA_MAX": "1",
 }
-#: The same for the process that asks, in glibc's numbers: never a mapping of its own for a block.
-M_TRIM_THRESHOLD, M_MMAP_MAX, KEPT_BYTES = -1, -4, 512 << 20
-#: Size of the pipe: how far the process may be ahead of its reader.
+#: The same for the client, as glibc constants: large blocks are not allocated with mmap.
+M_TRIM_THRESHOLD, M_MMAP_MAX, TRIM_BYTES = -1, -4, 512 << 20
+#: Size of the pipe, and thus the maximum lead of the process over its reader.
 PIPE_BYTES = 1 << 20
 
-#: Files that a process reads before it is replaced. Video decoders leak memory, about 50 kB per
-#: short clip, and the memory limit would be reached without any file being at fault.
+#: Number of files that a process reads before it is replaced. Video decoders leak memory, about 50
+#: kB per short clip, which would reach the memory limit without any file being at fault.
 FILES_PER_PROCESS = 1000
 
 _ROOT = str(Path(__file__).parents[2])
@@ -54,16 +54,16 @@ _processes = threading.local()
 
 
 class PipedProcess:
-    """A Python process and the pipes to its standard input and output.
+    """A Python process with pipes to its standard input and output.
 
     Args:
-        arguments: Command line of the Python interpreter, such as `-m` and a module.
+        arguments: Command line arguments of the Python interpreter, such as `-m` and a module.
         environment: Environment variables in addition to those of this process.
         options: Further options of `subprocess.Popen`.
 
     Attributes:
         stdin: Pipe to the standard input of the process.
-        stdout: Pipe from its standard output.
+        stdout: Pipe from the standard output of the process.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class PipedProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Returns whether the process has ended."""
+        """Returns whether the process has exited."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kills the process, without waiting for its end."""
+        """Kills the process without waiting for its exit."""
         self._process.kill()
 
     def wait(self) -> int:
-        """Waits for the end of the process, and returns its exit code."""
+        """Waits for the process to exit, and returns its exit code."""
         return self._process.wait()
 
     def close(self) -> None:
-        """Kills the process, waits for its end, and closes the pipes."""
+        """Kills the process, waits for its exit, and closes the pipes."""
         self.kill()
         self.wait()
         with contextlib.suppress(OSError):
@@ -113,24 +113,21 @@ class PipedProcess:
 
 
 class Limits(Spec):
-    """Limits of reading one result: a page, an image, the frames of a window.
-
-    Attributes:
-        seconds: Time limit, in seconds.
-        memory_bytes: Maximum size of the address space of the process, in bytes.
-    """
+    """Limits of reading one result, such as a page, an image or the frames of a window."""
 
     seconds: float = Field(30.0, gt=0, le=86_400)
+    """Time limit, in seconds."""
     memory_bytes: int = Field(4 << 30, ge=256 << 20)
+    """Maximum size of the address space of the process, in bytes."""
 
 
 class DecodingProcess:
-    """A process that reads files of one kind; it is started on demand and restarted if it dies.
+    """A process that reads files of one format, started on demand and restarted after a crash.
 
-    It serves one thread (see `decoding_process`) and ends with this object.
+    An instance serves one thread (see `decoding_process`). The process ends with the instance.
 
     Args:
-        module: The module of `pipeline.decoding` that it runs.
+        module: Name of the module of `pipeline.decoding` that the process runs.
         limits: Limits per result.
     """
 
@@ -140,45 +137,54 @@ class DecodingProcess:
         self._num_requests = 0
 
     def call(self, function: str, *arguments: Any) -> dict[str, Any]:
-        """Returns the one result of a function of the module.
+        """Calls a function of the module that returns one result.
+
+        Args:
+            function: Name of the function.
+            arguments: Arguments, JSON values.
 
         Raises:
-            Unreadable: The file cannot be read, or the process died or timed out.
+            Unreadable: The file cannot be read, or the process crashed or timed out.
         """
         reply = self._reply(self._request(function, *arguments))
         if "reason" in reply:
-            self.stop()  # a library may keep its last error, and tell of it with the next file
+            self.stop()  # libraries may report the error again with the next file
             raise Unreadable(reply["reason"], reply["detail"])
         return reply
 
     def stream(
         self, number: int, function: str, *arguments: Any
     ) -> Iterator[dict[str, Any] | Unreadable]:
-        """Yields the `number` results of a generator function of the module.
+        """Calls a generator function of the module, and yields its results.
 
-        After a crash, a timeout or an error of the whole file, the remaining results are errors.
+        After a crash, a timeout or an error of the entire file, all remaining results are errors.
+
+        Args:
+            number: Number of results.
+            function: Name of the function.
+            arguments: Arguments, JSON values.
         """
-        waiting = number
+        num_remaining = number
         try:
             process = self._request(function, *arguments)
-            while waiting:
+            while num_remaining:
                 try:
                     reply = self._reply(process)
                 except Unreadable as error:
                     reply = {**vars(error), "is_last": True}
                 if "reason" not in reply:
-                    waiting -= 1
+                    num_remaining -= 1
                     yield reply
                     continue
-                for _ in range(waiting if reply["is_last"] else 1):
-                    waiting -= 1
+                for _ in range(num_remaining if reply["is_last"] else 1):
+                    num_remaining -= 1
                     yield Unreadable(reply["reason"], reply["detail"])
         finally:
-            if waiting:  # the reader stopped early: later replies would be taken for other results
+            if num_remaining:  # the caller stopped early, and later replies would be misattributed
                 self.stop()
 
     def stop(self) -> None:
-        """Kills the process; the next request starts another."""
+        """Kills the process; the next request starts a new one."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -202,16 +208,16 @@ class DecodingProcess:
             bufsize=0,
         )
         self._process, self._num_requests = process, 1
-        with contextlib.suppress(OSError):  # it reads the next result while one is processed
+        with contextlib.suppress(OSError):  # lets the process read ahead
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._read(process, 1, time.monotonic() + START_SECONDS)  # not in the time of a file
+        self._read(process, 1, time.monotonic() + START_SECONDS)  # excluded from the time limit
         return process
 
     def _reply(self, process: PipedProcess) -> dict[str, Any]:
         """Returns the next reply.
 
         Raises:
-            Unreadable: The process died or timed out, and is stopped.
+            Unreadable: The process crashed or timed out; it is stopped.
         """
         deadline = time.monotonic() + self.limits.seconds
         try:
@@ -222,14 +228,14 @@ class DecodingProcess:
                 data = self._read(process, size, deadline)
                 reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
         except (ValueError, TypeError, RecursionError) as error:
-            self.stop()  # a file may have taken the process over
+            self.stop()  # a file may have compromised the process
             raise Unreadable("crashed", f"a malformed reply ({error})") from None
         return reply
 
     def _read(self, process: PipedProcess, length: int, deadline: float) -> memoryview:
-        if not 0 <= length <= self.limits.memory_bytes:  # more than the process can hold
+        if not 0 <= length <= self.limits.memory_bytes:  # exceeds the memory of the process
             raise ValueError(f"of {length:,} bytes")
-        view = np.empty(length, np.uint8).data  # not cleared first: frames are large
+        view = np.empty(length, np.uint8).data  # uninitialised, because frames are large
         stream = process.stdout.fileno()
         done = 0
         with selectors.DefaultSelector() as selector:
@@ -238,11 +244,11 @@ class DecodingProcess:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     self.stop()
                     raise Unreadable("timed out", f"more than {self.limits.seconds:g} s")
-                if not (some := os.readv(stream, [view[done : done + PIPE_BYTES]])):
+                if not (num_read := os.readv(stream, [view[done : done + PIPE_BYTES]])):
                     code = process.wait()
                     self.stop()
-                    raise Unreadable("crashed", f"the library that reads it ended with code {code}")
-                done += some
+                    raise Unreadable("crashed", f"the decoding process exited with code {code}")
+                done += num_read
         return view
 
     def __del__(self) -> None:
@@ -250,20 +256,25 @@ class DecodingProcess:
 
 
 def keep_memory() -> None:
-    """Lets this process keep the memory of large results, Arrow's too, for the next ones.
+    """Makes this process reuse the memory of large results, including Arrow buffers.
 
-    Asking the kernel for the memory of the frames of a window, and having it cleared, can take as
-    long as a fifth of decoding them. Does nothing where the C library cannot.
+    Allocating and clearing the memory of the frames of a window can take a fifth of the decoding
+    time. Has no effect with C libraries other than glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
         pa.set_memory_pool(pa.system_memory_pool())
 
 
 def decoding_process(module: str, limits: Limits) -> DecodingProcess:
-    """Returns the process of this thread that runs a module with these limits."""
+    """Returns this thread's process for a module and limits.
+
+    Args:
+        module: Name of the module of `pipeline.decoding`.
+        limits: Limits per result.
+    """
     processes = _processes.__dict__.setdefault("by_module", {})
     if (module, limits) not in processes:
         processes[module, limits] = DecodingProcess(module, limits)

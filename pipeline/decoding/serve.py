@@ -1,8 +1,8 @@
-"""The process in which files are read: `python -m pipeline.decoding.serve MODULE MEMORY_BYTES`.
+"""The decoding process: `python -m pipeline.decoding.serve MODULE MEMORY_BYTES`.
 
-A request is [function, arguments...], a function of the module. If that gives one mapping the reply
-is it; if it yields several, each is a reply. An `Unreadable` that is yielded stands for one result;
-one that is raised, for all that would have followed (`is_last`).
+A request is [function, arguments...] and calls a function of the module. If the function returns a
+mapping, the reply is that mapping; if it is a generator, each value is a reply. A yielded
+`Unreadable` replaces one result. A raised one replaces all remaining results (`is_last`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from pipeline.decoding import Unreadable
 
 
 def send(stream: IO[bytes], value: Any) -> None:
-    """Writes a value as JSON; arrays and bytes of a mapping follow as raw data.
+    """Writes a value as JSON, followed by the arrays and bytes of a mapping as raw data.
 
-    Nothing is pickled: a file that takes over the process must not run code in its parent.
+    Values are not pickled, so that a compromised process cannot run code in its parent.
+
+    Args:
+        stream: The stream.
+        value: A JSON value, or a mapping whose values may be arrays or bytes.
     """
     bulk = {}
     if isinstance(value, Mapping):
@@ -46,9 +50,9 @@ def main() -> None:
     module, limit = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     reader = importlib.import_module(f"pipeline.decoding.{module}")
-    replies.write(b"!")  # it runs
+    replies.write(b"!")  # signals that the process is ready
     replies.flush()
     requests = sys.stdin.buffer
     while head := requests.read(8):
@@ -57,8 +61,8 @@ def main() -> None:
         try:
             results = getattr(reader, function)(*arguments)
             for result in [results] if isinstance(results, dict) else results:
-                is_good = isinstance(result, dict)
-                send(replies, result if is_good else {**vars(result), "is_last": False})
+                is_error = not isinstance(result, dict)
+                send(replies, {**vars(result), "is_last": False} if is_error else result)
         except Unreadable as error:
             send(replies, {**vars(error), "is_last": True})
         except (MemoryError, OSError) as error:

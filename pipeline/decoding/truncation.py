@@ -1,20 +1,21 @@
-"""Files that end before their own header says they do."""
+"""Detection of media files that are shorter than their headers specify."""
 
 from __future__ import annotations
 
 import os
 from typing import BinaryIO
 
-#: Elements of Matroska and WebM.
+#: Ids of Matroska and WebM elements.
 EBML, SEGMENT = bytes.fromhex("1a45dfa3"), bytes.fromhex("18538067")
-#: Sizes in RIFF from here on say that the size was not known when the header was written.
+#: RIFF sizes from this value on mean that the size was unknown when the header was written.
 UNKNOWN_RIFF = 0xFFFFFF00
 
 
 def is_truncated(path: str) -> bool:
-    """Whether a file is shorter than its header says: MP4, MOV, Matroska, WebM, AVI or WAV.
+    """Returns whether a file is shorter than its header specifies.
 
-    Of other formats, and of streams whose length was not known, it is False.
+    MP4, MOV, Matroska, WebM, AVI and WAV are supported. Returns False for all other formats, and
+    for streams of unknown length.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -31,7 +32,7 @@ def is_truncated(path: str) -> bool:
 
 
 def _boxes_end(file: BinaryIO, size: int) -> int:
-    """Where the last top-level box of an MP4 or MOV ends."""
+    """Returns the end offset of the last top-level box of an MP4 or MOV file."""
     end = 0
     while end + 8 <= size:
         file.seek(end)
@@ -39,14 +40,14 @@ def _boxes_end(file: BinaryIO, size: int) -> int:
         length = int.from_bytes(head[:4], "big")
         if length == 1:
             length = int.from_bytes(head[8:], "big")
-        if length < 8:  # 0: to the end of the file
+        if length < 8:  # 0 means that the box extends to the end of the file
             return end
         end += length
     return end
 
 
 def _segment_end(file: BinaryIO) -> int:
-    """Where the first segment of a Matroska file ends; 0 if it is of unknown length."""
+    """Returns the end offset of the first Matroska segment, or 0 if its length is unknown."""
     file.seek(len(EBML))
     file.seek(_varint(file) or 0, os.SEEK_CUR)
     if file.read(len(SEGMENT)) != SEGMENT or (length := _varint(file)) is None:
@@ -55,7 +56,7 @@ def _segment_end(file: BinaryIO) -> int:
 
 
 def _varint(file: BinaryIO) -> int | None:
-    """A number of Matroska's variable length; None where all bits say that it is unknown.
+    """Reads a variable-length integer of Matroska; None if it encodes an unknown length.
 
     >>> import io
     >>> [_varint(io.BytesIO(bytes.fromhex(code))) for code in ("83", "4102", "ff")]

@@ -1,4 +1,4 @@
-"""Untrusted files that are read in this process: what is opened, and bounds for what they claim."""
+"""Safe reading of untrusted files in this process, with limits on declared sizes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.decoding import Unreadable
 
-#: A longer line is an error, or a reject; it is never in memory as a whole.
+#: Maximum size of a line; longer lines are errors or rejects, and are never entirely in memory.
 MAX_LINE_BYTES = 16 << 20
-#: Names and attributes that stand before a member of a tar archive are read at once.
+#: Maximum size of an extended header of a tar member, which is read into memory.
 MAX_TAR_HEADER_BYTES = 1 << 20
-#: How far the next member of a damaged tar archive is searched for, block by block.
+#: Maximum distance of the search for the next member of a corrupted tar archive.
 MAX_SEARCHED_BYTES = 1 << 30
 
-#: What reading a malformed tar archive may raise. The headers of a header are read by recursion,
-#: and numbers in them may be of any length.
+#: Errors of reading a malformed tar archive. Extended headers are read by recursion, and their
+#: numbers may have any length.
 TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, RecursionError)
 
 _HEADERS = (
@@ -40,25 +40,25 @@ _KINDS = {
 def open_file(
     fs: AbstractFileSystem, path: str, *, compression: str | None = None, **options: Any
 ) -> BinaryIO:
-    """Opens a regular file for reading, without waiting for the writer of a pipe.
+    """Opens a regular file for reading, without blocking on a pipe.
 
     Args:
         fs: The file system.
-        path: Path in it.
-        compression: Compression of the file, as fsspec names it; None: not compressed.
-        options: Options of file systems that are not local, such as `block_size`.
+        path: Path of the file.
+        compression: Compression in the notation of fsspec; None: uncompressed.
+        options: Options of non-local file systems, such as `block_size`.
 
     Raises:
-        Unreadable: The path leads to a pipe, a socket or a device, which may never end.
-        OSError: It cannot be opened.
+        Unreadable: The path is a pipe, a socket or a device, which may never end.
+        OSError: The file cannot be opened.
     """
     if not isinstance(fs, LocalFileSystem):
         return fs.open(path, "rb", compression=compression, **options)
-    check_regular(fs, path)  # opening a device may act on it
+    check_regular(fs, path)  # opening a device may have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_mode(os.fstat(descriptor).st_mode)  # the path may lead elsewhere by now
-        stream = os.fdopen(descriptor, "rb")  # refuses a folder
+        _check_mode(os.fstat(descriptor).st_mode)  # the path may have been replaced
+        stream = os.fdopen(descriptor, "rb")  # raises for a folder
     except BaseException:
         os.close(descriptor)
         raise
@@ -66,7 +66,7 @@ def open_file(
 
 
 def check_regular(fs: AbstractFileSystem, path: str) -> None:
-    """Raises `Unreadable` if a local path leads to a pipe, a socket or a device."""
+    """Raises `Unreadable` if a local path is a pipe, a socket or a device."""
     if isinstance(fs, LocalFileSystem):
         _check_mode(os.stat(path).st_mode)
 
@@ -79,7 +79,7 @@ def _check_mode(mode: int) -> None:
 class _Member(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Parses a header, and refuses sizes that the reader would seek to or read at once."""
+        """Parses a header; rejects sizes that exhaust memory or move the reader backwards."""
         member = super().frombuf(buf, encoding, errors)
         if member.size < 0:
             raise InvalidHeaderError(f"the size of a member must be >= 0, got {member.size}")
@@ -90,32 +90,32 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
-        """Reads the header at the archive's offset."""
+        """Reads the header at the offset of the archive."""
         if isinstance(archive, TarArchive):
             archive.check_search()
         return super().fromtarfile(archive)
 
 
 class TarArchive(tarfile.TarFile):
-    """A tar archive whose headers cannot exhaust memory or send the reader backwards."""
+    """A tar archive whose headers cannot exhaust memory or move the reader backwards."""
 
     tarinfo = _Member
     members: list[tarfile.TarInfo]  # set by TarFile; absent from its stubs
-    _search_start = 0  # offset at which the search for the next member began
+    _search_start = 0  # offset where the search for the next member begins
 
     def check_search(self) -> None:
-        """Raises `tarfile.ReadError` if the next member has been searched for too far."""
+        """Raises `tarfile.ReadError` if the search for the next member exceeds the limit."""
         if self.offset - self._search_start > MAX_SEARCHED_BYTES:
             raise tarfile.ReadError(f"no member within {MAX_SEARCHED_BYTES:,} bytes")
 
     def next(self) -> tarfile.TarInfo | None:
-        """Returns the next member, None at the end.
+        """Returns the next member, or None at the end.
 
         Raises:
             tarfile.ReadError: The archive is malformed.
         """
         self._search_start = self.offset
         member = super().next()
-        if member is not None and self.offset <= member.offset:  # a size of PAX may be negative
+        if member is not None and self.offset <= member.offset:  # PAX sizes may be negative
             raise tarfile.ReadError("the size of a member is negative")
         return member

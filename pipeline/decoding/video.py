@@ -1,4 +1,4 @@
-"""One video: frames as it shows them and the sound with them, window by window."""
+"""Reads the frames and the audio of a video, window by window."""
 
 from __future__ import annotations
 
@@ -16,68 +16,92 @@ import numpy as np
 from PIL import Image
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.audio import Track, audio_stream, read_samples, time_base, to_pauses
+from pipeline.decoding.audio import (
+    AudioTrack,
+    audio_stream,
+    read_samples,
+    shift_to_pauses,
+    time_base,
+)
 from pipeline.decoding.truncation import is_truncated
 
-#: decord rounds a frame's time to milliseconds, and to the 24 bits of a float.
+#: Error of decord's frame times, which are rounded to milliseconds and stored as 32-bit floats.
 ROUNDING_SECONDS = 0.0006
-#: Scenes are looked for in frames of about so many pixels, so many of them at a time.
-LOOK_PIXELS = 64 * 36
-LOOKS_AT_ONCE = 64
-#: A file whose header promises so many seconds more than can be read is truncated.
-LEAST_MISSING = 1.0
-#: FFmpeg's names of the formats whose headers tell durations.
-EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-#: What FFmpeg opens as a video too: pictures.
-PICTURES = ("image2", "_pipe", "gif", "apng", "webp")
+#: Size of the frames that are compared to detect scenes, in pixels, and their number in memory.
+SCENE_FRAME_PIXELS = 64 * 36
+SCENE_FRAMES_PER_BATCH = 64
+#: A file is truncated if its header specifies a duration that exceeds the readable one by this many
+#: seconds.
+MIN_MISSING_SECONDS = 1.0
+#: FFmpeg's names of the formats whose headers specify durations.
+EXACT_DURATION_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+#: FFmpeg's names of image formats, which it opens as videos.
+IMAGE_FORMATS = ("image2", "_pipe", "gif", "apng", "webp")
 
 Size = tuple[int, int]  # width, height as displayed
 
 
-class DamagedVideo(Exception):
-    """This reader cannot read it; another one may."""
+class UnreadableVideo(Exception):
+    """A reader cannot read the video; another reader may."""
 
 
 class DecordFrames:
-    """The frames of a video by decord, which turns them upright itself.
+    """The upright frames of a video, read by decord.
 
     Args:
-        start: the time of the track's beginning in seconds of the file; decord counts from there.
-        size: what frames are scaled to; None: as they are.
+        path: Path of the file.
+        start: Start of the track in the file, in seconds; decord's times are relative to it.
+        size: Size to which frames are scaled; None: unscaled.
     """
 
     def __init__(self, path: str, start: float, size: Size | None = None):
         width, height = size or (-1, -1)
         try:
-            # One thread: several processes run side by side.
+            # One thread, because processes run in parallel.
             self._reader = decord.VideoReader(path, num_threads=1, width=width, height=height)
             spans = self._reader.get_frame_timestamp(np.arange(len(self._reader)))
         except (decord.DECORDError, RuntimeError, AssertionError) as error:
-            raise DamagedVideo(_first_line(error)) from None
+            raise UnreadableVideo(_error_message(error)) from None
         if spans[0, 0] < -ROUNDING_SECONDS:
-            # The file says that frames at its beginning are not shown (a clip cut by a phone).
-            # decord counts them, and after a search gives others than those it was asked for.
-            raise DamagedVideo("decord mistakes the frames of a video with hidden ones")
+            # An edit list hides the first frames (clips trimmed on a phone). decord counts hidden
+            # frames and returns wrong frames after seeking.
+            raise UnreadableVideo("decord does not support hidden frames")
         spans = np.round(spans.astype(np.float64), 3) + start
         self.times: np.ndarray = spans[:, 0]
         self.end = float(max(spans[-1]))
 
     def read(self, indices: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """The frames with these numbers, ascending, (F, H, W, 3) uint8: all of them."""
+        """Reads frames.
+
+        Args:
+            indices: Numbers of the frames, ascending.
+
+        Returns:
+            The numbers, and the frames (F, H, W, 3) uint8.
+
+        Raises:
+            UnreadableVideo: A frame cannot be read.
+        """
         try:
             return list(indices), self._reader.get_batch(list(indices)).asnumpy()
         except (decord.DECORDError, RuntimeError) as error:
-            raise DamagedVideo(_first_line(error)) from None
+            raise UnreadableVideo(_error_message(error)) from None
 
 
 class FFmpegFrames:
-    """The same frames by PyAV, which goes on where a file is damaged."""
+    """The upright frames of a video, read by PyAV, which skips corrupted packets.
+
+    Args:
+        path: Path of the file.
+        start: Start of the track in the file, in seconds.
+        size: Size to which frames are scaled; None: unscaled.
+    """
 
     def __init__(self, path: str, start: float, size: Size | None = None):
         self._container, self._size = av.open(path), size
         stream = _video_stream(self._container)
         if stream is None:
-            raise DamagedVideo("it holds no video track")
+            raise UnreadableVideo("the file contains no video track")
         self._stream = stream
         _one_thread(self._stream)
         stamps: list[tuple[int, int, bool]] = []
@@ -92,54 +116,65 @@ class FFmpegFrames:
         keys = [number for number, (_, _, is_key) in enumerate(stamps) if is_key]
         self._keys = np.array(keys, np.int64)
         if not stamps:
-            raise DamagedVideo("it holds no frame")
+            raise UnreadableVideo("the file contains no frame")
         unit = time_base(self._stream)
         offset = start - float((self._stream.start_time or 0) * unit)
         self.times: np.ndarray = np.array(self._stamps) * float(unit) + offset
         self.end = float(self.times[-1]) + float(stamps[-1][1] * unit)
-        self._decoded: Iterator[av.VideoFrame] = iter(())
-        self._at = math.inf  # the number of the frame that was decoded last
+        self._decoded_frames: Iterator[av.VideoFrame] = iter(())
+        self._last_index = math.inf  # of the last decoded frame
 
     def read(self, indices: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """Those of the frames with these numbers, ascending, that can be decoded."""
-        found, pixels = [], []
+        """Reads the frames that can be decoded.
+
+        Args:
+            indices: Numbers of the frames, ascending.
+
+        Returns:
+            The numbers of the decoded frames, and the frames (F, H, W, 3) uint8.
+
+        Raises:
+            UnreadableVideo: No frame can be decoded.
+        """
+        decoded, pixels = [], []
         for index in indices:
             if (frame := self._frame(index)) is not None:
-                found.append(index)
+                decoded.append(index)
                 pixels.append(_upright(frame, self._size))
-        if not found:
-            raise DamagedVideo("no frame can be decoded")
-        return found, np.stack(pixels)
+        if not decoded:
+            raise UnreadableVideo("no frame can be decoded")
+        return decoded, np.stack(pixels)
 
     def _frame(self, index: int) -> av.VideoFrame | None:
-        before = self._keys[self._keys <= index]
-        if index <= self._at or (len(before) and before[-1] > self._at):
+        keys = self._keys[self._keys <= index]
+        if index <= self._last_index or (len(keys) and keys[-1] > self._last_index):
             stamp = self._stamps[index]
             try:
                 self._container.seek(stamp, stream=self._stream, backward=True)
             except av.FFmpegError:
                 self._container.seek(0)
-            self._decoded = _decoded(self._container, self._stream)
-        for frame in self._decoded:
+            self._decoded_frames = _decode_frames(self._container, self._stream)
+        for frame in self._decoded_frames:
             if frame.pts is None:
                 continue
-            self._at = int(np.searchsorted(self._stamps, frame.pts))
+            self._last_index = int(np.searchsorted(self._stamps, frame.pts))
             if frame.pts >= self._stamps[index]:
                 return frame if frame.pts == self._stamps[index] else None
-        self._at = math.inf
+        self._last_index = math.inf
         return None
 
 
 class Video:
-    """An opened video file: its frames and its sound, on one line of time.
+    """An opened video file with its frames and its audio track.
 
-    Time is counted in seconds from the beginning of the file, which is that of its first track.
+    All times are in seconds from the beginning of the file, which is that of its first track.
 
     Args:
-        max_pixels: larger frames are made smaller.
+        path: Path of the file.
+        max_pixels: Maximum size of a frame, in pixels; larger frames are scaled down.
 
     Raises:
-        Unreadable: it is no video and holds no sound.
+        Unreadable: The file contains neither video nor audio.
     """
 
     def __init__(self, path: str, max_pixels: int | None = None):
@@ -148,18 +183,18 @@ class Video:
         self._zero = (self._container.start_time or 0) / av.time_base
         video = _video_stream(self._container)
         if video is not None and av.stream.Disposition.attached_pic in video.disposition:
-            video = None  # the cover of a record
+            video = None  # cover art of an audio file
         self._video = video
         self._audio = audio_stream(self._container)
         if self._video is None and self._audio is None:
             self.close()
-            raise Unreadable("not a video", "it holds neither pictures nor sound")
-        self.sides: Size = (0, 0)
+            raise Unreadable("not a video", "the file contains neither video nor audio")
+        self.display_size: Size = (0, 0)
         self.rotation = 0
         if self._video is not None:
-            self.sides, self.rotation = self._shape(self._video)
-        fitted = fitting(self.sides, max_pixels) if max_pixels else self.sides
-        self.size = None if fitted == self.sides else fitted  # what `frames` are scaled to
+            self.display_size, self.rotation = self._shape(self._video)
+        scaled = fit_size(self.display_size, max_pixels) if max_pixels else self.display_size
+        self.size = None if scaled == self.display_size else scaled  # None: `frames` are unscaled
 
     def close(self) -> None:
         """Closes the file."""
@@ -167,7 +202,7 @@ class Video:
 
     @cached_property
     def has_video(self) -> bool:
-        """True if the file has frames whose times are known."""
+        """True if the file has frames with known times."""
         if self._video is None:
             return False
         try:
@@ -187,10 +222,10 @@ class Video:
 
         Args:
             size: Width and height of the frames in pixels; None: unscaled.
-            slow: Whether to use FFmpeg even where decord can read the file.
+            slow: Whether to use FFmpeg even if decord can read the file.
 
         Raises:
-            Unreadable: There are none.
+            Unreadable: There are no frames.
         """
         if self._video is None:
             raise Unreadable("no video track")
@@ -198,20 +233,20 @@ class Video:
         if not slow:
             try:
                 return DecordFrames(self.path, start, size)
-            except DamagedVideo:
+            except UnreadableVideo:
                 pass
         try:
             return FFmpegFrames(self.path, start, size)
-        except (DamagedVideo, av.FFmpegError) as error:
+        except (UnreadableVideo, av.FFmpegError) as error:
             raise Unreadable("damaged video", str(error)) from None
 
     @cached_property
-    def track(self) -> Track | None:
-        """The audio track, or None if there is none."""
+    def track(self) -> AudioTrack | None:
+        """The audio track, or None."""
         if self._audio is None:
             return None
         try:
-            track = Track(self._container, self._audio, self._zero)
+            track = AudioTrack(self._container, self._audio, self._zero)
         except (av.FFmpegError, ValueError):
             return None
         return track if track.duration > 0 else None
@@ -219,8 +254,8 @@ class Video:
     def _shape(self, video: av.VideoStream) -> tuple[Size, int]:
         """Returns the size as displayed, and the clockwise rotation of the frames in degrees."""
         _one_thread(video)
-        # Only a decoded frame has the rotation.
-        frame = next(_decoded(self._container, video), None)
+        # The rotation is known after decoding a frame.
+        frame = next(_decode_frames(self._container, video), None)
         video.discard = av.stream.Discard.all  # from here on, this container reads the audio
         if frame is None:
             return (video.codec_context.width, video.codec_context.height), 0
@@ -229,68 +264,68 @@ class Video:
         return size, rotation
 
     @cached_property
-    def about(self) -> dict[str, Any]:
-        """What `describe` gives."""
+    def info(self) -> dict[str, Any]:
+        """The result of `describe`."""
         audio_duration = self.track.duration if self.track else 0.0
-        about: dict[str, Any] = {"has_video": self.has_video, "has_audio": self.track is not None}
-        about["audio_duration"] = round(audio_duration, 3)
+        info: dict[str, Any] = {"has_video": self.has_video, "has_audio": self.track is not None}
+        info["audio_duration"] = round(audio_duration, 3)
         end = 0.0
         if self.has_video:
             times, end = self.frames.times, self.frames.end
             duration = end - float(times[0])
-            about["width"], about["height"] = self.sides
-            about["rotation"] = self.rotation
-            about["num_frames"] = len(times)
-            about["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
+            info["width"], info["height"] = self.display_size
+            info["rotation"] = self.rotation
+            info["num_frames"] = len(times)
+            info["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
         if not (duration := round(max(end, audio_duration), 3)):
-            raise Unreadable("damaged video", "neither a frame nor a sound can be read")
-        about["duration"] = duration
-        stated = max(map(_stated_duration, (self._video, self._audio)))
-        if is_truncated(self.path) or stated - duration > LEAST_MISSING:
-            about["truncated"] = True
-            if stated > duration:
-                about["stated_duration"] = round(stated, 3)
-        return about
+            raise Unreadable("damaged video", "neither frames nor audio can be read")
+        info["duration"] = duration
+        header_duration = max(map(_header_duration, (self._video, self._audio)))
+        if is_truncated(self.path) or header_duration - duration > MIN_MISSING_SECONDS:
+            info["truncated"] = True
+            if header_duration > duration:
+                info["stated_duration"] = round(header_duration, 3)
+        return info
 
 
 def describe(path: str) -> dict[str, Any]:
-    """What a video file holds.
+    """Returns the properties of a video file.
 
     Returns:
-        `duration` in seconds: where the last frame or the last sound ends, whatever the header
-        says; `has_video`, `has_audio`, `audio_duration`; of the video `num_frames`, `fps` on
-        average, `width` and `height` as displayed, and `rotation` (degrees to the right by which
-        its pictures are turned for that); `truncated`, True, of a file that ends before its header
-        says it does, and `stated_duration` where the header says how long it was.
+        `duration` in seconds, the end of the last frame or audio packet, independent of the header;
+        `has_video`, `has_audio` and `audio_duration`; for files with video, `num_frames`, the
+        average `fps`, `width` and `height` as displayed, and `rotation`, the clockwise rotation of
+        the frames for display in degrees; `truncated`, True, if the file is shorter than its header
+        specifies, and `stated_duration`, the duration in the header if it is known.
     """
     with closing(Video(path)) as video:
-        return video.about
+        return video.info
 
 
 def read_windows(
     path: str, windows: Sequence[tuple[float, float | None]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads windows of a file, one result each.
+    """Yields one result per window of a file.
 
     Args:
         path: Path of the file.
-        windows: (start, end) of each window in seconds; an end of None is the end of the file.
-        settings: `frames` and `audio`: whether they are wanted; `sampling` and what it needs, see
-            `choose`; `max_pixels`: larger frames are made smaller; `sample_rate` of the sound,
-            and `border_shift`, see `audio.to_pauses`.
+        windows: (start, end) of each window in seconds; None: the end of the file.
+        settings: `frames` and `audio`, whether to read them; `sampling` and its options, see
+            `WindowReader.select_frames`; `max_pixels`, the maximum size of a frame; `sample_rate`
+            of the audio in Hz; `border_shift`, see `audio.shift_to_pauses`.
 
     Yields:
         `pixels` (F, H, W, 3) uint8, `indices` (F,) int32 and `seconds` (F,) float64 of the frames;
-        `samples` (n,) float32 and `audio_start`, the time of the first; `about`: what `describe`
-        says. What is not wanted or not there has no entries.
+        `samples` (n,) float32 and `audio_start`, the time of the first sample in seconds; `info`,
+        the result of `describe`. Arrays are empty if they are not requested or not available.
     """
     with closing(Video(path, settings["max_pixels"])) as video:
-        duration = video.about["duration"]
+        duration = video.info["duration"]
         reader = WindowReader(video, settings) if settings["frames"] and video.has_video else None
         track = video.track if settings["audio"] else None
         if reader is None and track is None:
             reason = "no audio track" if video.has_video else "no video track"
-            raise Unreadable(reason, "what is wanted is not in the file")
+            raise Unreadable(reason, "the file has none of the requested inputs")
         for start, stop in windows:
             end = duration if stop is None else stop
             problem = Unreadable("nothing in this window", f"from {start:g} s to {end:g} s")
@@ -300,15 +335,15 @@ def read_windows(
                 "seconds": np.zeros(0),
                 "samples": np.zeros(0, np.float32),
                 "audio_start": start,
-                "about": video.about,
+                "info": video.info,
             }
             if reader is not None:
                 try:
                     window.update(reader.read(start, end))
-                except DamagedVideo as error:
+                except UnreadableVideo as error:
                     problem = Unreadable("damaged video", str(error))
             if track is not None:
-                borders = to_pauses(track, start, end, settings)
+                borders = shift_to_pauses(track, start, end, settings)
                 window["audio_start"], window["samples"] = read_samples(
                     track, *borders, settings["sample_rate"]
                 )
@@ -316,19 +351,24 @@ def read_windows(
             yield problem if is_empty else window
 
 
-def read_picture(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
-    """The frame shown at a time: `jpeg`, its `index` and its `seconds`.
+def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
+    """Returns the frame displayed at a time: `jpeg`, its `index` and its time `seconds`.
+
+    Args:
+        path: Path of the file.
+        seconds: Time in seconds.
+        max_pixels: Maximum size of the frame, in pixels; a larger frame is scaled down.
 
     Raises:
-        Unreadable: there is none.
+        Unreadable: The file has no frames, or the frame cannot be decoded.
     """
     with closing(Video(path, max_pixels)) as video:
         if not video.has_video:
             raise Unreadable("no video track")
         reader = WindowReader(video, {})
         try:
-            frame = reader.frames([reader.shown_at(np.array([seconds]))[0]])
-        except DamagedVideo as error:
+            frame = reader.frames([reader.frames_at(np.array([seconds]))[0]])
+        except UnreadableVideo as error:
             raise Unreadable("damaged video", str(error)) from None
         jpeg = io.BytesIO()
         Image.fromarray(frame["pixels"][0]).save(jpeg, "JPEG", quality=92)
@@ -337,103 +377,117 @@ def read_picture(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
 
 
 class WindowReader:
-    """Chooses and reads the frames of windows: by decord, and by PyAV from its first error on."""
+    """Selects and reads the frames of windows, with PyAV after the first error of decord.
+
+    Args:
+        video: The video.
+        settings: Options of the selection, see `read_windows`.
+    """
 
     def __init__(self, video: Video, settings: dict[str, Any]):
         self._video, self._settings = video, settings
         self._frames = video.frames
-        self._looks: DecordFrames | FFmpegFrames | None = None
+        self._scene_frames: DecordFrames | FFmpegFrames | None = None
 
     def read(self, start: float, end: float) -> dict[str, np.ndarray]:
-        """The frames of a window; see `frames`."""
-        return self.frames(self.choose(start, end))
+        """Returns the selected frames of a window, see `frames`."""
+        return self.frames(self.select_frames(start, end))
 
     def frames(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """`pixels`, `indices` and `seconds` of frames.
+        """Returns `pixels`, `indices` and `seconds` of frames.
+
+        Args:
+            indices: Numbers of the frames, ascending.
 
         Raises:
-            DamagedVideo: none of them can be decoded.
+            UnreadableVideo: No frame can be decoded.
         """
         if not len(indices):
             return {}
-        self._frames, (found, pixels) = self._read(self._frames, indices, self._video.size)
-        seconds = np.round(self._frames.times[found], 3)
-        return {"pixels": pixels, "indices": np.array(found, np.int32), "seconds": seconds}
+        self._frames, (decoded, pixels) = self._read(self._frames, indices, self._video.size)
+        seconds = np.round(self._frames.times[decoded], 3)
+        return {"pixels": pixels, "indices": np.array(decoded, np.int32), "seconds": seconds}
 
-    def choose(self, start: float, end: float) -> list[int]:
-        """The numbers of a window's frames, ascending.
+    def select_frames(self, start: float, end: float) -> list[int]:
+        """Returns the numbers of the selected frames of a window, ascending.
 
-        `uniform` takes the frames shown in the middles of `num_frames` equal stretches; `fps` those
-        shown every 1 / fps seconds, at most `num_frames`, spread evenly; `scenes` the middle look
-        of each scene, at most `num_frames`, the longest.
+        `uniform` selects the frames in the middle of `num_frames` equal intervals; `fps` the frames
+        at intervals of 1 / fps seconds, or an evenly spaced subset of at most `num_frames`;
+        `scenes` the middle frame of each scene, for at most the `num_frames` longest scenes.
+
+        Args:
+            start: Start of the window, in seconds.
+            end: End of the window, in seconds.
         """
-        first, behind = self._frames.times[0], self._frames.end
-        end = min(end, max(behind, first + ROUNDING_SECONDS))  # one frame may last no time
+        first, last_end = self._frames.times[0], self._frames.end
+        end = min(end, max(last_end, first + ROUNDING_SECONDS))  # a frame may have no duration
         if end <= max(start, first - ROUNDING_SECONDS):
             return []
-        sampling, most = self._settings["sampling"], self._settings["num_frames"]
+        sampling, num_frames = self._settings["sampling"], self._settings["num_frames"]
+        middles = np.arange(num_frames) + 0.5
         if sampling == "uniform":
-            times = start + (np.arange(most) + 0.5) * (end - start) / most
+            times = start + middles * (end - start) / num_frames
         elif sampling == "fps":
-            times = _every(self._settings["fps"], start, end)
-            if len(times) > most:
-                times = times[((np.arange(most) + 0.5) * len(times) / most).astype(int)]
+            times = _times(self._settings["fps"], start, end)
+            if len(times) > num_frames:
+                times = times[(middles * len(times) / num_frames).astype(int)]
         else:
-            times = self._scenes(_every(self._settings["look_fps"], start, end), most)
-        return np.unique(self.shown_at(times)).tolist()
+            times = self._scenes(_times(self._settings["look_fps"], start, end), num_frames)
+        return np.unique(self.frames_at(times)).tolist()
 
-    def shown_at(self, times: np.ndarray) -> np.ndarray:
-        """The numbers of the frames shown at some times; before the first one, the first."""
-        shown = np.searchsorted(self._frames.times, times + ROUNDING_SECONDS, side="right") - 1
-        return shown.clip(0, len(self._frames.times) - 1)
+    def frames_at(self, times: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the frames displayed at the given times."""
+        after = np.searchsorted(self._frames.times, times + ROUNDING_SECONDS, side="right")
+        return (after - 1).clip(0, len(self._frames.times) - 1)
 
-    def _scenes(self, times: np.ndarray, most: int) -> np.ndarray:
-        """The middles of the longest scenes between looks at some times."""
-        size = fitting(self._video.sides, LOOK_PIXELS)
-        self._looks = self._looks or self._video.open_frames(size)
-        last: np.ndarray | None = None
-        seen: list[float] = []
+    def _scenes(self, times: np.ndarray, max_scenes: int) -> np.ndarray:
+        """Returns the middle times of the longest scenes among frames at the given times."""
+        size = fit_size(self._video.display_size, SCENE_FRAME_PIXELS)
+        frames = self._scene_frames = self._scene_frames or self._video.open_frames(size)
+        previous: np.ndarray | None = None
+        decoded_times: list[float] = []
         cuts = [0]
-        for first in range(0, len(times), LOOKS_AT_ONCE):
-            chunk = times[first : first + LOOKS_AT_ONCE]
-            indices, index_of_time = np.unique(self.shown_at(chunk), return_inverse=True)
-            self._looks, (found, pixels) = self._read(self._looks, indices.tolist(), size)
-            at_look = {index: pixels[row] for row, index in enumerate(found)}
+        for first in range(0, len(times), SCENE_FRAMES_PER_BATCH):
+            chunk = times[first : first + SCENE_FRAMES_PER_BATCH]
+            indices, index_of_time = np.unique(self.frames_at(chunk), return_inverse=True)
+            frames, (decoded, pixels) = self._read(frames, indices.tolist(), size)
+            self._scene_frames = frames
+            frame_by_index = {index: pixels[row] for row, index in enumerate(decoded)}
             for time, index in zip(chunk, indices[index_of_time], strict=True):
-                if (look := at_look.get(int(index))) is None:
+                if (frame := frame_by_index.get(int(index))) is None:
                     continue
-                if last is not None:
-                    change = np.abs(look.astype(np.int16) - last).mean() / 255
+                if previous is not None:
+                    change = np.abs(frame.astype(np.int16) - previous).mean() / 255
                     if change > self._settings["scene_threshold"]:
-                        cuts.append(len(seen))
-                last = look
-                seen.append(float(time))
+                        cuts.append(len(decoded_times))
+                previous = frame
+                decoded_times.append(float(time))
         scenes = [
-            seen[first:stop]
-            for first, stop in zip(cuts, [*cuts[1:], len(seen)], strict=True)
+            decoded_times[first:stop]
+            for first, stop in zip(cuts, [*cuts[1:], len(decoded_times)], strict=True)
             if stop > first
         ]
-        scenes.sort(key=len, reverse=True)  # stable: of equally long ones the earlier
-        return np.array([scene[len(scene) // 2] for scene in scenes[:most]])
+        scenes.sort(key=len, reverse=True)  # stable: earlier scenes first among equals
+        return np.array([scene[len(scene) // 2] for scene in scenes[:max_scenes]])
 
     def _read(
         self, frames: DecordFrames | FFmpegFrames, indices: Sequence[int], size: Size | None
     ) -> tuple[DecordFrames | FFmpegFrames, tuple[list[int], np.ndarray]]:
-        """Reads frames, and says who reads the next."""
+        """Reads frames, and returns the reader for the next frames and the result."""
         if isinstance(frames, DecordFrames):
             try:
                 return frames, frames.read(indices)
-            except DamagedVideo:
+            except UnreadableVideo:
                 frames = self._video.open_frames(size, slow=True)
         return frames, frames.read(indices)
 
 
-def fitting(size: Size, max_pixels: int) -> Size:
-    """A size of at most so many pixels with the same ratio of its sides.
+def fit_size(size: Size, max_pixels: int) -> Size:
+    """Returns the largest size of at most `max_pixels` with the same aspect ratio.
 
-    >>> fitting((1920, 1080), 1_000_000)
+    >>> fit_size((1920, 1080), 1_000_000)
     (1333, 750)
-    >>> fitting((640, 360), 1_000_000)
+    >>> fit_size((640, 360), 1_000_000)
     (640, 360)
     """
     width, height = size
@@ -441,7 +495,7 @@ def fitting(size: Size, max_pixels: int) -> Size:
     return size if scale >= 1 else (max(1, int(width * scale)), max(1, int(height * scale)))
 
 
-def _every(fps: float, start: float, end: float) -> np.ndarray:
+def _times(fps: float, start: float, end: float) -> np.ndarray:
     return start + np.arange(max(1, math.ceil((end - start) * fps - 1e-6))) / fps
 
 
@@ -455,24 +509,24 @@ def _open(path: str) -> av.container.InputContainer:
     except (av.FFmpegError, ValueError) as error:
         is_video = head[4:8] == b"ftyp" or head.startswith((b"\x1aE\xdf\xa3", b"RIFF"))
         raise Unreadable("damaged video" if is_video else "not a video", str(error)) from None
-    if container.format.name.endswith(PICTURES):
+    if container.format.name.endswith(IMAGE_FORMATS):
         container.close()
-        raise Unreadable("not a video", "it is a picture")
+        raise Unreadable("not a video", "the file is an image")
     return container
 
 
 def _video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
-    """Returns the video stream that FFmpeg prefers, if there is one."""
+    """Returns the video stream that FFmpeg selects by default, or None."""
     stream = container.streams.best("video")
     return stream if isinstance(stream, av.VideoStream) else None
 
 
-def _stated_duration(stream: av.stream.Stream | None) -> float:
-    """Returns the duration in the header of an MP4, MOV, Matroska or WebM; 0 if there is none.
+def _header_duration(stream: av.stream.Stream | None) -> float:
+    """Returns the duration in the header of an MP4, MOV, Matroska or WebM file, or 0.
 
-    For other formats FFmpeg estimates it.
+    FFmpeg estimates the duration of other formats.
     """
-    if stream is None or stream.container.format.name not in EXACT:
+    if stream is None or stream.container.format.name not in EXACT_DURATION_FORMATS:
         return 0.0
     if stream.duration is not None:
         return float(stream.duration * time_base(stream))
@@ -487,15 +541,15 @@ def _one_thread(stream: av.VideoStream) -> None:
     stream.codec_context.thread_count = 1
 
 
-def _decoded(
+def _decode_frames(
     container: av.container.InputContainer, stream: av.VideoStream
 ) -> Iterator[av.VideoFrame]:
-    """Yields the frames from the present position on, without those of corrupted packets."""
+    """Yields the frames from the current position on, skipping corrupted packets."""
     packets = container.demux(stream)
     while True:
         try:
             packet = next(packets, None)
-        except av.FFmpegError:  # the file ends in the middle of one
+        except av.FFmpegError:  # the file ends in the middle of a packet
             return
         if packet is None:
             return
@@ -507,7 +561,7 @@ def _decoded(
 
 
 def _upright(frame: av.VideoFrame, size: Size | None) -> np.ndarray:
-    """(H, W, 3) RGB of a frame as displayed."""
+    """Returns the pixels (H, W, 3) RGB of a frame as displayed."""
     turns = frame.rotation // 90
     if size is not None:
         width, height = size[::-1] if turns % 2 else size
@@ -515,6 +569,6 @@ def _upright(frame: av.VideoFrame, size: Size | None) -> np.ndarray:
     return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
 
-def _first_line(error: BaseException) -> str:
-    """What an error of decord says, without the times and places of its source."""
+def _error_message(error: BaseException) -> str:
+    """Returns the message of a decord error without timestamps and source locations."""
     return str(error).partition("\n")[0].rpartition("] ")[2][:200]

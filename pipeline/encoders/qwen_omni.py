@@ -31,7 +31,7 @@ from pipeline.encoders.qwen_reader import TEXT_TYPE, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import CONTENT, StatesSpec
 from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
-from pipeline.transcribe.sound import samples_of
+from pipeline.transcribe.audio import decode_samples
 
 #: Model classes by model type. The speech decoder of the first type is not loaded.
 MODELS = dict.fromkeys(
@@ -321,7 +321,7 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         extractor = self.feature_extractor
         rate, hop = extractor.sampling_rate, extractor.hop_length
         seconds = min(self.spec.max_audio_seconds, extractor.n_samples / rate)
-        samples = samples_of(audio, rate)[: round(seconds * rate)]
+        samples = decode_samples(audio, rate)[: round(seconds * rate)]
         # The model is trained on audio padded with silence to the maximum length. Padding by two
         # FFT windows yields the same features, because later samples affect no frame of the audio.
         padded = math.ceil((len(samples) + 2 * extractor.n_fft) / hop) * hop

@@ -122,7 +122,7 @@ class Transcript(Encoder["Transcript.Spec"]):
         """Returns warnings about ids in files of precomputed results that match no item."""
         found = []
         for field, part in _recognisers(spec):
-            number, some = _registry(field).load(part.name).unmatched(part, ids())
+            number, some = _registry(field).load(part.name).find_unmatched(part, ids())
             if number:
                 path = getattr(part, "path", part.name)
                 more = ", ..." if number > len(some) else ""

@@ -94,17 +94,17 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
 
 def _check_source(spec: IndexSpec, source: str) -> None:
     """Raises `SpecError` if a source gives nothing of what is to be encoded."""
-    gives = SOURCES.load(source).gives
+    provided = SOURCES.load(source).provides
     aspects = aspects_of(every_representation(spec))
     encoder = ENCODERS.load(spec.encoder.name)
     reads = encoder.supported_inputs(spec.encoder)
-    if "caption" in gives and "caption" in aspects:
+    if "caption" in provided and "caption" in aspects:
         return
     if "content" not in aspects:
         problem = f"is not provided by the source {source}"
         raise SpecError("representations.of", "caption", "content", problem)
-    missing = set(encoder.required_inputs(spec.encoder)) - set(gives)
-    if missing or not set(reads) & set(gives):
-        rule = f"an encoder of {' or '.join(gives)}, as provided by the source {source}"
+    missing = set(encoder.required_inputs(spec.encoder)) - set(provided)
+    if missing or not set(reads) & set(provided):
+        rule = f"an encoder of {' or '.join(provided)}, as provided by the source {source}"
         problem = f"reads {', '.join(sorted(missing or reads))}"
         raise SpecError("encoder", spec.encoder.name, rule, problem)

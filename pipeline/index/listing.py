@@ -134,7 +134,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
             status, fragment = _status(item, stored.get(item.item_id), known)
             if status == DONE:
                 done.append(item.item_id)
-            if source.keeps_listing:
+            if source.stores_listing:
                 kept.append([position, vars(item)])
             columns["position"].append(position)
             columns["hash"].append(id_hash(item.item_id))
@@ -143,7 +143,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
         solved += _ids_among(rejected, done)
     table = pa.table(columns, schema=LISTED)
     _write_table(job.file("listed", shard), table)
-    if source.keeps_listing:
+    if source.stores_listing:
         with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
             json.dump(kept, file, default=str)
     rejects = job.rejects_table([reject for _, reject in unlisted])

@@ -89,7 +89,7 @@ def remarks(spec: IndexSpec) -> list[str]:
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files of a spec's source, each with how much of it can be read."""
     parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
-    if not any({"frames", "audio"} & set(SOURCES.load(part.name).gives) for part in parts):
+    if not any({"frames", "audio"} & set(SOURCES.load(part.name).provides) for part in parts):
         return []
     names = ", ".join(map(quote, spec.build_source().collections))
     rows = Index(spec.index).batches(

@@ -206,7 +206,7 @@ def _entries(
     job: ListingJob, source: Source, shard: int, described: dict[str, Any]
 ) -> Iterator[tuple[int, Item | Reject]]:
     """Yields the entries of a listed shard with their positions, from its file or by scanning."""
-    if not source.keeps_listing:
+    if not source.stores_listing:
         yield from scan(source, described)
         return
     for position, fields in job.read_json("items", shard):

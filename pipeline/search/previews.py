@@ -14,7 +14,7 @@ from pipeline.decoding import Unreadable
 from pipeline.index import JOBS
 from pipeline.index.reader import Index, first_line, open_folder
 from pipeline.registry import SOURCES
-from pipeline.sources import NO_PREVIEW, Source, content_in
+from pipeline.sources import NO_PREVIEW, Source, content_hash
 from pipeline.sources.files import existing_root
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Previews:
         Raises:
             SpecError: The item has no image, or its file is missing or unreadable.
         """
-        return self._read(item_id, lambda source, item: source.picture(item, seconds))
+        return self._read(item_id, lambda source, item: source.preview_image(item, seconds))
 
     def sound(self, item_id: str) -> tuple[np.ndarray, int, float]:
         """Returns the audio of an item: samples (S,), their rate in Hz, and its start in seconds.
@@ -54,7 +54,7 @@ class Previews:
         Raises:
             SpecError: The item has no audio, or its file is missing or unreadable.
         """
-        return self._read(item_id, lambda source, item: source.sound(item))
+        return self._read(item_id, lambda source, item: source.preview_audio(item))
 
     def _read(self, item_id: str, read: Callable[[Source, dict[str, Any]], T]) -> T:
         columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
@@ -64,7 +64,8 @@ class Previews:
         item["metadata"] = json.loads(item["metadata"] or "{}")
         source = self._source(item["source"])
         try:
-            if self._only_indexed and source.content_of(item) != content_in(item["revision"]):
+            indexed = content_hash(item["revision"])
+            if self._only_indexed and source.read_content_hash(item) != indexed:
                 rule = "the file that was indexed"
                 raise SpecError("documents", item["parent_id"], rule, "has changed since")
             return read(source, item)

@@ -1,6 +1,6 @@
-"""Sources: where items come from.
+"""Sources, which list the items of a collection and decode their content.
 
-Listing is cheap and stable; decoding is done only for what is new.
+Listing is cheap and deterministic. Only new and changed items are decoded.
 """
 
 from __future__ import annotations
@@ -19,83 +19,94 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
 
-#: The reason of items that have nothing to see or to hear.
+#: The reason of the error for items without an image or audio preview.
 NO_PREVIEW = "no preview"
 
 
 class Source(ABC, Generic[ComponentSpecT]):
     """A collection of items, split into shards that are read independently.
 
-    Subclasses carry a nested `Spec` with `name: Literal["..."]`, `path: Uri` and `collection`.
-    Everything is picklable; paths are fsspec URIs. Two calls on an unchanged source give equal
-    results in order.
+    Subclasses define a nested `Spec` with `name: Literal["..."]`, `path: Uri` and `collection`.
+    Sources are picklable, and paths are fsspec URIs. Repeated calls on an unchanged source return
+    equal results in the same order.
+
+    Args:
+        spec: The spec of the source.
+        wants: The inputs that the encoder reads, keys of `schema.PAYLOAD`. Other inputs are not
+            decoded.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
-    gives: ClassVar[tuple[str, ...]]  # what encoders can want of it, see `schema.PAYLOAD`
-    payload: pa.Schema = pa.schema([])  # item columns behind `ITEM` that `decode` fills
-    max_unit_items: int = 1_000_000  # decoded items that may be in memory together
+    provides: ClassVar[tuple[str, ...]]
+    """The inputs that the source can provide, keys of `schema.PAYLOAD`."""
+    payload: pa.Schema = pa.schema([])
+    """The columns that `decode` adds to those of `ITEM`."""
+    max_unit_items: int = 1_000_000
+    """Maximum number of decoded items in memory at the same time."""
 
     def __init__(self, spec: ComponentSpecT, wants: tuple[str, ...] = ("text",)):
-        """Args: wants: what the encoder reads; nothing else is worth work."""
         self.spec, self.wants = spec, wants
 
     @classmethod
     def leaf_specs(cls, spec: ComponentSpecT) -> list[ComponentSpec]:
-        """Returns the specs of the sources that a source consists of: its own, unless nested."""
+        """Returns the specs of the nested sources, or the spec itself if there are none."""
         return [spec]
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """How many decoded items of a shard may be in memory together."""
+        """Returns the maximum number of decoded items of a shard in memory at the same time."""
         return self.max_unit_items
 
     @property
-    def keeps_listing(self) -> bool:
-        """Whether listing again takes longer than reading the stored listing."""
+    def stores_listing(self) -> bool:
+        """True if reading a stored listing is faster than listing the source again."""
         return False
 
     @property
     def collections(self) -> tuple[str, ...]:
-        """Every value of its items' `source`."""
+        """All values of the column `source` of the items."""
         return (self.collection,)
 
     @property
     def collection(self) -> str:
-        """What the items' `source` says: the spec's `collection`, or the last part of its path.
+        """The name of the collection: the spec's `collection`, or the last part of its path.
 
-        One index may hold several collections; an id belongs to the one that brought it first.
+        An index may contain several collections. An id belongs to the first collection that lists
+        it.
         """
-        spec: Any = self.spec  # of one collection, thus with these fields
+        spec: Any = self.spec  # specs of single sources have both fields
         return spec.collection or PurePosixPath(spec.path).name
 
     @abstractmethod
     def check(self) -> None:
-        """Raises `SpecError` if there is nothing to read (missing path, empty folder, no ids)."""
+        """Raises `SpecError` if the path is missing or contains no items."""
 
     @abstractmethod
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Splits the source into parts of about a thousand items, described by JSON values."""
+        """Yields shards of about a thousand items, described by JSON values."""
 
     @abstractmethod
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Lists a shard in a stable order, payload left out; what cannot be listed is a reject."""
+        """Yields the items of a shard without payload, in a stable order.
+
+        Items that cannot be listed are yielded as rejects.
+        """
 
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Yields the given items with their payload, or rejects, in order.
+        """Yields the given items with their payload, or as rejects, in order.
 
         Args:
-            shard: The shard, as `shards` yields it.
-            items: (position, item) of listed items, positions ascending; the position in the scan
-                of the shard counts rejects.
+            shard: The shard, as yielded by `shards`.
+            items: (position, item) pairs with ascending positions. A position is an index into
+                the results of `scan`, which include rejects.
         """
         yield from (item for _, item in items)
 
     def reject(
         self, item_id: str, revision: str, error: Unreadable | OSError, stage: str
     ) -> Reject:
-        """What is said of an item that cannot be read."""
+        """Returns the reject of an item that cannot be read."""
         if isinstance(error, Unreadable):
             reason, detail = error.reason, error.detail
         else:
@@ -110,61 +121,69 @@ class Source(ABC, Generic[ComponentSpecT]):
             retryable=reason in RETRYABLE,
         )
 
-    def content_of(self, item: dict[str, Any]) -> str:
-        """What a stored item's file holds now, in the form in which `revision_of` keeps it.
+    def read_content_hash(self, item: dict[str, Any]) -> str:
+        """Returns the hash of the current content of an indexed item's file.
+
+        It equals the `content_hash` of the item's revision if the file has not changed.
 
         Args:
-            item: its row, with the metadata as a mapping.
+            item: The row of the item, with the metadata as a mapping.
 
         Raises:
-            Unreadable, OSError: it has no file, or it cannot be read.
+            Unreadable, OSError: The item has no file, or the file cannot be read.
         """
-        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no file of its own")
+        raise Unreadable(NO_PREVIEW, f"modality {item['modality']} has no file")
 
-    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """What a stored item looks like, as an encoded picture: for previews.
+    def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """Returns an encoded image of an indexed item, for previews.
 
         Args:
-            item: its row, with the metadata as a mapping.
-            seconds: of the parent, for what moves.
+            item: The row of the item, with the metadata as a mapping.
+            seconds: Time of the frame in the parent, in seconds (videos).
 
         Raises:
-            Unreadable: it has no look, or its file cannot be read.
+            Unreadable: The item has no image, or its file cannot be read.
         """
-        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no picture")
+        raise Unreadable(NO_PREVIEW, f"modality {item['modality']} has no image")
 
-    def sound(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
-        """What a stored item sounds like: samples (S,), their rate, the second they start at.
+    def preview_audio(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+        """Returns the audio of an indexed item, for previews.
+
+        Args:
+            item: The row of the item, with the metadata as a mapping.
+
+        Returns:
+            The samples (S,), their sample rate in Hz, and the time of the first sample in seconds.
 
         Raises:
-            Unreadable: it has no sound, or its file cannot be read.
+            Unreadable: The item has no audio, or its file cannot be read.
         """
-        raise Unreadable(NO_PREVIEW, f"is a {item['modality']}, which has no sound")
+        raise Unreadable(NO_PREVIEW, f"modality {item['modality']} has no audio")
 
 
-def revision_of(settings: Any, content: Any) -> str:
-    """A revision: a hash of all that bears on an item, and one of its file's content alone.
+def make_revision(settings: Any, content: Any) -> str:
+    """Returns the revision of an item.
 
-    By the second one who reads the file again later knows whether it is still the one that was
-    indexed, whatever the settings were.
+    It consists of a hash of settings and content, and a hash of the content only. The second one
+    shows whether a file has changed since it was indexed, independently of the settings.
     """
     return f"{digest([settings, content])}.{digest(content)}"
 
 
-def content_in(revision: str) -> str | None:
-    """The hash of the content in a revision; None in one of an older version of this software.
+def content_hash(revision: str) -> str | None:
+    """Returns the content hash in a revision, or None for revisions of old indexes without one.
 
-    >>> content_in(revision_of({"dpi": 100}, "bytes")) == content_in(revision_of({}, "bytes"))
+    >>> content_hash(make_revision({"dpi": 100}, "x")) == content_hash(make_revision({}, "x"))
     True
     """
     return revision.partition(".")[2] or None
 
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
-    """A table of items with the columns of `ITEM` and of `payload`.
+    """Returns a table of items with the columns of `ITEM` and of `payload`.
 
-    Equal to `pa.Table.from_pylist` of their rows, but arrays (N, D) in a payload column of vectors
-    and Arrow arrays in one of lists are taken as they are, without a Python object for each number.
+    Equivalent to `pa.Table.from_pylist` of the rows, but NumPy arrays (N, D) in columns of vectors
+    and Arrow arrays in columns of lists are not converted to Python objects.
 
     >>> vectors = pa.field("vectors", pa.list_(pa.list_(pa.float32(), 2)))
     >>> item = Item("a", "a", "s", "text", "r", payload={"vectors": np.ones((1, 2), np.float32)})
@@ -188,12 +207,12 @@ def _column(values: list[Any], type: pa.DataType) -> pa.Array:
 
 
 def _vectors_column(arrays: Sequence[np.ndarray], type: pa.ListType) -> pa.Array:
-    """Arrays (N, D) of any N -> `list<fixed_size_list<value>[D]>`."""
+    """Converts arrays (N, D), whose N may differ, to `list<fixed_size_list<value>[D]>`."""
     dtype = type.value_type.value_type.to_pandas_dtype()
     flat = np.concatenate(arrays).astype(dtype, copy=False)
     if flat.shape[1] != type.value_type.list_size:
         raise ValueError(
-            f"vectors of {flat.shape[1]} numbers, expected {type.value_type.list_size}"
+            f"vectors must have {type.value_type.list_size} dimensions, got {flat.shape[1]}"
         )
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), flat.shape[1])
     ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)

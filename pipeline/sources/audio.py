@@ -1,34 +1,36 @@
-"""Audio files: windows of sound."""
+"""The source of audio files."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
+from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
 
 
 class Audio(WindowSource["Audio.Spec"]):
-    """The windows of audio files: one item a window, the file its parent.
+    """Time windows of audio files, one item per window.
 
-    **Ids.** `<file>#t=<start>,<end>` in seconds; that of a whole file is the file's.
+    **Ids.** `<file>#t=<start>,<end>` in seconds; the id of an entire file is its path. The parent
+    of an item is the file.
 
-    **Sound.** Payload `audio`: one channel, the mean of those that the file has, at `sample_rate`,
-    read window by window, from pause to pause (`border_shift`). A file's length is what can be
-    read of it, not what its header says.
+    **Audio.** Payload `audio`: one channel, the mean of all channels, at `sample_rate`, read window
+    by window between pauses (`border_shift`). The duration of a file is that of the readable audio,
+    which may differ from its header.
 
-    **What it reads.** WAV, FLAC, Ogg and MP3 by libsndfile; what that does not know (AAC, M4A,
-    the track of a video under such a name) by FFmpeg, by what they hold and not by their names.
+    **Formats.** libsndfile reads WAV, FLAC, Ogg and MP3. FFmpeg reads all other formats, such as
+    AAC, M4A and the audio tracks of videos. The format is detected from the content, not from the
+    suffix.
 
-    **Metadata.** `duration`, and `sample_rate` and `channels` of the file; `truncated`, True, of
-    a file that ends before its header says it does.
+    **Metadata.** `duration`; `sample_rate` and `channels` of the file; `truncated`, True, if the
+    file is shorter than its header specifies.
     """
 
     class Spec(WindowSpec):
-        """Options of the audio source; see `WindowSpec`."""
+        """Options of the audio source."""
 
         name: Literal["audio"] = "audio"
 
-    gives = ("item_id", "audio")
+    provides = ("item_id", "audio")
     suffixes = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus")
     module = "audio"
     files_per_shard = 16
@@ -37,4 +39,4 @@ class Audio(WindowSource["Audio.Spec"]):
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         if "audio" in wants:
-            self.max_unit_items = max(1, int(UNIT_BYTES / self._audio_bytes()))
+            self.max_unit_items = max(1, int(MAX_UNIT_BYTES / self._audio_bytes()))

@@ -1,4 +1,4 @@
-"""Files at any fsspec URI: opening a root, and walking it in a stable order."""
+"""Files and folders at fsspec URIs, listed in a stable order."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular
 from pipeline.extras import require_storage
 
-#: The size that `walk` gives of a pipe, a socket or a device, and of a link to one.
-SPECIAL = -1
+#: The size that `walk` yields for a pipe, a socket or a device, and for a link to one.
+SPECIAL_FILE_SIZE = -1
 
 
 def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a URI, and the path in it.
 
     Raises:
-        MissingExtra: The package of its storage is not installed.
-        SpecError: The scheme is unknown, or needs a package that is not installed.
+        MissingExtra: The package of the storage is not installed.
+        SpecError: The scheme is unknown, or requires a package that is not installed.
     """
     require_storage(uri)
     rule = "a local path or the URI of an installed fsspec file system"
     try:
-        # A listing is read once: keeping it would cost memory and hide files that come later.
+        # Listings are read once: a cache would take memory and hide files that are added later.
         return fsspec.url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as error:
         raise SpecError("path", uri, rule, f"cannot be opened ({error})") from None
 
 
 def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
-    """`open_root` of a file or folder that is there.
+    """Returns the file system of a URI and the path in it, which must exist.
 
     Raises:
-        SpecError: nothing is there, or it cannot be looked at.
+        SpecError: The path does not exist, cannot be read, or is not a regular file or folder.
     """
     fs, root = open_root(uri)
     try:
         exists = bool(uri) and (fs.exists(root) or fs.isdir(root))
-    except Exception as error:  # of whatever library the file system stands on
+    except Exception as error:  # any exception of the library behind the file system
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", uri, "a readable path", problem) from None
     if not exists:
@@ -56,10 +56,10 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
     return fs, root
 
 
-def folder_of(uri: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URI, and the folder in it: that of the file, if the URI is one.
+def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
+    """Returns the file system of a URI and the folder, which contains the file if it is a file.
 
-    What is not there any more is taken for a file if its name ends like one.
+    A missing path counts as a file if its name has a suffix.
     """
     fs, root = open_root(uri)
     folder, _, name = root.rpartition("/")
@@ -68,16 +68,16 @@ def folder_of(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
-    """Every file below a folder, one folder in memory at a time, each sorted by name.
+    """Yields all files below a folder, sorted by name, with one folder in memory at a time.
 
-    Links are followed, except to a folder that holds the link.
+    Links are followed, except links to a folder that contains them.
 
     Yields:
-        (path relative to `root`, bytes). A folder that cannot be listed stands for its files, with
-        None for the bytes: opening it says why. The bytes of a pipe, a socket, a device or a link
-        to one are `SPECIAL`: `untrusted.open_file` refuses it.
+        (path relative to `root`, size in bytes). A folder that cannot be listed is yielded in place
+        of its files with the size None; opening it raises the error. The size of a pipe, a socket
+        or a device is `SPECIAL_FILE_SIZE`; `untrusted.open_file` rejects it.
     """
-    pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder, still to be listed
+    pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder to be listed
     while pending:
         path, num_bytes = pending.pop()
         if num_bytes is None:
@@ -89,8 +89,12 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
         yield path[len(root) :].lstrip("/"), num_bytes
 
 
-def files_below(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
-    """The files below a folder whose names end so, as `walk` gives them; of a file, itself."""
+def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
+    """Yields the files below a folder that have one of the suffixes, or the file at the URI.
+
+    Yields:
+        (path relative to the folder, size in bytes), see `walk`.
+    """
     fs, root = open_root(uri)
     if not fs.isdir(root):
         yield root.rpartition("/")[2], fs.size(root)
@@ -111,25 +115,25 @@ def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | 
             is_folder = True
         elif entry["type"] == "other":
             size = _size(fs, path, size)
-        if path != folder:  # object stores may list a folder inside itself
+        if path != folder:  # object stores may list a folder as its own child
             yield path, None if is_folder else size
 
 
 def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
-    """The size of what may not be a regular file; a link to nothing has that of its listing."""
+    """Returns the size of an irregular directory entry; a dangling link has its listed size."""
     try:
         check_regular(fs, path)
     except Unreadable:
-        return SPECIAL
+        return SPECIAL_FILE_SIZE
     except OSError:
         pass
     return size
 
 
-def escaped(text: str) -> str:
-    r"""Text that Arrow can store: a file name's bytes that are not UTF-8 are written as escapes.
+def escape(text: str) -> str:
+    r"""Returns text that Arrow can store; bytes of file names that are not UTF-8 become escapes.
 
-    >>> print(escaped("a\udcff.txt"))
+    >>> print(escape("a\udcff.txt"))
     a\udcff.txt
     """
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Photographs and other pictures, with captions where there are some."""
+"""The source of images with optional captions."""
 
 from __future__ import annotations
 
@@ -18,95 +18,95 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import manifests
-from pipeline.sources.files import escaped, existing_root, open_root
-from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, plain
+from pipeline.sources.files import escape, existing_root, open_root
+from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, to_json_value
 from pipeline.sources.media import ARCHIVE, ByteStream, MediaFile, MediaSource, MediaSpec
 from pipeline.sources.text import parse_line
 
-PICTURE_FIELDS = ("image", "file_name", "path")
+IMAGE_FIELDS = ("image", "file_name", "path")
 CAPTION_FIELDS = ("captions", "caption", "text")
 CAPTION_SUFFIXES = (".txt", ".caption")
-#: Recognising their text takes seconds each: what is done shows, and is committed, sooner.
-SCANS_AT_ONCE = 8
-#: Of a few megabytes each.
-PICTURES_AT_ONCE = 64
-#: What finds a stored item's file again: a manifest's fields of these names get another one.
+#: Maximum number of images per unit if their text is recognised, which takes seconds per image.
+#: Small units make progress visible and are committed earlier.
+MAX_UNIT_SCANS = 8
+#: Maximum number of images per unit; an image takes a few megabytes.
+MAX_UNIT_IMAGES = 64
+#: Metadata fields that locate the file of an item. Manifest fields with these names are renamed.
 RESERVED = ("file", "bytes", "row")
 
 
 class Images(MediaSource["Images.Spec"]):
-    """Pictures: one item each, with what was said of it as its caption.
+    """Images, one item each, with optional captions.
 
-    `path` is a folder, at any depth, with pictures, with tar archives of them (WebDataset), and
-    with Parquet files whose rows hold them; or one such file; or a manifest, which only it names.
+    `path` is a folder that contains images, tar archives of images (WebDataset) and Parquet files
+    whose rows contain images, at any depth; or a single such file; or a manifest.
 
-    **Manifests.** JSON lines and Parquet, a row a picture: `image`, `file_name` or `path` names the
-    file, below the manifest's folder or `images`; in Parquet it may hold the bytes (a column of
-    bytes, or `struct<bytes, path>`). `_id` or `id` is the id, else the file's name. `captions` (or
-    `caption`, or `text`) is a string or a list of them; `title` a string; all other fields are kept
-    as metadata (bytes are not). A .json file is a list of such rows, COCO's form (the id is that of
-    the image, captions in the file's order, other annotations are not read), or Karpathy's (the id
-    is `cocoid`, or the file's name without suffix where there is none).
+    **Manifests.** JSON lines and Parquet files with one image per row. `image`, `file_name` or
+    `path` is the name of the file, relative to the folder of the manifest or to `images`; in
+    Parquet files it may contain the bytes (a binary column, or `struct<bytes, path>`). The id is
+    `_id`, `id` or the name of the file. `captions` (or `caption`, or `text`) is a string or a list
+    of strings, and `title` a string. All other fields except bytes become metadata. A .json file is
+    a list of such rows, or a file in the format of COCO (captions in the order of the file; other
+    annotations are ignored) or Karpathy (the id is `cocoid`, or the name of the file without
+    suffix).
 
-    **Ids.** Of a file its path below `path`, of an archive's member its key: see `MediaSource`.
+    **Ids.** The path of a file relative to `path`, or the key of an archive member: see
+    `MediaSource`.
 
-    **Captions.** In an archive the lines of the sample's .txt or .caption, or the captions of its
-    .json, whose other fields become metadata. The item's `caption` has one a line. With
-    `leave_out_caption` one of them is held back: it is the query for the picture, and must not be
-    found in it.
+    **Captions.** In archives, captions are the lines of the .txt or .caption file of the sample, or
+    the captions of its .json file, whose other fields become metadata. The item's `caption` has one
+    caption per line. `leave_out_caption` excludes one of them, for evaluations that use it as the
+    query.
 
-    **Pictures.** Payload `image` and `scan`, the same bytes, for encoders that want them: upright,
-    RGB, no larger than `max_pixels`; the first frame of several (`frames` in the metadata). For
-    others nothing is decoded, and what the file holds is not checked.
+    **Images.** Payload `image` and `scan`, the same bytes, for encoders that read them: upright,
+    RGB, at most `max_pixels`. Only the first frame of an animation is used (`frames` in the
+    metadata). For other encoders, images are neither decoded nor checked.
 
-    **Revision.** A hash of the file, of all that is said of it, and of the options.
+    **Revision.** A hash of the file, its captions and metadata, and the options.
     """
 
     class Spec(MediaSpec):
-        """Options of the images source.
-
-        Attributes:
-            images: the folder of the files that a manifest names; default: the manifest's own.
-            id_field: the field of a row's id; None = `_id`, or `id` where there is no `_id`.
-            max_pixels: a larger picture is made smaller.
-            max_input_pixels: a picture that claims more is rejected before it is decoded.
-            leave_out_caption: the number, from 0, of the caption that is held back.
-            max_file_bytes: Maximum size of a picture's file, which is read as a whole, in bytes.
-        """
+        """Options of the images source."""
 
         name: Literal["images"] = "images"
         images: config.Uri | None = None
+        """Folder of the files named by a manifest; default: the folder of the manifest."""
         id_field: str | None = None
+        """Manifest field with the id; default: `_id` if present, else `id`."""
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
+        """Maximum size of an image, in pixels; larger images are scaled down."""
         max_input_pixels: int = Field(200_000_000, ge=10_000, le=1_000_000_000)
+        """Images that declare more pixels are rejected before decoding."""
         leave_out_caption: int | None = Field(None, ge=0)
+        """Number of the caption to exclude, from 0."""
         max_file_bytes: int = Field(1 << 30, ge=1024)
+        """Maximum size of an image file, in bytes; files are read into memory."""
 
-    gives = ("item_id", "image", "scan", "caption")
+    provides = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-    containers = (ARCHIVE, manifests.TABLE)
-    lists = (*manifests.LINES, manifests.ONE_VALUE)
+    containers = (ARCHIVE, manifests.TABLE_SUFFIX)
+    lists = (*manifests.LINES_SUFFIXES, manifests.JSON_SUFFIX)
     module = "image"
     files_per_shard = 256
-    opens_to_list = False
+    decodes_to_list = False
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
-        self._table: Table | None = None  # open while a shard is listed or decoded
+        self._table: Table | None = None  # open during listing and decoding of a shard
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """How many pictures may be in memory together; captions alone take next to none."""
+        """Returns the maximum number of items of a shard in memory at the same time."""
         if "scan" in self.wants:
-            return SCANS_AT_ONCE
-        return PICTURES_AT_ONCE if self.payload.names else self.max_unit_items
+            return MAX_UNIT_SCANS
+        return MAX_UNIT_IMAGES if self.payload.names else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
-        """The options that change what is stored: not where files lie or what they are called."""
+        """Returns the options that affect the stored content, without the locations of files."""
         settings = super().settings()
-        left_out = {"images", "id_field"}
+        excluded = {"images", "id_field"}
         if not self.payload.names:
-            left_out |= {"max_pixels", "max_input_pixels"}
-        return {name: value for name, value in settings.items() if name not in left_out}
+            excluded |= {"max_pixels", "max_input_pixels"}
+        return {name: value for name, value in settings.items() if name not in excluded}
 
     # -- listing -----------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Images(MediaSource["Images.Spec"]):
         """Raises `SpecError` if there is nothing to read."""
         super().check()
         fs, root = existing_root(self.spec.path)
-        is_manifest = root.lower().endswith((manifests.TABLE, *self.lists))
+        is_manifest = root.lower().endswith((manifests.TABLE_SUFFIX, *self.lists))
         if fs.isdir(root) or not is_manifest:
             if self.spec.images:
                 rule = "null unless `path` is a manifest"
@@ -130,44 +130,45 @@ class Images(MediaSource["Images.Spec"]):
             except SpecError as error:
                 raise error.at("images") from None
 
-    def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
-        """The shards of an archive or of a manifest."""
+    def container_shards(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
+        """Yields the shards of an archive or a manifest."""
         if container.lower().endswith(ARCHIVE):
-            yield from super().shards_of(container, num_bytes)
+            yield from super().container_shards(container, num_bytes)
         else:
             yield from manifests.shards(*self._folder, container, num_bytes)
 
-    def files_of(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
-        """The pictures that a shard names; a row that names none is a reject."""
+    def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
+        """Yields the images of a shard; manifest rows without an image are rejects."""
         if "manifest" not in shard:
-            yield from super().files_of(shard)
+            yield from super().list_files(shard)
             return
         rows = self._table_rows(shard) if "rows" in shard else None
         for row in rows or manifests.read(*self._folder, shard):
             if isinstance(row, MalformedEntry):
-                yield self.reject(escaped(row.location), "", row.problem, "list")
+                yield self.reject(escape(row.location), "", row.problem, "list")
                 continue
             fields = dict(row.fields)
-            data, name = _take_picture(fields)
-            own = self._id(fields)
-            own = (name or row.location()) if own is None and not self.spec.id_field else own
+            data, name = _take_image(fields)
+            item_id = self._id(fields)
+            if item_id is None and not self.spec.id_field:
+                item_id = name or row.location()
             try:
-                if problem := item_id_problem(own):
-                    raise Unreadable("bad id", f"{own!r}: {problem}")
-                about = _about(fields)
+                if problem := item_id_problem(item_id):
+                    raise Unreadable("bad id", f"{item_id!r}: {problem}")
+                annotation = _parse_fields(fields)
                 if row.number is not None and data is not None:
                     path, size, number = shard["manifest"], len(data), row.number
                 elif name:
                     path, size = self._find(name, shard["manifest"])
                     number = None
                 else:
-                    raise Unreadable("no image", f"none of {', '.join(PICTURE_FIELDS)} names one")
+                    raise Unreadable("no image", f"none of {', '.join(IMAGE_FIELDS)} names one")
             except (Unreadable, OSError) as error:
-                location = row.location() if item_id_problem(own) else own
-                yield self.reject(escaped(location), "", error, "list")
+                location = row.location() if item_id_problem(item_id) else item_id
+                yield self.reject(escape(location), "", error, "list")
                 continue
             suffix = PurePosixPath(name or "").suffix.lower()
-            yield MediaFile(own, path, size, None, suffix, about=about, row=number)
+            yield MediaFile(item_id, path, size, None, suffix, annotation=annotation, row=number)
 
     def _table_rows(self, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
         manifest = shard["manifest"]
@@ -185,38 +186,46 @@ class Images(MediaSource["Images.Spec"]):
             yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
-        """Takes the id out of a row's fields; None if there is none."""
+        """Removes and returns the id of a manifest row, or None if there is none."""
         name = self.spec.id_field or ("_id" if "_id" in fields else "id")
         value = fields.pop(name, None)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
 
     def _find(self, name: str, manifest: str) -> tuple[str, int]:
-        """Where a file that a manifest names lies, below the folder of the files; its bytes."""
+        """Returns the path and size of a file named by a manifest.
+
+        Args:
+            name: Name of the file in the manifest.
+            manifest: Path of the manifest.
+
+        Raises:
+            Unreadable: The file does not exist, or is outside the folder.
+        """
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
         if path.startswith(("/", "..")) or "://" in name:
             location = "`images`" if self.spec.images else "the manifest's folder"
             raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
-        fs, place = self.place_of(MediaFile(name, path, None))
+        fs, path_in_fs = self.resolve_path(MediaFile(name, path, None))
         try:
-            found = fs.info(place)
+            info = fs.info(path_in_fs)
         except FileNotFoundError:
-            found = {"type": "nothing"}
-        if found["type"] == "other":
-            raise Unreadable("not a regular file", f"{manifest} names {path}: a pipe or a device")
-        if found["type"] != "file":
-            raise Unreadable("missing file", f"{manifest} names {path}: {found['type']} there")
-        return path, found["size"]
+            raise Unreadable("missing file", f"{path} in {manifest} does not exist") from None
+        if info["type"] == "other":
+            raise Unreadable("not a regular file", f"{path} in {manifest} is a pipe or a device")
+        if info["type"] != "file":
+            raise Unreadable("missing file", f"{path} in {manifest} is a {info['type']}")
+        return path, info["size"]
 
-    def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
-        """The one item of a picture."""
-        about = file.about or _sidecars(file)
-        captions = list(about.get("captions", ()))
+    def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
+        """Yields the item of an image."""
+        annotation = file.annotation or _sidecars(file)
+        captions = list(annotation.get("captions", ()))
         if self.spec.leave_out_caption is not None:
             del captions[self.spec.leave_out_caption : self.spec.leave_out_caption + 1]
         captions = [caption for caption in captions if caption]
-        fields = about.get("fields", {})
+        fields = annotation.get("fields", {})
         metadata = {f"own_{k}" if k in RESERVED else k: v for k, v in fields.items()}
         if captions:
             metadata["num_captions"] = len(captions)
@@ -226,7 +235,7 @@ class Images(MediaSource["Images.Spec"]):
             source=self.collection,
             modality="image",
             revision=revision,
-            title=about.get("title"),
+            title=annotation.get("title"),
             caption="\n".join(captions) or None,
             metadata=metadata,
         )
@@ -236,54 +245,54 @@ class Images(MediaSource["Images.Spec"]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Decodes the wanted pictures, if anybody wants to see them."""
+        """Decodes images if the encoder reads them."""
         if not self.payload.names:
             yield from (item for _, item in items)
             return
         with contextlib.ExitStack() as stack:
             if "rows" in shard:
-                with contextlib.suppress(Unreadable, OSError):  # each item will say why
+                with contextlib.suppress(Unreadable, OSError):  # raised again for each item
                     stack.enter_context(self._open_table(shard["manifest"]))
             yield from super().decode(shard, items)
 
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """The item of a picture with its pixels, as often as it was listed."""
-        (picture,) = self._read(path)
-        if isinstance(picture, Unreadable):
-            yield from (picture for _ in items)
+        """Yields the item of an image with its payload, once per requested item."""
+        (result,) = self._read(path)
+        if isinstance(result, Unreadable):
+            yield from (result for _ in items)
             return
-        about = {"width": picture["width"], "height": picture["height"]}
-        if picture["frames"] > 1:
-            about["frames"] = picture["frames"]
-        payload = dict.fromkeys(self.payload.names, picture["image"])
+        info = {"width": result["width"], "height": result["height"]}
+        if result["frames"] > 1:
+            info["frames"] = result["frames"]
+        payload = dict.fromkeys(self.payload.names, result["image"])
         for item in items:
-            yield replace(item, metadata={**(item.metadata or {}), **about}, payload=payload)
+            yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 
-    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """The picture of a stored item: upright, JPEG, PNG or WebP."""
-        file = self.file_of(item["parent_id"], item["metadata"] or {})
-        with self.local(file) as path:
-            (picture,) = self._read(path)
-        if isinstance(picture, Unreadable):
-            raise picture
-        return picture["image"]
+    def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """Returns the image of an indexed item: upright, JPEG, PNG or WebP."""
+        file = self.find_file(item["parent_id"], item["metadata"] or {})
+        with self.local_path(file) as path:
+            (result,) = self._read(path)
+        if isinstance(result, Unreadable):
+            raise result
+        return result["image"]
 
     def _read(self, path: str) -> Iterator[dict[str, Any] | Unreadable]:
         names = ("max_pixels", "max_input_pixels")
         settings = {name: getattr(self.spec, name) for name in names}
-        return self.process.stream(1, "read_picture", path, settings)
+        return self.process.stream(1, "read_image", path, settings)
 
-    # -- where files lie ---------------------------------------------------------------------
+    # -- locations of files ------------------------------------------------------------------
 
     @functools.cached_property
     def _images(self) -> tuple[Any, str] | None:
-        """File system and folder of the images; None if they lie beside the captions."""
+        """File system and folder of the images; None if they are in the folder of the manifest."""
         return None if self.spec.images is None else open_root(self.spec.images)
 
-    def place_of(self, file: MediaFile) -> tuple[Any, str]:
-        """The file system of a picture and its path there; of the table, if that holds it."""
+    def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
+        """Returns the file system and the path of an image, or of the table that contains it."""
         if file.row is not None or self._images is None:
-            return super().place_of(file)
+            return super().resolve_path(file)
         fs, folder = self._images
         return fs, f"{folder}/{file.path}"
 
@@ -294,60 +303,64 @@ class Images(MediaSource["Images.Spec"]):
                 yield stream
             return
         with self._open_table(file.path) as table:
-            data, _ = _take_picture(table.row(file.row))
+            data, _ = _take_image(table.row(file.row))
         yield io.BytesIO(data or b"")
 
     @contextlib.contextmanager
     def _open_table(self, path: str) -> Iterator[Table]:
-        """A table; inside another call for the same the one that is open, which reads forward."""
+        """Returns a context with an open table.
+
+        Nested calls for the same table share it, because tables are read in ascending order.
+        """
         fs, folder = self._folder
         if self._table is not None and self._table.path == f"{folder}/{path}":
             yield self._table
             return
         with Table(fs, f"{folder}/{path}") as table:
-            before, self._table = self._table, table
+            previous, self._table = self._table, table
             try:
                 yield table
             finally:
-                self._table = before
+                self._table = previous
 
 
-def _take_picture(fields: dict[str, Any]) -> tuple[bytes | None, str | None]:
-    """Takes the picture out of a row's fields: its bytes, its name.
+def _take_image(fields: dict[str, Any]) -> tuple[bytes | None, str | None]:
+    """Removes the image from the fields of a row, and returns its bytes and its name.
 
-    >>> _take_picture({"image": {"bytes": b"x", "path": "a.jpg"}}), _take_picture({"path": "b"})
+    >>> _take_image({"image": {"bytes": b"x", "path": "a.jpg"}}), _take_image({"path": "b"})
     ((b'x', 'a.jpg'), (None, 'b'))
     """
-    field = next((name for name in PICTURE_FIELDS if fields.get(name) is not None), None)
-    picture = fields.pop(field) if field else None
-    data, name = picture, picture
-    if isinstance(picture, Mapping):
-        data, name = picture.get("bytes"), picture.get("path")
+    field = next((name for name in IMAGE_FIELDS if fields.get(name) is not None), None)
+    value = fields.pop(field) if field else None
+    data, name = value, value
+    if isinstance(value, Mapping):
+        data, name = value.get("bytes"), value.get("path")
     return data if isinstance(data, bytes) else None, name if isinstance(name, str) else None
 
 
 def _sidecars(file: MediaFile) -> dict[str, Any]:
-    """What the texts beside an archive's member say of it."""
-    about: dict[str, Any] = {}
+    """Returns the captions, title and metadata from the text files of a sample."""
+    annotation: dict[str, Any] = {}
     if ".json" in file.sidecars:
         try:
             fields = parse_line(file.sidecars[".json"].encode())
         except ValueError as error:
             raise Unreadable("damaged sidecar", f".json: {error}") from None
         if not isinstance(fields, dict):
-            raise Unreadable("damaged sidecar", f".json: a {type(fields).__name__}, no object")
-        about = _about(fields)
+            problem = f".json: must be an object, got a {type(fields).__name__}"
+            raise Unreadable("damaged sidecar", problem)
+        annotation = _parse_fields(fields)
     for suffix in CAPTION_SUFFIXES:
         if suffix in file.sidecars:
             lines = file.sidecars[suffix].splitlines()
-            return {**about, "captions": [" ".join(line.split()) for line in lines]}
-    return about
+            return {**annotation, "captions": [" ".join(line.split()) for line in lines]}
+    return annotation
 
 
-def _about(fields: dict[str, Any]) -> dict[str, Any]:
-    """`captions`, `title` and the other `fields` of a row.
+def _parse_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns `captions`, `title` and the other `fields` of a row.
 
-    >>> _about({"caption": " A  cat. ", "title": "Cats", "licence": 4})
+    >>> _parse_fields({"caption": " A  cat. ", "title": "Cats", "licence": 4})
     {'captions': ['A cat.'], 'title': 'Cats', 'fields': {'licence': 4}}
     """
     fields = dict(fields)
@@ -360,4 +373,4 @@ def _about(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(title, str | None):
         raise Unreadable("title is not a string", f"field title: {type(title).__name__}")
     captions = [" ".join(text.split()) for text in captions]
-    return {"captions": captions, "title": title or None, "fields": plain(fields)}
+    return {"captions": captions, "title": title or None, "fields": to_json_value(fields)}

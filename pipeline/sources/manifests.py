@@ -1,4 +1,4 @@
-"""Manifests: files whose rows name other files, or hold them: JSON lines, Parquet, COCO's JSON."""
+"""Readers of manifests, whose rows name or contain images: JSON lines, Parquet and COCO JSON."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import pyarrow.parquet as pq
 
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
-from pipeline.sources.files import SPECIAL
+from pipeline.sources.files import SPECIAL_FILE_SIZE
 from pipeline.sources.media import BYTES_PER_SHARD
 from pipeline.sources.text import UNREADABLE, Lines, parse_line, parse_object
 
-LINES = (".jsonl", ".jsonl.gz")
-TABLE = ".parquet"
-ONE_VALUE = ".json"
-#: A shard is a task's work; the files that a row names are larger than the row.
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
+TABLE_SUFFIX = ".parquet"
+JSON_SUFFIX = ".json"
+#: Maximum numbers of rows and bytes per shard. Rows are small, but the files they name are not.
 ROWS_PER_SHARD = 256
 LINE_BYTES_PER_SHARD = 64 << 10
-#: Rows of a table that are larger than this hold files: their row groups are read as a whole.
+#: Table rows above this size contain files; their row groups are not divided between shards.
 FILE_BYTES = 16 << 10
-#: Rows of a table that are in memory together.
-ROWS_AT_ONCE = 16
-#: A manifest that is one JSON value is in memory as a whole.
+#: Number of table rows in memory at the same time.
+ROWS_PER_BATCH = 16
+#: Maximum size of a JSON manifest, which is read into memory.
 MAX_VALUE_BYTES = 1 << 30
-#: The footer of a table of a few bytes can claim 2^63 rows, each of which would be listed.
+#: Maximum number of rows: the footer of a tiny file may claim 2^63 rows, which would all be listed.
 MAX_TABLE_ROWS = 100_000_000
 
 
@@ -42,7 +42,7 @@ class ManifestEntry:
     Attributes:
         location: Returns the location of the entry, for errors about an entry without an id.
         fields: The fields by name.
-        number: Number of the row, in a table.
+        number: Number of the row in a table; None for other manifests.
     """
 
     location: Callable[[], str]
@@ -52,11 +52,11 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class MalformedEntry:
-    """An entry of a manifest, or a whole manifest, that cannot be read.
+    """An entry of a manifest, or an entire manifest, that cannot be read.
 
     Attributes:
-        where: Location of the entry.
-        problem: The reason.
+        location: Location of the entry.
+        problem: Error with the reason.
     """
 
     location: str
@@ -66,23 +66,30 @@ class MalformedEntry:
 def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
     """Yields the shards of a manifest, `{"manifest": path below the folder, ...}`.
 
-    A shard of lines is a byte range, a shard of a table a range of rows. The shards of a COCO file
-    contain its entries, because captions are stored apart from images and only the whole file can
-    be read.
+    A shard of lines is a byte range, and a shard of a table is a range of rows. Shards of JSON
+    manifests contain their entries, because COCO files store captions separately from images and
+    must be parsed as a whole.
+
+    Args:
+        fs: The file system.
+        folder: Folder of the source.
+        manifest: Path of the manifest relative to the folder.
+        num_bytes: Size of the manifest in bytes, or None if unknown.
     """
     name = manifest.lower()
-    if name.endswith(".gz") or (num_bytes == SPECIAL and name.endswith(LINES)):  # not entered
+    is_lines = name.endswith(LINES_SUFFIXES)
+    if name.endswith(".gz") or (num_bytes == SPECIAL_FILE_SIZE and is_lines):  # not seekable
         yield {"manifest": manifest, "start": 0, "end": None}
-    elif name.endswith(LINES):
+    elif is_lines:
         for start in range(0, num_bytes or 0, LINE_BYTES_PER_SHARD):
             end = min(start + LINE_BYTES_PER_SHARD, num_bytes or 0)
             yield {"manifest": manifest, "start": start, "end": end}
-    elif name.endswith(TABLE):
+    elif name.endswith(TABLE_SUFFIX):
         try:
             with Table(fs, f"{folder}/{manifest}") as table:
                 yield from ({"manifest": manifest, "rows": rows} for rows in table.row_ranges())
         except (Unreadable, OSError) as error:
-            yield {"manifest": manifest, "problem": _told(error)}
+            yield {"manifest": manifest, "problem": _error_fields(error)}
     else:
         try:
             with open_file(fs, f"{folder}/{manifest}") as stream:
@@ -92,21 +99,26 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
                 raise Unreadable("too long", problem)
             rows = _read_value(data, manifest)
         except (Unreadable, OSError) as error:
-            yield {"manifest": manifest, "problem": _told(error)}
+            yield {"manifest": manifest, "problem": _error_fields(error)}
             return
         for first in range(0, len(rows), ROWS_PER_SHARD):
             yield {"manifest": manifest, "listed": rows[first : first + ROWS_PER_SHARD]}
 
 
 def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
-    """The rows of a shard that are not a table's, in order."""
+    """Yields the entries of a shard in order; for tables see `Table`.
+
+    Args:
+        fs: The file system.
+        folder: Folder of the source.
+        shard: The shard, as yielded by `shards`.
+    """
     manifest = shard["manifest"]
     if "problem" in shard:
         yield MalformedEntry(manifest, Unreadable(*shard["problem"]))
     elif "listed" in shard:
-        yield from (
-            ManifestEntry(partial(str, location), fields) for location, fields in shard["listed"]
-        )
+        for location, fields in shard["listed"]:
+            yield ManifestEntry(partial(str, location), fields)
     else:
         yield from _read_lines(fs, folder, manifest, shard["start"], shard["end"])
 
@@ -134,7 +146,7 @@ def _read_lines(
         yield MalformedEntry(f"{manifest}#byte={lines.offset}", Unreadable("unreadable", problem))
 
 
-def _told(error: Unreadable | OSError) -> list[str]:
+def _error_fields(error: Unreadable | OSError) -> list[str]:
     if isinstance(error, Unreadable):
         return [error.reason, error.detail]
     return ["unreadable", str(error)]
@@ -144,24 +156,27 @@ def _told(error: Unreadable | OSError) -> list[str]:
 
 
 def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
-    """(location, fields) of each image of a JSON file in one of its forms."""
+    """Returns (location, fields) of each image in a JSON manifest."""
     try:
-        rows = rows_of_value(parse_line(data))
-    except ValueError as error:  # a UnicodeError is a ValueError
+        rows = parse_rows(parse_line(data))
+    except ValueError as error:  # includes UnicodeError
         raise Unreadable("damaged manifest", str(error)) from None
     return [(f"{manifest}#{number}", image) for number, image in enumerate(rows)]
 
 
-def rows_of_value(value: Any) -> list[dict[str, Any]]:
-    """The images of a JSON value in one of its forms, each with its `captions`.
+def parse_rows(value: Any) -> list[dict[str, Any]]:
+    """Returns the images of a parsed manifest with their `captions`.
+
+    Args:
+        value: A list of objects, or an object in the format of COCO or Karpathy.
 
     Raises:
-        Unreadable: it has another form.
+        Unreadable: The value has a different format.
     """
     images = value.get("images") if isinstance(value, dict) else value
     if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
-        forms = "neither a list of objects nor COCO's {images: [...], annotations: [...]}"
-        raise Unreadable("damaged manifest", forms)
+        problem = "neither a list of objects nor COCO's {images: [...], annotations: [...]}"
+        raise Unreadable("damaged manifest", problem)
     if not isinstance(value, dict):
         return images
     is_karpathy = any("sentences" in image for image in images)
@@ -169,7 +184,7 @@ def rows_of_value(value: Any) -> list[dict[str, Any]]:
 
 
 def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]]:
-    """COCO's form: captions stand apart and name their image; other annotations are not read."""
+    """Returns the images of a COCO file with their captions; other annotations are ignored."""
     captions: dict[Any, list[Any]] = {}
     for annotation in annotations if isinstance(annotations, list) else []:
         if isinstance(annotation, dict) and "caption" in annotation:
@@ -178,48 +193,52 @@ def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]
 
 
 def _karpathy(images: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Karpathy's form of COCO and Flickr30K.
+    """Returns the images of a file in Karpathy's format (COCO and Flickr30K splits).
 
     >>> _karpathy([{"filepath": "val", "filename": "7.jpg", "sentences": [{"raw": "A cat. "}]}])
     [{'id': '7', 'file_name': 'val/7.jpg', 'captions': ['A cat. ']}]
     """
     rows = []
     for image in images:
-        rest = dict(image)
-        name = str(rest.pop("filename", ""))
-        sentences = rest.pop("sentences", None)
+        fields = dict(image)
+        name = str(fields.pop("filename", ""))
+        sentences = fields.pop("sentences", None)
         sentences = sentences if isinstance(sentences, list) else []
         captions = [s.get("raw") if isinstance(s, dict) else s for s in sentences]
-        path = "/".join(part for part in (str(rest.pop("filepath", "")), name) if part)
-        rest.pop("sentids", None)
-        image_id = rest.pop("cocoid", None) or PurePosixPath(name).stem
-        rows.append({"id": image_id, "file_name": path or None, "captions": captions, **rest})
+        path = "/".join(part for part in (str(fields.pop("filepath", "")), name) if part)
+        fields.pop("sentids", None)
+        image_id = fields.pop("cocoid", None) or PurePosixPath(name).stem
+        rows.append({"id": image_id, "file_name": path or None, "captions": captions, **fields})
     return rows
 
 
 def _key(image_id: Any) -> str:
-    return f"{image_id}"  # some writers of COCO's form make strings of the numbers
+    return f"{image_id}"  # some COCO files store ids as strings in one of the two lists
 
 
 # -- tables ------------------------------------------------------------------------------------
 
 
 class Table:
-    """A Parquet file whose rows are asked for one by one, forward; a few are in memory together.
+    """A Parquet file that is read row by row in ascending order, with few rows in memory.
+
+    Args:
+        fs: The file system.
+        path: Path of the file.
 
     Raises:
-        Unreadable: it is no Parquet file, or a damaged one.
+        Unreadable: The file is not a valid Parquet file.
     """
 
     def __init__(self, fs: Any, path: str):
         self.path = path
         self._stream = open_file(fs, path)
         try:
-            # Not a whole row group at once: its rows may hold hundreds of pictures.
+            # Without pre-buffering, because a row group may contain hundreds of images.
             self._file = pq.ParquetFile(self._stream, buffer_size=1 << 20, pre_buffer=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             self._stream.close()
-            raise _damage(error) from None
+            raise _classify_error(error) from None
         groups = range(self._file.num_row_groups)
         counts = (self._file.metadata.row_group(i).num_rows for i in groups)
         self._starts = list(itertools.accumulate(counts, initial=0))
@@ -238,29 +257,33 @@ class Table:
         self._stream.close()
 
     def row_ranges(self) -> Iterator[list[int]]:
-        """Yields the [start, end) of row ranges that are read independently."""
+        """Yields [start, end) of the row ranges that are read as shards."""
         first = num_bytes = 0
         for group, (start, stop) in enumerate(itertools.pairwise(self._starts)):
-            about = self._file.metadata.row_group(group)
-            own = about.total_byte_size
-            too_much = stop - first > ROWS_PER_SHARD or num_bytes + own > BYTES_PER_SHARD
-            if start > first and too_much:
+            row_group = self._file.metadata.row_group(group)
+            group_bytes = row_group.total_byte_size
+            too_many_rows = stop - first > ROWS_PER_SHARD
+            if start > first and (too_many_rows or num_bytes + group_bytes > BYTES_PER_SHARD):
                 yield [first, start]
                 first, num_bytes = start, 0
-            num_bytes += own
-            # Of rows that only name files any range will do.
-            while own < FILE_BYTES * about.num_rows and stop - first > ROWS_PER_SHARD:
+            num_bytes += group_bytes
+            # Row groups without files may be divided anywhere.
+            has_files = group_bytes >= FILE_BYTES * row_group.num_rows
+            while not has_files and stop - first > ROWS_PER_SHARD:
                 yield [first, first + ROWS_PER_SHARD]
                 first += ROWS_PER_SHARD
         if first < self._starts[-1]:
             yield [first, self._starts[-1]]
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row as plain values.
+        """Returns the fields of a row.
+
+        Args:
+            number: Number of the row, from 0; reading in ascending order is fastest.
 
         Raises:
-            Unreadable: it is not there, or damaged.
-            OSError: of the storage.
+            Unreadable: The row does not exist or is corrupted.
+            OSError: The storage fails.
         """
         if not 0 <= number < self._starts[-1]:
             raise Unreadable("damaged manifest", f"{self.path} has no row {number}")
@@ -269,23 +292,23 @@ class Table:
                 self._advance(number)
             return self._batch.slice(number - self._first, 1).to_pylist()[0]
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise _damage(error) from None
+            raise _classify_error(error) from None
 
     def _advance(self, number: int) -> None:
-        """Reads the next rows, in the row group of the wanted one."""
-        behind = self._first + (len(self._batch) if self._batch is not None else 0)
-        if not behind <= number < self._group_end or self._batch is None:
+        """Reads the next batch of the row group that contains a row."""
+        batch_end = self._first + (len(self._batch) if self._batch is not None else 0)
+        if not batch_end <= number < self._group_end or self._batch is None:
             group = max(i for i, start in enumerate(self._starts[:-1]) if start <= number)
-            self._batches = self._file.iter_batches(ROWS_AT_ONCE, row_groups=[group])
-            behind, self._group_end = self._starts[group], self._starts[group + 1]
+            self._batches = self._file.iter_batches(ROWS_PER_BATCH, row_groups=[group])
+            batch_end, self._group_end = self._starts[group], self._starts[group + 1]
         batch = next(self._batches, None)
         if batch is None:
             raise Unreadable("damaged manifest", f"{self.path} ends before row {number}")
-        self._batch, self._first = batch, behind
+        self._batch, self._first = batch, batch_end
 
 
-def _damage(error: Exception) -> Unreadable | OSError:
-    """What an error in reading a table means: Arrow's have no number, those of a storage have."""
+def _classify_error(error: Exception) -> Unreadable | OSError:
+    """Returns storage errors, which have an errno, unchanged and Arrow errors as `Unreadable`."""
     if isinstance(error, OSError):
         is_transient = isinstance(error, ConnectionError | TimeoutError)
         if is_transient or error.errno is not None:
@@ -293,16 +316,16 @@ def _damage(error: Exception) -> Unreadable | OSError:
     return Unreadable("damaged manifest", f"{type(error).__name__}: {error}")
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it: bytes are left out, other types become what they print as.
+def to_json_value(value: Any) -> Any:
+    """Returns a JSON-compatible copy of a value, without bytes; other types become strings.
 
-    >>> plain({"a": [1, float("nan")], "b": b"x"})
+    >>> to_json_value({"a": [1, float("nan")], "b": b"x"})
     {'a': [1, None]}
     """
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items() if not isinstance(v, bytes)}
+        return {str(k): to_json_value(v) for k, v in value.items() if not isinstance(v, bytes)}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value if not isinstance(v, bytes)]
+        return [to_json_value(v) for v in value if not isinstance(v, bytes)]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)

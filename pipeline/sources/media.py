@@ -1,4 +1,4 @@
-"""Files of one medium in folders and tar archives: listed, told apart, brought here to decode."""
+"""The base class of sources that read media files in folders and tar archives."""
 
 from __future__ import annotations
 
@@ -24,29 +24,36 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
-from pipeline.sources import Source, revision_of
-from pipeline.sources.files import SPECIAL, escaped, existing_root, files_below, folder_of
+from pipeline.sources import Source, make_revision
+from pipeline.sources.files import (
+    SPECIAL_FILE_SIZE,
+    escape,
+    existing_root,
+    find_files,
+    resolve_folder,
+)
 
 ARCHIVE = ".tar"
-#: A shard is a task's work: some files, few enough that tasks end at about the same time.
+#: One task processes one shard. Small shards balance the load of the tasks.
 BYTES_PER_SHARD = 64 << 20
-#: What stands beside a sample of an archive is small: captions, metadata.
+#: Maximum size of a caption or metadata file in an archive.
 SIDECAR_BYTES = 1 << 20
 SIDECARS = (".txt", ".caption", ".json")
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file, or the member of an archive.
+    """A media file, or a member of an archive.
 
     Attributes:
-        id: what its items are called.
-        path: below the source's folder; of the archive, for a member.
-        size: bytes; None if that is not known.
-        offset: where a member's bytes begin in the archive; None for a file by itself.
-        sidecars: texts that stand beside a member in its sample, by suffix.
-        about: what a manifest says of it.
-        row: of the table at `path` that holds the file's bytes; None for other files.
+        id: Id of the file; the ids of its items begin with it.
+        path: Path of the file, archive or table, relative to the folder of the source.
+        size: Size in bytes, or None if unknown.
+        offset: Offset of a member in its archive, in bytes; None for other files.
+        suffix: Suffix of the file name, in lower case with the dot.
+        sidecars: Contents of the other members of the same sample, by suffix.
+        annotation: Captions, title and metadata from a manifest.
+        row: Row of the table at `path` that contains the bytes; None for other files.
     """
 
     id: str
@@ -55,75 +62,77 @@ class MediaFile:
     offset: int | None = None
     suffix: str = ""
     sidecars: dict[str, str] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    annotation: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
 
 
 class MediaSpec(config.ComponentSpec):
-    """What the sources of media files share.
-
-    Attributes:
-        path: a local path or an fsspec URI: a folder, an archive or one file.
-        collection: the name of what is read here; default: the last part of the path.
-        ids: the id of an archive's member: its `key` (the path up to the first dot, WebDataset's),
-            or its `path`, with the archive's before it, where keys repeat in other archives.
-        revision: how a changed file is known: by its `content`, or by its `stat` (size and time of
-            change or ETag), which reads nothing: for corpora that are too large to be read twice.
-        max_file_bytes: Maximum size of a file or of an archive's member, in bytes.
-        limits: what decoding one item may take.
-    """
+    """Options of all sources of media files."""
 
     path: config.Uri
+    """Local path or fsspec URI of a folder, an archive or a single file."""
     collection: str = ""
+    """Name of the collection; default: the last part of the path."""
     ids: Literal["key", "path"] = "key"
+    """Ids of archive members: the WebDataset `key` (the path up to the first dot), or the `path`
+    of the archive and the member, for archives that share keys."""
     revision: Literal["content", "stat"] = "content"
+    """Detection of changed files: by `content`, or by `stat` (size and modification time or ETag).
+    `stat` reads no files and suits corpora that are too large to be read twice."""
     max_file_bytes: int = Field(16 << 30, ge=1024)
+    """Maximum size of a file or an archive member, in bytes."""
     limits: Limits = Limits(seconds=120.0)
+    """Limits of time and memory per decoded item."""
 
 
 MediaSpecT = TypeVar("MediaSpecT", bound=MediaSpec)
 
 
 class MediaSource(Source[MediaSpecT]):
-    """A source of files that a decoding process reads; subclasses say what their items are.
+    """Base class of sources whose files are read by a decoding process.
 
-    `path` is a folder, at any depth, with files of the right suffixes and with tar archives of
-    them, or one of these. The id of a file is its path below the folder; that of an archive's
-    member its WebDataset key. A damaged stretch of an archive is one reject, what lies behind it is
-    found again.
+    `path` is a folder that contains files with the supported suffixes and tar archives of them, at
+    any depth, or a single such file. The id of a file is its path relative to the folder; the id of
+    an archive member is its WebDataset key. A corrupted range of an archive is one reject; reading
+    resumes at the next member.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
-    containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)  # what holds files
-    lists: ClassVar[tuple[str, ...]] = ()  # what names files, only where `path` is it
-    module: ClassVar[str]  # of `pipeline.decoding`
+    """Suffixes of media files."""
+    containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)
+    """Suffixes of files that contain media files."""
+    lists: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of manifests, which are read only if `path` is one."""
+    module: ClassVar[str]
+    """Name of the module of `pipeline.decoding` that decodes the files."""
     files_per_shard: ClassVar[int]
+    """Maximum number of files per shard."""
 
     @property
-    def keeps_listing(self) -> bool:
-        """Whether the listing is stored: that of archives takes as long as reading them."""
+    def stores_listing(self) -> bool:
+        """True: listing an archive takes as long as reading it."""
         return True
 
     @property
     @abstractmethod
-    def opens_to_list(self) -> bool:
-        """Whether the items of a file are known only after decoding it."""
+    def decodes_to_list(self) -> bool:
+        """True if listing the items of a file requires decoding it."""
 
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
-        self.payload = payload_schema(self.gives, wants)
+        self.payload = payload_schema(self.provides, wants)
 
     @abstractmethod
-    def items_of(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
+    def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
         """Yields the items of a file, without payload.
 
         Args:
             file: The file.
-            revision: Its revision.
-            path: Its local path, if `opens_to_list`.
+            revision: Revision of the file.
+            path: Local path of the file if `decodes_to_list`, else None.
 
         Raises:
-            Unreadable: It cannot be read.
+            Unreadable: The file cannot be read.
         """
 
     @abstractmethod
@@ -132,19 +141,19 @@ class MediaSource(Source[MediaSpecT]):
 
         Args:
             file: The file.
-            path: Its local path.
+            path: Local path of the file.
             items: The items to decode.
         """
 
     def settings(self) -> dict[str, Any]:
-        """The options that change what is decoded: part of every revision."""
-        keep_out = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
-        wants = [kind for kind in self.gives if kind in self.wants]
-        return {**self.spec.model_dump(mode="json", exclude=keep_out), "wants": wants}
+        """Returns the options that affect the decoded content; they are part of revisions."""
+        excluded = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
+        wants = [kind for kind in self.provides if kind in self.wants]
+        return {**self.spec.model_dump(mode="json", exclude=excluded), "wants": wants}
 
     @property
     def process(self) -> DecodingProcess:
-        """The process that decodes for this thread."""
+        """The decoding process of this thread."""
         return decoding_process(self.module, self.spec.limits)
 
     # -- listing -----------------------------------------------------------------------------
@@ -152,23 +161,21 @@ class MediaSource(Source[MediaSpecT]):
     def check(self) -> None:
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
-        rule = (*self.suffixes, *self.containers)
-        if not fs.isdir(root) and not root.lower().endswith((*rule, *self.lists)):
-            kinds = ", ".join((*rule, *self.lists))
-            raise SpecError("path", self.spec.path, f"a folder, or a file that ends in {kinds}")
+        suffixes = (*self.suffixes, *self.containers)
+        if not fs.isdir(root) and not root.lower().endswith((*suffixes, *self.lists)):
+            names = ", ".join((*suffixes, *self.lists))
+            raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
         if next(self._files(), ("", None)) == ("", None):
-            kinds = ", ".join(rule)
-            raise SpecError(
-                "path", self.spec.path, f"a folder with files that end in {kinds}", "contains none"
-            )
+            rule = f"a folder with files ending in {', '.join(suffixes)}"
+            raise SpecError("path", self.spec.path, rule, "contains none")
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Groups of files `{"files": [[path, bytes], ...]}`, and archives `{"archive": path}`."""
+        """Yields groups of files `{"files": [[path, size], ...]}` and the shards of containers."""
         group: list[tuple[str, int | None]] = []
         size = 0
         for file, num_bytes in self._files():
             if file.lower().endswith((*self.containers, *self.lists)):
-                yield from self.shards_of(file, num_bytes)
+                yield from self.container_shards(file, num_bytes)
                 continue
             size += max(num_bytes or 0, 0)
             if group and (len(group) == self.files_per_shard or size > BYTES_PER_SHARD):
@@ -178,17 +185,22 @@ class MediaSource(Source[MediaSpecT]):
         if group:
             yield {"files": group}
 
-    def shards_of(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
-        """The shards of an archive, or of what else holds or names files."""
+    def container_shards(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
+        """Yields the shards of an archive or manifest.
+
+        Args:
+            container: Path relative to the folder of the source.
+            num_bytes: Size in bytes, or None if unknown.
+        """
         yield {"archive": container}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Lists the items of each file; a file that cannot be read is one reject."""
-        for file in self.files_of(shard):
+        """Yields the items of each file; a file that cannot be read is one reject."""
+        for file in self.list_files(shard):
             yield from self._scan_file(file) if isinstance(file, MediaFile) else (file,)
 
-    def files_of(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
-        """The files that a shard names."""
+    def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
+        """Yields the files of a shard."""
         if "archive" in shard:
             yield from self._members(shard["archive"])
             return
@@ -200,25 +212,25 @@ class MediaSource(Source[MediaSpecT]):
         try:
             if problem := item_id_problem(f"{file.id}#t=100000.0,100000.0"):
                 raise Unreadable("bad id", problem)
-            if (file.size or 0) > (most := self.spec.max_file_bytes):
-                raise Unreadable("too large", f"must be at most {most:,} bytes, got {file.size:,}")
-            if file.size in (0, SPECIAL):
-                with self._open(file):  # a link to nothing has no bytes either
+            if (file.size or 0) > (limit := self.spec.max_file_bytes):
+                raise Unreadable("too large", f"must be at most {limit:,} bytes, got {file.size:,}")
+            if file.size in (0, SPECIAL_FILE_SIZE):
+                with self._open(file):  # the size of a dangling link is 0, too
                     raise Unreadable("empty file")
-            if not self.opens_to_list:
+            if not self.decodes_to_list:
                 revision = self._revision(file, None)
-                items = list(self.items_of(file, revision, None))
+                items = list(self.list_items(file, revision, None))
             else:
-                with self.local(file) as path:
+                with self.local_path(file) as path:
                     revision = self._revision(file, path)
-                    items = list(self.items_of(file, revision, path))
+                    items = list(self.list_items(file, revision, path))
         except (Unreadable, OSError) as error:
-            yield self._reject(file, escaped(file.id), revision, error, "list")
+            yield self._reject(file, escape(file.id), revision, error, "list")
             return
         yield from (self._listed(item, file) for item in items)
 
     def _listed(self, item: Item, file: MediaFile) -> Item:
-        """With all that finds its file again, now and, in the metadata, later."""
+        """Returns the item with the location of its file, in the handle and in the metadata."""
         location: dict[str, Any] = {}
         if file.path != file.id:
             location["file"] = file.path
@@ -228,34 +240,34 @@ class MediaSource(Source[MediaSpecT]):
             location["row"] = file.row
         return replace(item, handle=asdict(file), metadata={**(item.metadata or {}), **location})
 
-    def file_of(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
-        """The file of a stored item."""
+    def find_file(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
+        """Returns the file of an indexed item."""
         path = metadata.get("file", parent_id)
         offset, size = metadata.get("bytes", (None, None))
         suffix = PurePosixPath(path).suffix.lower()
         return MediaFile(parent_id, path, size, offset, suffix, row=metadata.get("row"))
 
-    def place_of(self, file: MediaFile) -> tuple[Any, str]:
-        """The file system of a file, and its path there; of what holds it, if something does."""
+    def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
+        """Returns the file system and the path of a file, or of the archive that contains it."""
         fs, folder = self._folder
         return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
-        """Of what the file holds, or of its size and age, and of all that bears on it."""
-        settings = [self.settings(), file.sidecars, file.about]
-        return revision_of(settings, self._content(file, path))
+        """Returns a revision of content, settings, sidecars and manifest entry."""
+        settings = [self.settings(), file.sidecars, file.annotation]
+        return make_revision(settings, self._content(file, path))
 
-    def content_of(self, item: dict[str, Any]) -> str:
-        """What the item's file holds now, or its size and age."""
-        file = self.file_of(item["parent_id"], item["metadata"] or {})
+    def read_content_hash(self, item: dict[str, Any]) -> str:
+        """Returns the hash of the current content of an item's file, or of its size and date."""
+        file = self.find_file(item["parent_id"], item["metadata"] or {})
         return config.digest(self._content(file, None))
 
     def _content(self, file: MediaFile, path: str | None) -> Any:
-        fs, place = self.place_of(file)
+        fs, path_in_fs = self.resolve_path(file)
         if self.spec.revision == "stat":
-            about = fs.info(place)
-            age = next((about[k] for k in ("ETag", "mtime", "LastModified") if k in about), "")
-            return [about["size"], str(age), file.offset, file.row]
+            info = fs.info(path_in_fs)
+            date = next((info[k] for k in ("ETag", "mtime", "LastModified") if k in info), "")
+            return [info["size"], str(date), file.offset, file.row]
         with open(path, "rb") if path else self._open(file) as stream:
             content = hashlib.blake2b()
             while data := stream.read(1 << 20):
@@ -264,16 +276,16 @@ class MediaSource(Source[MediaSpecT]):
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
-        return folder_of(self.spec.path)
+        return resolve_folder(self.spec.path)
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
-        """(path relative to the folder, bytes) of all that is read."""
-        return files_below(self.spec.path, (*self.suffixes, *self.containers))
+        """Yields (path relative to the folder, size in bytes) of all files and archives."""
+        return find_files(self.spec.path, (*self.suffixes, *self.containers))
 
     # -- archives ----------------------------------------------------------------------------
 
     def _members(self, archive: str) -> Iterator[MediaFile | Reject]:
-        """The media files of an archive, a sample (members of one key) at a time."""
+        """Yields the media files of an archive, grouped by sample (members with the same key)."""
         fs, folder = self._folder
         try:
             with open_file(fs, f"{folder}/{archive}") as stream:
@@ -287,19 +299,19 @@ class MediaSource(Source[MediaSpecT]):
                         if isinstance(entry, Member):
                             members.append(entry)
                         else:
-                            yield self._broken(archive, entry)
+                            yield self._reject_member(archive, entry)
                     if key is not None:
                         yield from self._sample(archive, key, members)
         except (Unreadable, OSError) as error:
-            yield self.reject(escaped(archive), "", error, "list")
+            yield self.reject(escape(archive), "", error, "list")
 
-    def _broken(self, archive: str, problem: Broken) -> Reject:
+    def _reject_member(self, archive: str, problem: UnreadableMember) -> Reject:
         location = problem.name or f"byte {problem.offset}"
         error = Unreadable(problem.reason, problem.detail)
-        return self.reject(escaped(f"{archive}/{location}"), "", error, "list")
+        return self.reject(escape(f"{archive}/{location}"), "", error, "list")
 
     def _key(self, member: Member) -> str:
-        """The member's path up to its suffix: all behind the first dot, if it is a known suffix."""
+        """Returns the path of a member up to the first dot, or the last if the rest is unknown."""
         folder, _, name = member.name.rpartition("/")
         stem, _, rest = name.partition(".")
         if f".{rest}".lower() not in (*self.suffixes, *SIDECARS):
@@ -312,8 +324,8 @@ class MediaSource(Source[MediaSpecT]):
             m.suffix: m.text for m in members if m.suffix in SIDECARS and m.text is not None
         }
         for member in media:
-            own = key if len(media) == 1 else member.name
-            file_id = own if self.spec.ids == "key" else f"{archive}/{member.name}"
+            sample_id = key if len(media) == 1 else member.name
+            file_id = sample_id if self.spec.ids == "key" else f"{archive}/{member.name}"
             yield MediaFile(file_id, archive, member.size, member.offset, member.suffix, sidecars)
 
     # -- decoding ----------------------------------------------------------------------------
@@ -321,39 +333,39 @@ class MediaSource(Source[MediaSpecT]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Decodes the wanted items, each file brought here once."""
+        """Decodes items; each file is copied to this machine at most once."""
         for _, group in itertools.groupby(items, lambda entry: entry[1].handle["id"]):
-            own = [item for _, item in group]
-            file = MediaFile(**own[0].handle)
-            given = 0
+            file_items = [item for _, item in group]
+            file = MediaFile(**file_items[0].handle)
+            num_done = 0
             try:
-                with self.local(file) as path:
-                    results = self.decode_file(file, path, own)
-                    for item, result in zip(own, results, strict=True):
+                with self.local_path(file) as path:
+                    results = self.decode_file(file, path, file_items)
+                    for item, result in zip(file_items, results, strict=True):
                         is_bad = isinstance(result, Unreadable)
                         yield (
                             self._reject(file, item.item_id, item.revision, result, "decode")
                             if is_bad
                             else result
                         )
-                        given += 1
+                        num_done += 1
             except (Unreadable, OSError) as error:
-                for item in own[given:]:
+                for item in file_items[num_done:]:
                     yield self._reject(file, item.item_id, item.revision, error, "decode")
 
-    def _reject(self, file: MediaFile, *about: Any) -> Reject:
-        """Returns the reject of an item of a file, which the detail names if the id does not."""
-        reject = self.reject(*about)
-        holder = None if file.path == file.id else escaped(file.path)
-        return replace(reject, detail=detail_with_file(reject.detail, holder))
+    def _reject(self, file: MediaFile, *arguments: Any) -> Reject:
+        """Returns the reject of an item, with the path in the detail if it differs from the id."""
+        reject = self.reject(*arguments)
+        path = None if file.path == file.id else escape(file.path)
+        return replace(reject, detail=detail_with_file(reject.detail, path))
 
     @contextmanager
-    def local(self, file: MediaFile) -> Iterator[str]:
-        """A path of the file on this machine; what lies elsewhere is copied while it is needed."""
-        fs, place = self.place_of(file)
+    def local_path(self, file: MediaFile) -> Iterator[str]:
+        """Returns a context with a local path of the file, or of a temporary copy."""
+        fs, path_in_fs = self.resolve_path(file)
         if isinstance(fs, LocalFileSystem) and file.offset is None and file.row is None:
-            check_regular(fs, place)
-            yield place
+            check_regular(fs, path_in_fs)
+            yield path_in_fs
             return
         with tempfile.NamedTemporaryFile(suffix=file.suffix) as copy:
             with self._open(file) as stream:
@@ -363,8 +375,8 @@ class MediaSource(Source[MediaSpecT]):
 
     @contextmanager
     def _open(self, file: MediaFile) -> Iterator[ByteStream]:
-        fs, place = self.place_of(file)
-        with open_file(fs, place) as stream:
+        fs, path_in_fs = self.resolve_path(file)
+        with open_file(fs, path_in_fs) as stream:
             if file.offset is None or file.size is None:
                 yield stream
             else:
@@ -373,7 +385,14 @@ class MediaSource(Source[MediaSpecT]):
 
 @dataclass(frozen=True)
 class Member:
-    """A file of an archive; `text` of those that stand beside media."""
+    """A file in an archive.
+
+    Attributes:
+        name: Path in the archive.
+        offset: Offset of the content in the archive, in bytes.
+        size: Size in bytes.
+        text: Content of caption and metadata files; None for other files.
+    """
 
     name: str
     offset: int
@@ -382,13 +401,20 @@ class Member:
 
     @property
     def suffix(self) -> str:
-        """With its dot, in lower case."""
+        """Suffix of the name, in lower case with the dot."""
         return PurePosixPath(self.name).suffix.lower()
 
 
 @dataclass(frozen=True)
-class Broken:
-    """A stretch of an archive, or a member (`name`), that cannot be read."""
+class UnreadableMember:
+    """A byte range or a member of an archive that cannot be read.
+
+    Attributes:
+        offset: Offset in the archive, in bytes.
+        detail: Description of the problem.
+        name: Name of the member; empty for a byte range.
+        reason: Reason of the reject.
+    """
 
     offset: int
     detail: str
@@ -397,14 +423,14 @@ class Broken:
 
 
 class ByteStream(Protocol):
-    """A stream of bytes that is read from its beginning to its end."""
+    """A stream of bytes that is read sequentially."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns up to `size` bytes, none at the end; -1: all that are left."""
+        """Returns at most `size` bytes, or all remaining bytes for -1; empty at the end."""
 
 
 class FileRange:
-    """A byte range of a file, as a stream.
+    """A stream of a byte range of a file.
 
     Args:
         stream: The file.
@@ -414,24 +440,28 @@ class FileRange:
 
     def __init__(self, stream: BinaryIO, offset: int, size: int):
         stream.seek(offset)
-        self._stream, self._num_left = stream, size
+        self._stream, self._num_remaining = stream, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns up to `size` bytes, none at the end; -1: all that are left."""
-        size = self._num_left if size < 0 else min(size, self._num_left)
+        """Returns at most `size` bytes, or all remaining bytes for -1; empty at the end."""
+        size = self._num_remaining if size < 0 else min(size, self._num_remaining)
         data = self._stream.read(size)
-        self._num_left -= len(data)
+        self._num_remaining -= len(data)
         return data
 
 
-def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
-    """The regular files of a tar archive in order; links and damaged stretches are told.
+def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMember]:
+    """Yields the regular files of a tar archive in order, and its unreadable members and ranges.
 
-    A reader of tar files takes a damaged header for the end. Here the search goes on, block by
-    block, and what was skipped is reported if it is more than zeros.
+    `tarfile` stops at the first malformed header. This function searches for the next header block
+    by block, and reports the skipped range if it contains more than zeros.
+
+    Args:
+        stream: The archive.
+        size: Size of the archive, in bytes.
 
     Raises:
-        Unreadable: nothing in it looks like a member of an archive.
+        Unreadable: The archive has no valid member.
     """
     try:
         archive = TarArchive(fileobj=stream, ignore_zeros=True)
@@ -442,29 +472,31 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | Broken]:
         try:
             member = archive.next()
         except TAR_ERRORS as error:
-            yield Broken(end, f"{type(error).__name__}: {error}")
+            yield UnreadableMember(end, f"{type(error).__name__}: {error}")
             return
         start = size if member is None else member.offset
         if start > end and _has_content(stream, end, start):
             if member is None and not found:
-                raise Unreadable("not a tar archive", "it holds no member")
-            yield Broken(end, f"bytes {end:,} to {start:,} are no members of an archive")
+                raise Unreadable("not a tar archive", "the file contains no member")
+            yield UnreadableMember(end, f"bytes {end:,} to {start:,} contain no archive member")
         if member is None:
             return
         found = True
-        archive.members = []  # it would keep all of them
+        archive.members = []  # TarFile would keep all members in memory
         end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        if member.issparse():  # its bytes are not all there, and may stand for any number
+        if member.issparse():  # the archive lacks its holes, which may be of any size
             end = archive.offset
             detail = f"must be stored in full, is a sparse file of {member.size:,} bytes"
-            yield Broken(member.offset, detail, escaped(member.name), "sparse member")
+            yield UnreadableMember(member.offset, detail, escape(member.name), "sparse member")
         elif not member.isreg():
             end = member.offset_data
             if not member.isdir():
-                detail = f"leads to {escaped(member.linkname)}" if member.linkname else ""
-                yield Broken(member.offset, detail, escaped(member.name), "no file of its own")
+                detail = f"is a link to {escape(member.linkname)}" if member.linkname else ""
+                reason = "no file of its own"
+                yield UnreadableMember(member.offset, detail, escape(member.name), reason)
         elif member.offset_data + member.size > size:
-            yield Broken(member.offset, "the archive ends before the member does", member.name)
+            detail = "the archive ends before the member does"
+            yield UnreadableMember(member.offset, detail, member.name)
             return
         else:
             yield _member(stream, member)
@@ -475,11 +507,11 @@ def _member(stream: BinaryIO, member: tarfile.TarInfo) -> Member:
     if member.name.lower().endswith(SIDECARS) and member.size <= SIDECAR_BYTES:
         stream.seek(member.offset_data)
         text = stream.read(member.size).decode("utf-8", "replace")
-    return Member(escaped(member.name), member.offset_data, member.size, text)
+    return Member(escape(member.name), member.offset_data, member.size, text)
 
 
 def _has_content(stream: BinaryIO, start: int, end: int) -> bool:
-    """Whether a stretch of a file holds anything but zeros."""
+    """Returns whether a byte range of a file contains non-zero bytes."""
     stream.seek(start)
     while start < end:
         if not (data := stream.read(min(1 << 20, end - start))):

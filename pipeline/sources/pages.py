@@ -1,4 +1,4 @@
-"""PDF documents page by page: the text layer as words with boxes, and images where asked for."""
+"""The source of PDF documents, read page by page."""
 
 from __future__ import annotations
 
@@ -20,80 +20,81 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
-from pipeline.sources import Source, revision_of
-from pipeline.sources.files import escaped, existing_root, files_below, folder_of
+from pipeline.sources import Source, make_revision
+from pipeline.sources.files import escape, existing_root, find_files, resolve_folder
 
 SUFFIX = ".pdf"
-#: A shard is a task's work: some documents, few enough that tasks end at about the same time.
+#: One task processes one shard. Small shards balance the load of the tasks.
 FILES_PER_SHARD = 8
 BYTES_PER_SHARD = 16 << 20
-#: Pages whose text has to be recognised take seconds each: what is done shows, and is committed,
-#: sooner in small units.
-SCANS_AT_ONCE = 16
+#: Maximum number of pages per unit if their text is recognised, which takes seconds per page.
+#: Small units make progress visible and are committed earlier.
+MAX_UNIT_SCANS = 16
 
 
 class Pages(Source["Pages.Spec"]):
-    """The pages of PDF documents: one item a page, the document its parent.
+    """The pages of PDF documents, one item per page; the parent of an item is the document.
 
-    `path` is a folder of .pdf files at any depth, or one such file.
+    `path` is a folder that contains .pdf files at any depth, or a single .pdf file.
 
-    **Ids.** A document's id is its path below `path`; a page's is `<document>#page=<number>`,
-    numbers from 1, which also opens the page in a browser.
+    **Ids.** The id of a document is its path relative to `path`. The id of a page is
+    `<document>#page=<number>`, with numbers from 1; as part of a URL it opens the page in a
+    browser.
 
-    **Text.** The text layer in reading order: blocks of lines are ordered by cuts along the white
-    space between columns and paragraphs. Payload for encoders that read text: `word_spans`, each
-    word's characters in the text, and `word_boxes`, its box x0 y0 x1 y1 in [0, 1] of the page as it
-    is displayed (rotated, cut to its crop box). A word that is divided by a hyphen has two.
+    **Text.** The text layer in reading order. Blocks of lines are ordered by recursive cuts along
+    the white space between columns and paragraphs. Payload for encoders that read text:
+    `word_spans`, the characters of each word in the text, and `word_boxes`, the box x0 y0 x1 y1 of
+    each word in [0, 1] of the page as displayed (rotated, and clipped to its crop box). A
+    hyphenated word has two boxes.
 
-    **Images.** Payload `image`, a JPEG, only for encoders that want it; `scan`, the same of pages
-    without text alone, for encoders that recognise text. A page without text is then an item too;
-    for others it is rejected: `no text layer`, or `empty page` if nothing is drawn on it.
+    **Images.** Payload `image`, a JPEG, only for encoders that read it. Payload `scan`, the image
+    of pages without text, for encoders that recognise text. For these encoders a page without text
+    is an item; for others it is rejected with the reason `no text layer`, or `empty page` if
+    nothing is drawn on it.
 
-    **Safety.** Pages are read in another process with limits of time and memory. After a crash or a
-    time-out the rest of that document is rejected, and the job goes on.
+    **Isolation.** Pages are read in a separate process with limits of time and memory. After a
+    crash or timeout, the remaining pages of the document are rejected and the job continues.
 
-    **Revision.** A hash of the file's bytes, the page and the settings that change what is stored.
+    **Revision.** A hash of the content of the file, the page number and the options that affect the
+    stored content.
     """
 
     class Spec(config.ComponentSpec):
-        """Options of the pages source.
-
-        Attributes:
-            path: a local path or an fsspec URI.
-            collection: the name of what is read here; default: the last part of the path.
-            dpi: pixels per inch of page images.
-            max_pixels: a larger image is made smaller.
-            max_file_bytes: Maximum size of a document, in bytes.
-            limits: what reading a page may take.
-        """
+        """Options of the pages source."""
 
         name: Literal["pages"] = "pages"
         path: config.Uri
+        """Local path or fsspec URI."""
         collection: str = ""
+        """Name of the collection; default: the last part of the path."""
         dpi: float = Field(144.0, ge=1, le=2400)
+        """Resolution of page images, in pixels per inch."""
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
+        """Maximum size of a page image, in pixels; larger images are scaled down."""
         max_file_bytes: int = Field(4 << 30, ge=1024)
+        """Maximum size of a document, in bytes."""
         limits: Limits = Limits()
+        """Limits of time and memory per page."""
 
-    gives = ("item_id", "text", "image", "scan")
+    provides = ("item_id", "text", "image", "scan")
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         if "scan" in wants:
-            self.max_unit_items = SCANS_AT_ONCE
-        self.payload = payload_schema(self.gives, wants)
+            self.max_unit_items = MAX_UNIT_SCANS
+        self.payload = payload_schema(self.provides, wants)
 
     def check(self) -> None:
-        """Checks that there are documents, and what reads them.
+        """Checks that there are documents and that the PDF library is installed.
 
         Raises:
             MissingExtra: pypdfium2 is not installed.
-            SpecError: There is no document.
+            SpecError: There are no documents.
         """
         extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
         if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
-            rule = f"a folder, or a file that ends in {SUFFIX}"
+            rule = f"a folder, or a file ending in {SUFFIX}"
             raise SpecError("path", self.spec.path, rule)
         if next(self._files(), ("", None)) == ("", None):
             raise SpecError(
@@ -101,7 +102,7 @@ class Pages(Source["Pages.Spec"]):
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Groups of documents `{"files": [...]}`."""
+        """Yields groups of documents `{"files": [...]}`."""
         group: list[str] = []
         size = 0
         for file, num_bytes in self._files():
@@ -116,23 +117,23 @@ class Pages(Source["Pages.Spec"]):
             yield {"files": group}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Lists the pages of each document; one that cannot be opened is one reject."""
+        """Yields the pages of each document; a document that cannot be opened is one reject."""
         for file in shard["files"]:
             yield from self._scan_file(file)
 
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Reads the wanted pages: text, title, metadata and the payload."""
+        """Yields pages with their text, title, metadata and payload."""
         for document, group in itertools.groupby(items, lambda entry: entry[1].parent_id):
             pages = [item for _, item in group]
             yield from self._decode_document(document, pages)
 
-    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """A page as a JPEG, with the resolution of the spec."""
+    def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """Returns a page as a JPEG, at the resolution of the spec."""
         document, number = item["parent_id"], int(item["span"]["start"])
         settings = {**self._settings, "text": False, "image": True}
-        with self._local(document) as path:
+        with self._local_path(document) as path:
             (page,) = self._process.stream(1, "read_pages", path, [number], settings)
         if isinstance(page, Unreadable):
             raise page
@@ -150,31 +151,31 @@ class Pages(Source["Pages.Spec"]):
 
     @property
     def _process(self) -> DecodingProcess:
-        extras.require("pypdfium2")  # which the process would not find
+        extras.require("pypdfium2")  # the process would fail with a less helpful error
         return decoding_process("pdf", self.spec.limits)
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
-        return folder_of(self.spec.path)
+        return resolve_folder(self.spec.path)
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
-        """(path relative to the folder, bytes) of all that is read."""
-        return files_below(self.spec.path, (SUFFIX,))
+        """Yields (path relative to the folder, size in bytes) of all documents."""
+        return find_files(self.spec.path, (SUFFIX,))
 
     @contextmanager
-    def _local(self, file: str) -> Iterator[str]:
-        """A local path of a document; one that lies elsewhere is copied for as long as needed."""
+    def _local_path(self, file: str) -> Iterator[str]:
+        """Returns a context with a local path of a document, or of a temporary copy."""
         fs, folder = self._folder
-        place = f"{folder}/{file}"
-        check_regular(fs, place)
-        most, size = self.spec.max_file_bytes, fs.size(place)
-        if size is not None and size > most:
-            raise Unreadable("too large", f"must be at most {most:,} bytes, got {size:,}")
+        path_in_fs = f"{folder}/{file}"
+        check_regular(fs, path_in_fs)
+        max_bytes, size = self.spec.max_file_bytes, fs.size(path_in_fs)
+        if size is not None and size > max_bytes:
+            raise Unreadable("too large", f"must be at most {max_bytes:,} bytes, got {size:,}")
         if isinstance(fs, LocalFileSystem):
-            yield place
+            yield path_in_fs
             return
         with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
-            fs.get_file(place, copy.name)
+            fs.get_file(path_in_fs, copy.name)
             yield copy.name
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
@@ -183,47 +184,47 @@ class Pages(Source["Pages.Spec"]):
         try:
             if problem:
                 raise Unreadable("bad id", problem)
-            with self._local(file) as path:
+            with self._local_path(file) as path:
                 content = _content(path)
-                about = self._process.call("describe", path)
+                info = self._process.call("describe", path)
         except (Unreadable, OSError) as error:
-            revision = revision_of(self._shown, content) if content else ""
-            yield self.reject(escaped(file), revision, error, "list")
+            revision = make_revision(self._decoding_options, content) if content else ""
+            yield self.reject(escape(file), revision, error, "list")
             return
-        for number in range(1, about["num_pages"] + 1):
+        for number in range(1, info["num_pages"] + 1):
             yield Item(
                 item_id=f"{file}#page={number}",
                 parent_id=file,
                 source=self.collection,
                 modality="page",
-                revision=revision_of([self._shown, number], content),
+                revision=make_revision([self._decoding_options, number], content),
                 span=("page", number, number),
-                title=about["title"],
+                title=info["title"],
             )
 
     @property
-    def _shown(self) -> list[float]:
-        """The options that change what is decoded."""
+    def _decoding_options(self) -> list[float]:
+        """The options that affect the decoded content."""
         return [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
 
-    def content_of(self, item: dict[str, Any]) -> str:
-        """What the item's document holds now."""
-        with self._local(item["parent_id"]) as path:
+    def read_content_hash(self, item: dict[str, Any]) -> str:
+        """Returns the hash of the current content of an item's document."""
+        with self._local_path(item["parent_id"]) as path:
             return config.digest(_content(path))
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
         numbers = [int(item.span[1]) for item in items if item.span]
-        given = 0
+        num_done = 0
         try:
-            with self._local(document) as path:
+            with self._local_path(document) as path:
                 pages = self._process.stream(
                     len(numbers), "read_pages", path, numbers, self._settings
                 )
                 for item, page in zip(items, pages, strict=True):
                     yield self._item(item, page)
-                    given += 1
-        except (Unreadable, OSError) as error:  # of the storage
-            for item in items[given:]:
+                    num_done += 1
+        except (Unreadable, OSError) as error:  # the storage may fail, too
+            for item in items[num_done:]:
                 yield self.reject(item.item_id, item.revision, error, "decode")
 
     def _item(self, item: Item, page: dict[str, Any] | Unreadable) -> Item | Reject:
@@ -236,12 +237,12 @@ class Pages(Source["Pages.Spec"]):
             return self.reject(item.item_id, item.revision, Unreadable(reason), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
-        there = {**page, "scan": None if text else image}
-        payload = {name: there[name] for name in self.payload.names}
+        columns = {**page, "scan": None if text else image}
+        payload = {name: columns[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
 
 
 def _content(path: str) -> str:
-    """A hash of a document's bytes."""
+    """Returns a hash of the bytes of a document."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()

@@ -1,4 +1,4 @@
-"""Text documents: a folder of .txt and .md files, JSON lines, or the corpus of a BEIR folder."""
+"""The source of text documents: text files, JSON lines and BEIR corpora."""
 
 from __future__ import annotations
 
@@ -20,37 +20,43 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, open_file
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source
-from pipeline.sources.files import SPECIAL, escaped, existing_root, folder_of, open_root, walk
+from pipeline.sources.files import (
+    SPECIAL_FILE_SIZE,
+    escape,
+    existing_root,
+    open_root,
+    resolve_folder,
+    walk,
+)
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
 FILES_PER_SHARD = 1000
 BYTES_PER_SHARD = 1 << 20
 
-#: A line that goes on for so long ends the reading of its file: a few megabytes of gzip may hold
-#: terabytes.
+#: A longer line ends the reading of its file: a few megabytes of gzip may contain terabytes.
 MAX_SKIPPED_BYTES = 1 << 30
-#: Deeper values pass the parser, and exhaust the stack of what writes them.
+#: The parser accepts deeper values, but serialising them overflows the stack.
 MAX_JSON_DEPTH = 100
 
-#: A word is one Chinese or Japanese character, or a run of anything else but white space.
+#: A word is one Chinese or Japanese character, or a sequence of other non-space characters.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
-#: What reading a file may raise: a truncated or damaged gzip file raises the last two.
+#: Errors of reading a file; truncated and corrupted gzip files raise the last two.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class Passages(config.Spec):
-    """How long documents are cut: into windows of `max_words` that share `overlap_words`."""
+    """Division of long documents into overlapping windows of words."""
 
     max_words: int = Field(400, gt=0)
-    """Maximum number of words per passage."""
+    """Maximum number of words per window."""
     overlap_words: int = Field(50, ge=0)
-    """Number of words that neighbouring passages share."""
+    """Number of words shared by adjacent windows."""
 
     @model_validator(mode="after")
-    def _windows_advance(self) -> Passages:
+    def _check_overlap(self) -> Passages:
         if self.overlap_words >= self.max_words:
             rule = f"an integer below max_words ({self.max_words})"
             raise SpecError("overlap_words", self.overlap_words, rule)
@@ -58,74 +64,74 @@ class Passages(config.Spec):
 
 
 class Text(Source["Text.Spec"]):
-    """Text documents, whole or as passages.
+    """Text documents, whole or divided into passages.
 
-    `path` is a folder of .txt, .md, .jsonl and .jsonl.gz files at any depth, or one such file, or a
-    BEIR folder, of which only corpus.jsonl (or corpus.jsonl.gz) is read.
+    `path` is a folder that contains .txt, .md, .jsonl and .jsonl.gz files at any depth, or a single
+    such file, or a BEIR folder. Of a BEIR folder, only corpus.jsonl (or corpus.jsonl.gz) is read.
 
-    **Documents.** A .txt or .md file is a document, its path below `path` its id, its text taken as
-    it is but for a byte order mark. A line of a .jsonl file is a document: an object with an id (a
-    string, or an integer taken as a string), a text, often a title; all other fields are kept as
-    the item's metadata. Blank lines are no documents.
+    **Documents.** A .txt or .md file is a document; its id is its path relative to `path`, and its
+    text is the content of the file without a byte order mark. Each non-blank line of a .jsonl file
+    is a document: an object with an id (a string or an integer), a text and an optional title. All
+    other fields become metadata of the item.
 
-    **Title.** The text of an item is what is encoded, so it holds the title: a text that starts
-    with its title stays as it is, any other becomes title, newline, text. Every character offset
-    refers to this joined text. The title stands in its own column too.
+    **Title.** The encoded text includes the title: a text that begins with its title is unchanged;
+    to all others the title and a newline are prepended. Character offsets refer to this text. The
+    title is also stored in its own column.
 
-    **Passages.** Without `passages` each document is one item. With it a document of more than
-    `max_words` words becomes windows of `max_words` words (the last may be shorter), each of which
-    starts `overlap_words` words before the one before it ends; every word lies in one or more. A
-    window is the exact slice `document[start:end]`, offsets in code points, with the id
-    `<document id>#<start>-<end>` and the document as its parent.
+    **Passages.** Without `passages` each document is one item. With `passages`, a document of more
+    than `max_words` words is divided into windows of `max_words` words (the last may be shorter).
+    Each window begins `overlap_words` words before the end of the previous one, so every word is in
+    at least one window. The text of a window is `document[start:end]`, with offsets in code points,
+    its id is `<document id>#<start>-<end>`, and its parent is the document.
 
-    **Revision.** A hash of what the item stores: title, text and metadata. Settings change it by
-    changing those, so a document that a setting leaves as it was is not encoded again.
+    **Revision.** A hash of the stored title, text and metadata. Changing an option re-encodes only
+    the documents whose stored content changes.
     """
 
     class Spec(config.ComponentSpec):
-        """Options of the text source.
-
-        Attributes:
-            path: a local path or an fsspec URI.
-            collection: the name of what is read here; default: the last part of the path.
-            id_field: the JSON field of the id; None = `_id`, or `id` where there is no `_id`.
-            text_field: the JSON field of the text.
-            title_field: the JSON field of the title, which may be missing or null.
-            passages: how long documents are cut; None = never.
-            max_document_bytes: Maximum size of a document, as a file or as a line, in bytes.
-        """
+        """Options of the text source."""
 
         name: Literal["text"] = "text"
         path: config.Uri
+        """Local path or fsspec URI."""
         collection: str = ""
+        """Name of the collection; default: the last part of the path."""
         id_field: str | None = None
+        """JSON field with the id; default: `_id` if present, else `id`."""
         text_field: str = "text"
+        """JSON field with the text."""
         title_field: str = "title"
+        """JSON field with the title, which may be missing or null."""
         passages: Passages | None = None
+        """Division of long documents into passages; default: documents are not divided."""
         max_document_bytes: int = Field(MAX_LINE_BYTES, ge=1024, le=1 << 30)
+        """Maximum size of a document (a file or a line), in bytes."""
 
-    gives = ("item_id", "text")
+    provides = ("item_id", "text")
 
     def check(self) -> None:
-        """Raises `SpecError` if there is no document to read."""
+        """Raises `SpecError` if there are no documents."""
         path = self.spec.path
         fs, root = existing_root(path)
         kinds = ", ".join(TEXT_SUFFIXES + LINES_SUFFIXES)
         if not fs.isdir(root):
             if not _is_text(root) and not _is_lines(root):
-                raise SpecError("path", path, f"a folder, or a file that ends in {kinds}")
+                raise SpecError("path", path, f"a folder, or a file ending in {kinds}")
         elif not self._corpus and fs.exists(f"{root}/queries.jsonl"):
             raise SpecError(
                 "path", path, "a BEIR folder with its corpus", "contains no corpus.jsonl"
             )
         first = next(self._files(), None)
-        if first in (None, ("", None)):  # the latter: the folder itself cannot be listed
+        if first in (None, ("", None)):  # ("", None): the folder cannot be listed
             raise SpecError("path", path, f"a folder with {kinds} files", "contains none")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Groups of files `{"files": [...]}`, and byte ranges `{"lines": file, "start", "end"}`."""
+        """Yields groups of files `{"files": [...]}`, and byte ranges of JSON lines files.
+
+        The latter are `{"lines": file, "start": offset, "end": offset or None}`.
+        """
         group: list[str] = []
         for file, num_bytes in self._files():
             if not _is_lines(file):
@@ -133,7 +139,7 @@ class Text(Source["Text.Spec"]):
                 if len(group) == FILES_PER_SHARD:
                     yield {"files": group}
                     group = []
-            elif file.lower().endswith(".gz") or num_bytes == SPECIAL:  # cannot be entered
+            elif file.lower().endswith(".gz") or num_bytes == SPECIAL_FILE_SIZE:  # not seekable
                 yield {"lines": file, "start": 0, "end": None}
             else:
                 num_bytes = num_bytes or 0
@@ -144,10 +150,10 @@ class Text(Source["Text.Spec"]):
             yield {"files": group}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Lists documents in order; a line belongs to the byte range in which it starts.
+        """Yields the documents of a shard in order; a line belongs to the range in which it begins.
 
-        A line without a valid id is named `<file>:<line number>` in its reject, counted from 1; a
-        file that cannot be read any further is named `<file>#byte=<offset>`.
+        The reject of a line without a valid id is named `<file>:<line number>`, with numbers from
+        1. The reject of a file that cannot be read to its end is named `<file>#byte=<offset>`.
         """
         if "files" in shard:
             for file in shard["files"]:
@@ -157,17 +163,17 @@ class Text(Source["Text.Spec"]):
 
     @functools.cached_property
     def _corpus(self) -> str | None:
-        """The name of the corpus in a BEIR folder, None for other paths."""
+        """Name of the corpus file in a BEIR folder; None for other paths."""
         fs, root = open_root(self.spec.path)
         names = ("corpus.jsonl", "corpus.jsonl.gz")
         return next((name for name in names if fs.isfile(f"{root}/{name}")), None)
 
     @functools.cached_property
     def _folder(self) -> tuple[Any, str]:
-        return folder_of(self.spec.path)
+        return resolve_folder(self.spec.path)
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
-        """(path relative to the folder, bytes) of all that is read."""
+        """Yields (path relative to the folder, size in bytes) of all files."""
         fs, root = open_root(self.spec.path)
         if self._corpus:
             yield self._corpus, fs.size(f"{root}/{self._corpus}")
@@ -180,15 +186,15 @@ class Text(Source["Text.Spec"]):
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
         fs, folder = self._folder
-        most = self.spec.max_document_bytes
+        max_bytes = self.spec.max_document_bytes
         try:
             with open_file(fs, f"{folder}/{file}") as stream:
-                content = stream.read(most + 1)
+                content = stream.read(max_bytes + 1)
         except (Unreadable, OSError) as error:
             yield self._unreadable(file, error)
             return
-        if len(content) > most:
-            detail = f"file must be at most {most:,} bytes, got more"
+        if len(content) > max_bytes:
+            detail = f"file must be at most {max_bytes:,} bytes, got more"
             yield self._reject(file, "too long", detail, content)
             return
         problem = item_id_problem(file)
@@ -233,10 +239,10 @@ class Text(Source["Text.Spec"]):
             yield from self._items(document_id, title or None, text, record or None, line)
 
     def _document_id(self, record: dict[str, Any]) -> str:
-        """Takes the id out of a record.
+        """Removes and returns the id of a record.
 
         Raises:
-            Unreadable: there is no valid id.
+            Unreadable: The record has no valid id.
         """
         id_field = self.spec.id_field or ("_id" if "_id" in record else "id")
         document_id = record.pop(id_field, None)
@@ -256,13 +262,13 @@ class Text(Source["Text.Spec"]):
         metadata: dict[str, Any] | None,
         content: bytes,
     ) -> Iterator[Item | Reject]:
-        """The items of one document: the whole, or its windows."""
+        """Yields the items of a document: the whole text, or its windows."""
         if not text.strip():
             yield self._reject(document_id, "empty text", "", content)
             return
         passages = windows(text, self.spec.passages) if self.spec.passages else []
-        cuts: Sequence[tuple[int, int] | None] = passages or [None]
-        for window in cuts:
+        spans: Sequence[tuple[int, int] | None] = passages or [None]
+        for window in spans:
             start, end = window or (0, len(text))
             item_id = f"{document_id}#{start}-{end}" if window else document_id
             if problem := item_id_problem(item_id):
@@ -293,12 +299,12 @@ class Text(Source["Text.Spec"]):
     def _list_reject(
         self, item_id: str, reason: str, detail: str, revision: str = "", retryable: bool = False
     ) -> Reject:
-        item_id, detail = escaped(item_id), escaped(detail[:500])
+        item_id, detail = escape(item_id), escape(detail[:500])
         return Reject(item_id, self.collection, "list", reason, detail, revision, retryable)
 
 
 def join_title(title: str, text: str) -> str:
-    r"""Returns the text to encode, which starts with the title.
+    r"""Returns the text to encode, which begins with the title.
 
     >>> join_title("On wings", "On wings. They lift."), join_title("On wings", "They lift.")
     ('On wings. They lift.', 'On wings\nThey lift.')
@@ -307,12 +313,16 @@ def join_title(title: str, text: str) -> str:
         return text
     if not text.strip():
         return title
-    starts_with_it = text.startswith(title) and not text[len(title) : len(title) + 1].isalnum()
-    return text if starts_with_it else f"{title}\n{text}"
+    has_title = text.startswith(title) and not text[len(title) : len(title) + 1].isalnum()
+    return text if has_title else f"{title}\n{text}"
 
 
 def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
-    """The (start, end) of each window in code points; none for a text that stays whole.
+    """Returns (start, end) of each window in code points; empty if the text is not divided.
+
+    Args:
+        text: The text of a document.
+        passages: Options of the division.
 
     >>> windows("a bc d ef", Passages(max_words=3, overlap_words=1))
     [(0, 6), (5, 9)]
@@ -323,7 +333,7 @@ def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
     size, overlap = passages.max_words, passages.overlap_words
     if len(words) <= size:
         return []
-    # No window starts within the last `overlap` words: the one before holds them already.
+    # No window begins in the last `overlap` words, which the previous window contains.
     firsts = range(0, len(words) - overlap, size - overlap)
     return [(words[i][0], words[min(i + size, len(words)) - 1][1]) for i in firsts]
 
@@ -331,18 +341,24 @@ def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
 def read_lines(
     stream: BinaryIO, start: int, end: int | None, max_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of the lines that start in [start, end); None = the stream's end.
+    """Yields (byte offset, line) of the lines that begin in a byte range.
 
-    Of a line of more than `max_bytes` the first `max_bytes` + 1 are yielded; the rest is skipped.
+    A line longer than `max_bytes` is truncated to `max_bytes` + 1 bytes.
+
+    Args:
+        stream: The file.
+        start: Start of the range, in bytes.
+        end: End of the range, in bytes; None: the end of the file.
+        max_bytes: Maximum size of a line, in bytes.
 
     Raises:
-        OSError: a line does not end within `MAX_SKIPPED_BYTES`.
+        OSError: A line does not end within `MAX_SKIPPED_BYTES`.
     """
     offset = start
     if start:
         stream.seek(start - 1)
         newline = stream.read(-1 if end is None else end - start + 1).find(b"\n")
-        if newline < 0:  # inside a line that began before and goes on behind
+        if newline < 0:  # the range is in the middle of a line
             return
         offset = start + newline
         stream.seek(offset)
@@ -354,7 +370,7 @@ def read_lines(
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Reads up to the end of a line; returns the number of bytes."""
+    """Reads to the end of the line, and returns the number of bytes read."""
     num_bytes = 0
     while data := stream.readline(1 << 20):
         num_bytes += len(data)
@@ -366,15 +382,18 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 class Lines:
-    """The lines of a byte range of a file that are not blank.
+    """The non-blank lines of a byte range of a file.
 
     Args:
-        start, end: The range, in bytes of the content; a line belongs to the range in which it
-            starts. None as the end is the end of the file.
-        max_bytes: Maximum size of a line; of a longer one the first `max_bytes` + 1 are given.
+        fs: The file system.
+        path: Path of the file; gzip files are decompressed.
+        start: Start of the range, in bytes of the decompressed content.
+        end: End of the range, in bytes; None: the end of the file. A line belongs to the range in
+            which it begins.
+        max_bytes: Maximum size of a line, in bytes; longer lines are truncated to `max_bytes` + 1.
 
     Attributes:
-        offset: Offset in bytes of the current line, or of the one that could not be read.
+        offset: Offset of the current line, in bytes, or of the line that could not be read.
     """
 
     def __init__(
@@ -406,9 +425,9 @@ class Lines:
 
     @property
     def number(self) -> int:
-        """Number of the current line in the file, counted from 1.
+        """Number of the current line in the file, from 1.
 
-        What lies before the range is read only here: most ranges have no line to report.
+        Computing it reads the file up to the line, which most ranges never need.
         """
         return count_newlines(self._fs, self._path, self._first) + self._row + 1
 
@@ -416,32 +435,41 @@ class Lines:
 def count_newlines(fs: AbstractFileSystem, path: str, end: int) -> int:
     """Returns the number of newlines in the first `end` bytes of a file.
 
-    A process reads each part of a file once as long as `end` ascends from call to call: a large
-    file with malformed lines in all its ranges is not read from its beginning for each of them.
+    Counts are cached per process. If `end` increases from call to call, each part of the file is
+    read once, even if many ranges of a large file contain malformed lines.
+
+    Args:
+        fs: The file system.
+        path: Path of the file.
+        end: Number of bytes.
     """
     if not end:
         return 0
-    counted = _counted(path, fs.ukey(path))
-    if end < counted[0]:
-        counted[:] = 0, 0
+    cached = _cached_count(path, fs.ukey(path))
+    if end < cached[0]:
+        cached[:] = 0, 0
     with fs.open(path, "rb", block_size=BYTES_PER_SHARD) as stream:
-        stream.seek(counted[0])
-        while counted[0] < end and (data := stream.read(min(BYTES_PER_SHARD, end - counted[0]))):
-            counted[:] = counted[0] + len(data), counted[1] + data.count(b"\n")
-    return counted[1]
+        stream.seek(cached[0])
+        while cached[0] < end and (data := stream.read(min(BYTES_PER_SHARD, end - cached[0]))):
+            cached[:] = cached[0] + len(data), cached[1] + data.count(b"\n")
+    return cached[1]
 
 
 @functools.lru_cache(maxsize=16)
-def _counted(path: str, state: str) -> list[int]:
-    """[bytes, newlines in them] of the part of a file, in one state of it, that was counted."""
+def _cached_count(path: str, state: str) -> list[int]:
+    """Returns the mutable cache entry [bytes, newlines in them] of a file in one state."""
     return [0, 0]
 
 
 def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a line.
 
+    Args:
+        line: The line.
+        max_bytes: Maximum size of the line, in bytes.
+
     Raises:
-        Unreadable: The line is too long, not UTF-8, not JSON, or another JSON value.
+        Unreadable: The line is too long, not UTF-8, not JSON, or not an object.
     """
     if len(line) > max_bytes:
         raise Unreadable("too long", f"line must be at most {max_bytes:,} bytes, got more")
@@ -449,21 +477,22 @@ def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]
         value = parse_line(line)
     except UnicodeError as error:
         raise Unreadable("not UTF-8", str(error)) from None
-    except json.JSONDecodeError as error:  # its text would call every line "line 1"
+    except json.JSONDecodeError as error:  # str(error) would name line 1
         raise Unreadable("not JSON", f"{error.msg}, column {error.colno}") from None
     except ValueError as error:
         raise Unreadable("not JSON", str(error)) from None
     if not isinstance(value, dict):
-        raise Unreadable("not a JSON object", f"a {type(value).__name__}")
+        raise Unreadable("not a JSON object", f"got a {type(value).__name__}")
     return value
 
 
 def parse_line(line: bytes) -> Any:
-    """Returns the value of a line of JSON.
+    """Returns the JSON value of a line.
 
     Raises:
-        UnicodeError: The line is not UTF-8, or names characters that are not text.
-        ValueError: The line is not JSON, nested too deeply, or has too long an integer.
+        UnicodeError: The line is not UTF-8, or contains an escaped half of a surrogate pair.
+        ValueError: The line is not JSON, is nested too deeply, or contains an integer with too many
+            digits.
     """
     text = line.decode("utf-8").removeprefix("\ufeff")
     too_deep = ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} levels deep, got more")
@@ -472,13 +501,13 @@ def parse_line(line: bytes) -> Any:
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
-        if str(error).startswith("Exceeds the limit"):  # Python's, of the digits of an integer
+        if str(error).startswith("Exceeds the limit"):  # Python's limit on integer digits
             digits = sys.get_int_max_str_digits()
             raise ValueError(f"integers must have at most {digits:,} digits, got more") from None
         raise
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deep(value):
         raise too_deep
-    if "\\u" in text:  # an escaped half of a surrogate pair is no text: raises UnicodeEncodeError
+    if "\\u" in text:  # raises UnicodeEncodeError for an escaped half of a surrogate pair
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

@@ -1,4 +1,4 @@
-"""Reads files of vectors: .npy arrays, and columns of Parquet and Arrow files."""
+"""Readers of vector files: .npy arrays, and columns of Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ from pipeline.decoding.untrusted import check_regular, open_file
 from pipeline.sources.files import walk
 
 ROWS_PER_SHARD = 1000
-ROWS_PER_BLOCK = 256  # what is in memory at a time
+#: Maximum number of rows in memory at the same time.
+ROWS_PER_BLOCK = 256
 PARQUET, ARROW = (".parquet",), (".arrow", ".feather", ".ipc")
 PATH_RULE = (
     "a folder with vectors.npy and ids.txt, or a file or folder of files ending in "
     + ", ".join(PARQUET + ARROW)
 )
 
-#: What reading a damaged file may raise; `pa.ArrowInvalid` is a ValueError.
+#: Errors of reading a corrupted file; `pa.ArrowInvalid` is a ValueError.
 UNREADABLE = (OSError, ValueError, pa.ArrowException, Unreadable)
 
-#: Maximum size of an .npy file's header and of a line of ids.txt, in bytes.
+#: Maximum size of the header of an .npy file and of a line of ids.txt, in bytes.
 MAX_HEADER_BYTES = 64 << 10
-#: Maximum number of numbers per item, 1 GiB of float32; a file may claim what it does not hold.
-MAX_ITEM_NUMBERS = 1 << 28
-#: Numbers that are in memory at a time, where items are not larger.
-NUMBERS_PER_BLOCK = 1 << 26
+#: Maximum number of values per item (1 GiB of float32). A small file may claim a larger item.
+MAX_ITEM_VALUES = 1 << 28
+#: Maximum number of values in memory at the same time, unless a single item is larger.
+VALUES_PER_BLOCK = 1 << 26
 
 
 class VectorsSpec(ComponentSpec):
-    """Options of the vectors source.
-
-    Attributes:
-        path: A local path or an fsspec URI.
-        collection: The name of the collection; default: the last part of the path.
-        dim: D, the length of a vector.
-        id_column: The column of the ids (Parquet and Arrow).
-        vectors_column: The column of the vectors (Parquet and Arrow).
-    """
+    """Options of the vectors source."""
 
     name: Literal["vectors"] = "vectors"
     path: Uri
+    """Local path or fsspec URI."""
     collection: str = ""
+    """Name of the collection; default: the last part of the path."""
     dim: int = Field(gt=0)
+    """Number of dimensions of a vector."""
     id_column: str = "id"
+    """Column of the ids (Parquet and Arrow)."""
     vectors_column: str = "vectors"
+    """Column of the vectors (Parquet and Arrow)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows, flat: row i has `lengths[i]` vectors, vector j has `widths[j]` numbers.
+    """Consecutive rows in flattened form.
+
+    Row i has `lengths[i]` vectors, and vector j has `widths[j]` values.
 
     Attributes:
-        lengths: (n,) int64.
-        widths: (T,) int64, T = the sum of `lengths`.
-        values: the numbers of all vectors, float32.
-        strings: for each column of strings that is there, n UTF-8 strings; empty when decoding.
+        lengths: Number of vectors per row, (n,) int64.
+        widths: Number of values per vector, (T,) int64, where T is the sum of `lengths`.
+        values: Values of all vectors, float32.
+        strings: n UTF-8 strings per string column; empty when decoding.
     """
 
     lengths: np.ndarray
@@ -84,34 +84,38 @@ class Block:
 
     @functools.cached_property
     def row_starts(self) -> np.ndarray:
-        """(n + 1,): where each row starts, counted in vectors."""
-        return starts(self.lengths)
+        """Index of the first vector of each row, and the number of vectors, (n + 1,)."""
+        return start_offsets(self.lengths)
 
     @functools.cached_property
     def value_starts(self) -> np.ndarray:
-        """(n + 1,): where each row starts, counted in numbers."""
-        return starts(self.widths)[self.row_starts]
+        """Index of the first value of each row, and the number of values, (n + 1,)."""
+        return start_offsets(self.widths)[self.row_starts]
 
-    def numbers(self, row: int) -> np.ndarray:
-        """The numbers of a row's vectors, one after the other."""
+    def flat_vectors(self, row: int) -> np.ndarray:
+        """Returns the concatenated vectors of a row."""
         return self.values[self.value_starts[row] : self.value_starts[row + 1]]
 
 
-def starts(sizes: np.ndarray) -> np.ndarray:
-    """Where parts of these sizes start, and the end of the last one.
+def start_offsets(sizes: np.ndarray) -> np.ndarray:
+    """Returns the start offsets of parts with the given sizes, followed by the end of the last one.
 
-    >>> starts(np.array([2, 0, 3])).tolist()
+    >>> start_offsets(np.array([2, 0, 3])).tolist()
     [0, 2, 2, 5]
     """
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 class NpyArray:
-    """A C-ordered .npy file at any fsspec URI, of which ranges of bytes are read.
+    """A C-ordered .npy file at an fsspec URI, read by byte ranges.
+
+    Args:
+        fs: The file system.
+        path: Path of the file.
 
     Raises:
-        OSError: the file cannot be read, or holds less than its header says.
-        ValueError: the header is malformed, or says what cannot be read by ranges.
+        OSError: The file cannot be read, or is shorter than its header specifies.
+        ValueError: The header is malformed, or the array cannot be read by ranges.
     """
 
     def __init__(self, fs: AbstractFileSystem, path: str):
@@ -135,12 +139,12 @@ class NpyArray:
             raise ValueError(f"shape {self.shape}")
         num_bytes = self._offset + self.dtype.itemsize * math.prod(
             self.shape
-        )  # no int64 to overflow
+        )  # Python integers do not overflow
         if fs.size(path) < num_bytes:
             raise OSError(f"{fs.size(path)} bytes, but the header requires {num_bytes}")
 
     def values(self, start: int, end: int) -> np.ndarray:
-        """(end - start,): the numbers from `start` to `end` of the flattened array."""
+        """Returns the values [start, end) of the flattened array."""
         if start == end:
             return np.empty(0, self.dtype)
         first, last = (self._offset + self.dtype.itemsize * i for i in (start, end))
@@ -151,7 +155,13 @@ class NpyArray:
 
 
 class NpyFiles:
-    """A folder with vectors.npy, ids.txt and, if items differ in length, lengths.npy."""
+    """A folder with vectors.npy, ids.txt and, if items differ in length, lengths.npy.
+
+    Args:
+        fs: The file system.
+        root: Path of the folder.
+        spec: Options of the source.
+    """
 
     VECTORS, IDS, LENGTHS = "vectors.npy", "ids.txt", "lengths.npy"
 
@@ -159,7 +169,7 @@ class NpyFiles:
         self._fs, self._root, self._spec = fs, root, spec
 
     def check(self) -> None:
-        """Raises `SpecError` if files are missing, malformed, or do not fit each other."""
+        """Raises `SpecError` if files are missing, malformed or inconsistent."""
         shape, dim = self._vectors.shape, self._spec.dim
         if len(shape) not in ((2,) if self._lengths else (2, 3)):
             rule = "shape (T, D)" if self._lengths else "shape (n, N, D) or (n, D)"
@@ -182,11 +192,11 @@ class NpyFiles:
             self._check_item(shape[1])
 
     def _check_item(self, num_vectors: int) -> None:
-        most = MAX_ITEM_NUMBERS // self._spec.dim
-        if num_vectors > most:
+        max_vectors = MAX_ITEM_VALUES // self._spec.dim
+        if num_vectors > max_vectors:
             raise self._error(
                 f"has an item of {num_vectors:,} vectors",
-                f"a folder with at most {most:,} vectors per item",
+                f"a folder with at most {max_vectors:,} vectors per item",
             )
 
     def _check_lengths(self, array: NpyArray) -> None:
@@ -198,7 +208,7 @@ class NpyFiles:
             lengths = array.values(row, min(row + (1 << 16), self._num_rows))
             if lengths.min() < 0:
                 raise self._error(f"has the length {lengths.min()}", "a folder with lengths >= 0")
-            self._check_item(int(lengths.max()))  # before their sum can overflow
+            self._check_item(int(lengths.max()))  # so that their sum cannot overflow
             num_vectors += int(lengths.sum(dtype=np.int64))
         if num_vectors != self._vectors.shape[0]:
             problem = f"has {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
@@ -217,27 +227,32 @@ class NpyFiles:
                 ids, vector = ids_end, vector + int(self._row_lengths(row, end).sum())
 
     def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
-        """All rows of a shard with their ids."""
+        """Yields all rows of a shard with their ids."""
         ids = self._ids(*shard["ids"])
-        for rows in self._together(shard, np.arange(shard["end"] - shard["row"])):
+        for rows in self._group_rows(shard, np.arange(shard["end"] - shard["row"])):
             yield self._block(shard, rows, {"id": ids[rows[0] : rows[-1] + 1]})
 
     def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
-        """(N, D) float32 of each of the rows at `positions`, ascending."""
-        for rows in self._together(shard, np.asarray(positions, dtype=np.int64)):
+        """Yields the vectors (N, D) float32 of rows.
+
+        Args:
+            shard: The shard.
+            positions: Row numbers in the shard, ascending.
+        """
+        for rows in self._group_rows(shard, np.asarray(positions, dtype=np.int64)):
             block = self._block(shard, rows)
             for i in range(len(block)):
-                yield block.numbers(i).reshape(-1, self._spec.dim)
+                yield block.flat_vectors(i).reshape(-1, self._spec.dim)
 
-    def _together(self, shard: dict[str, Any], positions: np.ndarray) -> Iterator[np.ndarray]:
-        """`_runs` of rows that may be in memory together."""
+    def _group_rows(self, shard: dict[str, Any], positions: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields runs of rows (see `_runs`) that fit in memory together."""
         sizes = self._row_lengths(shard["row"], shard["end"]) * self._spec.dim
         for rows in _runs(positions):
-            blocks = np.cumsum(sizes[rows]) // NUMBERS_PER_BLOCK
+            blocks = np.cumsum(sizes[rows]) // VALUES_PER_BLOCK
             yield from np.split(rows, np.flatnonzero(np.diff(blocks)) + 1)
 
     def _id_lengths(self, stream: Any) -> Iterator[int]:
-        """The length of each line of ids.txt in bytes."""
+        """Yields the length of each line of ids.txt, in bytes."""
         for number, line in enumerate(iter(lambda: stream.readline(MAX_HEADER_BYTES), b""), 1):
             if len(line) == MAX_HEADER_BYTES:
                 problem = f"has more than {MAX_HEADER_BYTES:,} bytes in line {number}"
@@ -247,9 +262,9 @@ class NpyFiles:
     def _block(
         self, shard: dict[str, Any], rows: np.ndarray, strings: dict[str, list] | None = None
     ) -> Block:
-        """The block of consecutive rows, counted from the start of the shard."""
+        """Returns the block of consecutive rows, numbered from the start of the shard."""
         lengths = self._row_lengths(shard["row"], shard["row"] + int(rows[-1]) + 1)
-        vectors = shard["vector"] + starts(lengths)
+        vectors = shard["vector"] + start_offsets(lengths)
         width = self._vectors.shape[-1]
         first, last = int(vectors[rows[0]]), int(vectors[rows[-1] + 1])
         values = self._vectors.values(first * width, last * width)
@@ -272,8 +287,8 @@ class NpyFiles:
 
     @functools.cached_property
     def _lengths(self) -> NpyArray | None:
-        there = self._fs.exists(f"{self._root}/{self.LENGTHS}")
-        return self._array(self.LENGTHS) if there else None
+        has_lengths = self._fs.exists(f"{self._root}/{self.LENGTHS}")
+        return self._array(self.LENGTHS) if has_lengths else None
 
     @property
     def _num_rows(self) -> int:
@@ -302,9 +317,15 @@ class NpyFiles:
 
 
 class ColumnFiles:
-    """Parquet or Arrow IPC files with a column of ids and one of lists of vectors.
+    """Parquet or Arrow IPC files with a column of ids and a column of lists of vectors.
 
-    A *chunk* is what can be entered by itself: a row group, or a record batch.
+    A chunk is the smallest unit that can be read independently: a row group (Parquet) or a record
+    batch (Arrow).
+
+    Args:
+        fs: The file system.
+        root: Path of the file or folder.
+        spec: Options of the source.
     """
 
     STRINGS = ("title", "text", "parent_id")
@@ -315,7 +336,7 @@ class ColumnFiles:
         self._folder = root.rpartition("/")[0] if self._single else root
 
     def check(self) -> None:
-        """Raises `SpecError` if no file can be read, or the first that can has not the columns."""
+        """Raises `SpecError` if no file is readable, or the first readable file lacks a column."""
         problem, rule = "contains no vectors", PATH_RULE
         for file in self._names():
             rule = "files with at least one row"
@@ -332,12 +353,12 @@ class ColumnFiles:
         raise SpecError("path", self._spec.path, rule, problem)
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Runs of chunks of a file, each [index, rows]; none for a file that cannot be read."""
+        """Yields runs of chunks [index, number of rows] per file; none for an unreadable file."""
         for file in self._names():
             try:
                 chunks = self._chunks(file)
             except UNREADABLE:
-                yield {"file": file, "row": 0, "chunks": []}  # listing it says why
+                yield {"file": file, "row": 0, "chunks": []}  # listing the shard raises the error
                 continue
             row, run = 0, []
             for chunk in chunks:
@@ -348,7 +369,7 @@ class ColumnFiles:
                     row, run = row + num_rows, []
 
     def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
-        """All rows of a shard with their ids, titles, texts and parents."""
+        """Yields all rows of a shard with their ids, titles, texts and parents."""
         chunks = shard["chunks"] or self._chunks(shard["file"])
         with self._open(shard["file"]) as reader:
             self._check_schema(reader.schema)
@@ -357,12 +378,17 @@ class ColumnFiles:
             columns = [id_column, self._spec.vectors_column, *strings]
             for chunk, _ in chunks:
                 for batch in reader.batches(chunk, columns):
-                    about = {name: _bytes(batch.column(name)) for name in strings}
-                    about["id"] = _bytes(batch.column(id_column))
-                    yield self._block(batch, about)
+                    strings_by_name = {name: _bytes(batch.column(name)) for name in strings}
+                    strings_by_name["id"] = _bytes(batch.column(id_column))
+                    yield self._block(batch, strings_by_name)
 
     def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
-        """(N, D) float32 of each of the rows at `positions`, ascending."""
+        """Yields the vectors (N, D) float32 of rows.
+
+        Args:
+            shard: The shard.
+            positions: Row numbers in the shard, ascending.
+        """
         chunks = shard["chunks"] or self._chunks(shard["file"])
         first = 0
         with self._open(shard["file"]) as reader:
@@ -381,19 +407,19 @@ class ColumnFiles:
             if len(wanted):
                 block = self._block(batch, {})
                 for i in wanted:
-                    yield block.numbers(i).reshape(-1, self._spec.dim)
+                    yield block.flat_vectors(i).reshape(-1, self._spec.dim)
             first += len(batch)
             if first > positions[-1]:
                 return
 
     def _block(self, batch: pa.RecordBatch, strings: dict[str, list[bytes | None]]) -> Block:
         vectors = batch.column(self._spec.vectors_column)
-        inner = vectors.flatten()  # leaves out what lies under nulls and outside a slice
-        values = inner.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
+        inner = vectors.flatten()  # without values of null lists and outside of the slice
+        values = inner.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
         return Block(_lengths(vectors), _lengths(inner), _float32(values), strings)
 
     def _names(self) -> Iterator[str]:
-        """Files relative to the folder, in a stable order."""
+        """Yields the files relative to the folder, in a stable order."""
         if self._single:
             if self._single.lower().endswith(PARQUET + ARROW):
                 yield self._single
@@ -416,7 +442,7 @@ class ColumnFiles:
             yield (_Arrow if file.lower().endswith(ARROW) else _Parquet)(source)
 
     def _check_schema(self, schema: pa.Schema) -> None:
-        """Raises `SpecError` if a column is missing or of a type that is no use."""
+        """Raises `SpecError` if a column is missing or has an unsupported type."""
         spec = self._spec
         for option in ("id_column", "vectors_column"):
             name = getattr(spec, option)
@@ -451,22 +477,22 @@ class _Parquet:
         return self._file.metadata.row_group(chunk).num_rows
 
     def batches(self, chunk: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        rows = min(ROWS_PER_BLOCK, NUMBERS_PER_BLOCK // self._numbers_per_row(chunk) or 1)
+        rows = min(ROWS_PER_BLOCK, VALUES_PER_BLOCK // self._values_per_row(chunk) or 1)
         return self._file.iter_batches(rows, row_groups=[chunk], columns=columns)
 
-    def _numbers_per_row(self, chunk: int) -> int:
-        """The mean of the largest column: a few bytes of Parquet may stand for gigabytes.
+    def _values_per_row(self, chunk: int) -> int:
+        """Returns the mean number of values per row of the largest column.
+
+        A few bytes of Parquet may decode to gigabytes.
 
         Raises:
-            ValueError: It is more than an item may have.
+            ValueError: The mean exceeds the maximum per item.
         """
         group = self._file.metadata.row_group(chunk)
-        most = max(group.column(i).num_values for i in range(group.num_columns))
-        mean = most // max(group.num_rows, 1)
-        if mean > MAX_ITEM_NUMBERS:
-            raise ValueError(
-                f"must have at most {MAX_ITEM_NUMBERS:,} numbers per row, has {mean:,}"
-            )
+        num_values = max(group.column(i).num_values for i in range(group.num_columns))
+        mean = num_values // max(group.num_rows, 1)
+        if mean > MAX_ITEM_VALUES:
+            raise ValueError(f"must have at most {MAX_ITEM_VALUES:,} values per row, has {mean:,}")
         return max(mean, 1)
 
 
@@ -488,14 +514,14 @@ class _Arrow:
 
 
 def _runs(positions: np.ndarray) -> Iterator[np.ndarray]:
-    """Ascending positions as runs without gaps, of at most `ROWS_PER_BLOCK`."""
+    """Yields runs of consecutive positions, of at most `ROWS_PER_BLOCK` each."""
     for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
         for start in range(0, len(run), ROWS_PER_BLOCK):
             yield run[start : start + ROWS_PER_BLOCK]
 
 
 def _within(positions: Sequence[int] | np.ndarray, start: int, end: int) -> np.ndarray:
-    """The ascending positions in [start, end), counted from `start`."""
+    """Returns the ascending positions in [start, end), relative to `start`."""
     ascending = np.asarray(positions, dtype=np.int64)
     return ascending[slice(*np.searchsorted(ascending, [start, end]))] - start
 
@@ -505,15 +531,15 @@ def _lengths(lists: pa.Array) -> np.ndarray:
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what overflows becomes infinite and is rejected as such
+    with np.errstate(over="ignore"):  # overflows become infinite and are rejected later
         return values.astype(np.float32, copy=False)
 
 
 def _validate(column: pa.Array) -> None:
-    """Raises `pa.ArrowInvalid` for offsets that would read outside their buffers.
+    """Raises `pa.ArrowInvalid` for offsets outside of their buffers.
 
-    Arrow takes the bytes of a file as they are, so damage would end the process. Strings are looked
-    at as bytes: one that is not UTF-8 costs its row, not the file.
+    Arrow does not validate files, so corrupted offsets would crash the process. Strings are checked
+    as bytes, because one invalid UTF-8 string should reject its row and not the file.
     """
     plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     column.view(plain.get(column.type, column.type)).validate(full=True)

@@ -1,4 +1,4 @@
-"""Video files: windows with the frames that stand for them, and with their sound."""
+"""The source of video files."""
 
 from __future__ import annotations
 
@@ -10,104 +10,109 @@ from pydantic import Field
 
 from pipeline.config import Spec
 from pipeline.schema import FRAME
-from pipeline.sources.windows import UNIT_BYTES, WindowSource, WindowSpec
+from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
 
-#: What only one way to sample reads.
-OPTIONS_OF = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
+#: The options of each sampling method.
+SAMPLING_OPTIONS = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
 
 
 class FramesSpec(Spec):
-    """How the frames that stand for a window of a video are chosen, see `Video`.
-
-    Attributes:
-        sampling: how frames are chosen.
-        fps: frames a second, for `fps`.
-        num_frames: frames of an item; for `fps` and `scenes`, at most.
-        look_fps: looks a second, for `scenes`.
-        scene_threshold: what makes a cut: the mean difference of pixel values in [0, 1].
-        max_pixels: larger frames are made smaller.
-    """
+    """Selection of the frames of a window, see `Video`."""
 
     sampling: Literal["uniform", "fps", "scenes"] = "fps"
+    """Method of selecting frames."""
     fps: float = Field(0.5, gt=0, le=1000)
+    """Frames per second, for `fps`."""
     num_frames: int = Field(16, ge=1, le=4096)
+    """Number of frames per item; for `fps` and `scenes`, the maximum."""
     look_fps: float = Field(2.0, gt=0, le=100)
+    """Frames per second that are compared to detect scenes, for `scenes`."""
     scene_threshold: float = Field(0.1, gt=0, lt=1)
+    """Minimum difference between two frames that starts a new scene: the mean absolute
+    difference of pixel values in [0, 1]."""
     max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
+    """Maximum size of a frame, in pixels; larger frames are scaled down."""
 
 
 class Video(WindowSource["Video.Spec"]):
-    """The windows of video files: one item a window, the video its parent.
+    """Time windows of video files, one item per window.
 
-    **Ids.** `<file>#t=<start>,<end>` in seconds; that of a whole video is the file's.
+    **Ids.** `<file>#t=<start>,<end>` in seconds; the id of an entire video is its path. The parent
+    of an item is the file.
 
-    **Frames.** Payload `frames`, upright RGB pixels. The frame of a time is the one that is shown
-    then: the last that does not begin later, by the frames' own times, so that a variable rate
-    does not matter. Which frames stand for a window is said by `sampling`:
+    **Frames.** Payload `frames`, upright RGB pixels. The frame of a time is the last one with an
+    equal or earlier timestamp, so variable frame rates are supported. `sampling` selects the frames
+    of a window:
 
-    - `fps`: those shown every 1 / `fps` seconds, at most `num_frames`, spread evenly;
-    - `uniform`: those in the middles of `num_frames` equal stretches;
-    - `scenes`: a look every 1 / `look_fps` seconds, a cut where two looks differ by more than
-      `scene_threshold`, and of each scene the look in its middle; at most `num_frames`, those of
-      the longest scenes.
+    - `fps`: the frames at intervals of 1 / `fps` seconds; if there are more than `num_frames`, an
+      evenly spaced subset;
+    - `uniform`: the frames in the middle of `num_frames` equal intervals;
+    - `scenes`: frames at intervals of 1 / `look_fps` seconds are compared, and a difference above
+      `scene_threshold` starts a new scene. The middle frame of each scene is selected, for
+      at most the `num_frames` longest scenes.
 
-    **Sound.** Payload `audio`, as the audio source gives it; null for a window without.
+    **Audio.** Payload `audio`, as in the audio source; null for windows without audio.
 
-    **What cannot be read.** A truncated or damaged video gives what can be decoded of it. A window
-    with neither frames nor sound is rejected, as is a file that has nothing of what is wanted.
+    **Errors.** The readable part of a truncated or corrupted video is indexed. A window with
+    neither frames nor audio is rejected, and so is a file without any of the inputs of the encoder.
 
-    **Metadata.** `frames` [[number, seconds], ...], which were used; `duration`, `fps` on average,
-    `num_frames`, `width` and `height` as displayed, `rotation` in degrees, `has_video`,
-    `has_audio`, `audio_duration`; `truncated`, True, of a file that ends before its header says it
-    does, and `stated_duration` where the header says how long it was.
+    **Metadata.** `frames` [[number, seconds], ...], the selected frames; `duration`; the average
+    `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `has_video`;
+    `has_audio`; `audio_duration`; `truncated`, True, if the file is shorter than its header
+    specifies, and `stated_duration`, the duration in the header if it is known.
     """
 
     class Spec(WindowSpec, FramesSpec):
-        """Options of the video source; see `WindowSpec` and `FramesSpec`."""
+        """Options of the video source."""
 
         name: Literal["video"] = "video"
 
-    gives = ("item_id", "frames", "audio")
+    provides = ("item_id", "frames", "audio")
     suffixes = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
     module = "video"
-    files_per_shard = 4  # a minute of one takes seconds
+    files_per_shard = 4  # decoding a minute of video takes seconds
     modality = "video"
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         item_bytes = self._audio_bytes() if "audio" in wants else 0.0
         if "frames" in wants:
-            item_bytes += 3 * self.spec.max_pixels * self._most_frames()
+            item_bytes += 3 * self.spec.max_pixels * self._max_frames()
         if item_bytes:
-            self.max_unit_items = max(1, int(UNIT_BYTES / item_bytes))
+            self.max_unit_items = max(1, int(MAX_UNIT_BYTES / item_bytes))
 
-    def picture(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """The frame that a stored item's video shows at a time, by default the middle, as a JPEG.
+    def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
+        """Returns the frame of an indexed item at a time as a JPEG.
+
+        Args:
+            item: The row of the item, with the metadata as a mapping.
+            seconds: Time in the video, in seconds; None: the middle of the item.
 
         Raises:
-            Unreadable: there is none.
+            Unreadable: The video has no frames, or cannot be read.
         """
         if seconds is None:
             seconds = (item["span"]["start"] + item["span"]["end"]) / 2
-        with self.local(self.file_of(item["parent_id"], item["metadata"])) as path:
-            found = self.process.call("read_picture", path, seconds, self.spec.max_pixels)
-        return found["jpeg"]
+        with self.local_path(self.find_file(item["parent_id"], item["metadata"])) as path:
+            frame = self.process.call("read_frame", path, seconds, self.spec.max_pixels)
+        return frame["jpeg"]
 
     def settings(self) -> dict[str, Any]:
-        """The options that change what is decoded: those of another sampling do not."""
-        used = {"window_seconds", "overlap_seconds", "wants"}
+        """Returns the options that affect the decoded content, without those of other samplings."""
+        names = {"window_seconds", "overlap_seconds", "wants"}
         if "audio" in self.wants:
-            used |= {"sample_rate", "border_shift"}
+            names |= {"sample_rate", "border_shift"}
         if "frames" in self.wants:
-            used |= {"sampling", "num_frames", "max_pixels", *OPTIONS_OF[self.spec.sampling]}
-        return {name: value for name, value in super().settings().items() if name in used}
+            names |= {"sampling", "num_frames", "max_pixels", *SAMPLING_OPTIONS[self.spec.sampling]}
+        return {name: value for name, value in super().settings().items() if name in names}
 
-    def _most_frames(self) -> int:
-        """The most frames that an item may have."""
-        most = self.spec.num_frames
+    def _max_frames(self) -> int:
+        """Returns the maximum number of frames per item."""
+        max_frames = self.spec.num_frames
         if self.spec.sampling == "fps" and self.spec.window_seconds is not None:
-            most = min(most, int(self.spec.fps * (self.spec.window_seconds + 1)) + 1)
-        return most
+            by_rate = int(self.spec.fps * (self.spec.window_seconds + 1)) + 1
+            max_frames = min(max_frames, by_rate)
+        return max_frames
 
     def _metadata(self, window: dict[str, Any]) -> dict[str, Any]:
         frames = zip(window["indices"].tolist(), window["seconds"].tolist(), strict=True)
@@ -116,16 +121,16 @@ class Video(WindowSource["Video.Spec"]):
     def _payload(self, name: str, window: dict[str, Any]) -> Any:
         if name != "frames":
             return super()._payload(name, window)
-        number, *sides = window["pixels"].shape[:3]
-        # Not copied: they are most of what the source gives.
-        ends = np.arange(number + 1, dtype=np.int32) * (3 * sides[0] * sides[1])
+        num_frames, height, width = window["pixels"].shape[:3]
+        # The pixels are most of the payload and are not copied.
+        ends = np.arange(num_frames + 1, dtype=np.int32) * (3 * height * width)
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(window["pixels"])]
         columns = {
             "index": window["indices"],
             "seconds": window["seconds"],
-            "height": np.full(number, sides[0]),
-            "width": np.full(number, sides[1]),
-            "pixels": pa.Array.from_buffers(pa.binary(), number, buffers),
+            "height": np.full(num_frames, height),
+            "width": np.full(num_frames, width),
+            "pixels": pa.Array.from_buffers(pa.binary(), num_frames, buffers),
         }
         arrays = [pa.array(columns[f.name]).cast(f.type) for f in FRAME]
         return pa.StructArray.from_arrays(arrays, fields=list(FRAME))

@@ -15,7 +15,7 @@ from pydantic import Field
 from pipeline.config import MissingField, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.sources.files import existing_root
-from pipeline.sources.manifests import rows_of_value
+from pipeline.sources.manifests import parse_rows
 from pipeline.sources.text import parse_line
 from pipeline.training_data.boxes import Entities, Phrase, read_coco_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
@@ -109,7 +109,7 @@ class Captions(RowData["Captions.Spec"]):
             return
         value = read_json(uri, "path")
         try:
-            rows = rows_of_value(value)
+            rows = parse_rows(value)
         except Unreadable as error:
             rule = "COCO's {images, annotations} or Karpathy's {images: [{sentences}]}"
             raise SpecError("path", uri, rule, f"has another format ({error.detail})") from None

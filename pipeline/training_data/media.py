@@ -13,13 +13,13 @@ from pipeline.decoding.process import Limits
 from pipeline.schema import Item
 from pipeline.sources.audio import Audio
 from pipeline.sources.video import FramesSpec, Video
-from pipeline.sources.windows import SoundSpec, WindowSource
+from pipeline.sources.windows import AudioSpec, WindowSource
 
 
-class Decoding(FramesSpec, SoundSpec):
+class Decoding(FramesSpec, AudioSpec):
     """Options for decoding a whole video or audio file, as in the sources `video` and `audio`.
 
-    `FramesSpec` and `SoundSpec` have further options.
+    `FramesSpec` and `AudioSpec` have further options.
     """
 
     wants: tuple[Literal["frames", "audio"], ...] = Field(("frames", "audio"), min_length=1)
@@ -79,8 +79,8 @@ def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
         Unreadable: The file cannot be read or has none of the wanted contents.
     """
     name = posixpath.basename(uri)
-    file, whole = source.file_of(name, {}), Item(name, name, "", source.modality, "")
-    with source.local(file) as path:
+    file, whole = source.find_file(name, {}), Item(name, name, "", source.modality, "")
+    with source.local_path(file) as path:
         (item,) = source.decode_file(file, path, [whole])
     if isinstance(item, Unreadable):
         raise item

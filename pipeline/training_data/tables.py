@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES
-from pipeline.sources.files import existing_root, files_below, open_root
+from pipeline.sources.files import existing_root, find_files, open_root
 from pipeline.sources.text import parse_line, read_lines
 
 LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
@@ -79,7 +79,7 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
         if any(sign in root for sign in "*?["):
             found = sorted(path for path in fs.glob(root) if path.lower().endswith(suffixes))
         elif fs.isdir(root):
-            found = [f"{root.rstrip('/')}/{file}" for file, _ in files_below(uri, suffixes)]
+            found = [f"{root.rstrip('/')}/{file}" for file, _ in find_files(uri, suffixes)]
         elif root.lower().endswith(suffixes):
             found = [existing_root(uri)[1]]
     except SpecError as error:

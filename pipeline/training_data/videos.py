@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from pipeline import distributed
 from pipeline.config import SpecError, Uri
-from pipeline.sources.files import existing_root, files_below
+from pipeline.sources.files import existing_root, find_files
 from pipeline.training_data.captions import read_file, read_json
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger
@@ -240,7 +240,7 @@ class VideoFiles:
             raise SpecError("videos", folder, "a folder of videos", "is not a folder")
         self._folder = folder
         self._found: dict[str, str] = {}
-        for path, _ in files_below(folder, (VIDEO, AUDIO)):
+        for path, _ in find_files(folder, (VIDEO, AUDIO)):
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
     def document(self, document_id: str, location: str) -> Document:

@@ -1,6 +1,7 @@
-"""From pictures and sound to words that have places: recognisers of text and of speech.
+"""Recognisers, which find the words of images, video and audio with their locations (OCR and ASR).
 
-A recogniser is one file with its nested `Spec`, named in the spec of the encoder `transcript`.
+A recogniser is a module with a class and its nested `Spec`. The spec of the encoder `transcript`
+selects recognisers by name.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Word:
-    """A word and where it is.
+    """A recognised word and its location.
 
     Attributes:
-        text: without white space.
-        box: x0 y0 x1 y1 in [0, 1] of the upright picture from its upper left corner, or NaNs.
-        times: t0 t1 in seconds of the file, or NaNs.
-        kind: `tokens.TEXT` if it is to be seen, `tokens.AUDIO` if it is to be heard.
-        confidence: The recogniser's probability that the word is right, or NaN.
+        text: The word, without white space.
+        box: x0 y0 x1 y1 in [0, 1] of the upright image from its upper left corner, or NaNs.
+        times: Start and end in seconds of the file, or NaNs.
+        kind: `tokens.TEXT` for visible text, `tokens.AUDIO` for speech.
+        confidence: Probability that the word is correct, according to the recogniser, or NaN.
     """
 
     text: str
@@ -37,92 +38,118 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """Words that stand or are said together; the item's text has a line break behind each line."""
+    """A line of text, or an utterance; lines are separated by line breaks in the text of the item.
+
+    Attributes:
+        words: Words of the line, in order.
+    """
 
     words: tuple[Word, ...]
 
     @property
     def text(self) -> str:
-        """The words with blanks between them."""
+        """The words, separated by spaces."""
         return " ".join(word.text for word in self.words)
 
 
-def spread(
+def make_line(
     text: str,
     times: tuple[float, float] = (NAN,) * 2,
     box: tuple[float, float, float, float] = (NAN,) * 4,
     kind: int = TEXT,
     confidence: float = NAN,
 ) -> Line:
-    """A line of which only the whole is placed.
+    """Returns the words of a line whose location is known only as a whole.
 
-    Each word has the line's box and confidence. Text is there all the time; of speech each word has
-    as much of the time as it has of the characters.
+    Every word has the box and the confidence of the line. Visible words have its times; spoken
+    words divide its duration in proportion to their number of characters.
 
-    >>> [word.times for word in spread("to be again", times=(0.0, 9.0), kind=AUDIO).words]
+    Args:
+        text: Text of the line.
+        times: Start and end in seconds, or NaNs.
+        box: x0 y0 x1 y1 in [0, 1], or NaNs.
+        kind: `tokens.TEXT` or `tokens.AUDIO`.
+        confidence: Confidence of the line, or NaN.
+
+    >>> [word.times for word in make_line("to be again", times=(0.0, 9.0), kind=AUDIO).words]
     [(0.0, 2.0), (2.0, 4.0), (4.0, 9.0)]
     """
     if kind != AUDIO:
         return Line(tuple(Word(string, box, times, kind, confidence) for string in text.split()))
     start, end = times
     strings = text.split()
-    a_character = (end - start) / max(1, sum(map(len, strings)))
+    seconds_per_character = (end - start) / max(1, sum(map(len, strings)))
     words: list[Word] = []
     for string in strings:
-        # Of the last word the very end: sums of fractions may pass it.
-        stop = start + a_character * len(string) if len(words) < len(strings) - 1 else end
+        is_last = len(words) == len(strings) - 1  # ends exactly at `end`, despite rounding errors
+        stop = end if is_last else start + seconds_per_character * len(string)
         words.append(Word(string, box, (start, stop), kind, confidence))
         start = stop
     return Line(tuple(words))
 
 
-def confident(lines: Iterable[Line], min_confidence: float) -> list[Line]:
-    """Returns the lines without words of less confidence; words of unknown confidence stay.
+def filter_words(lines: Iterable[Line], min_confidence: float) -> list[Line]:
+    """Returns lines without the words below a minimum confidence.
 
-    >>> words = Word("so", confidence=0.4), Word("it"), Word("goes", confidence=0.1)
-    >>> [line.text for line in confident([Line(words[:2]), Line(words[2:])], 0.3)]
-    ['so it']
+    Words of unknown confidence are kept, and empty lines are dropped.
+
+    Args:
+        lines: The lines.
+        min_confidence: Minimum confidence, 0 to 1.
+
+    >>> words = Word("a", confidence=0.4), Word("red"), Word("fish", confidence=0.1)
+    >>> [line.text for line in filter_words([Line(words[:2]), Line(words[2:])], 0.3)]
+    ['a red']
     """
-    kept = (tuple(w for w in line.words if not w.confidence < min_confidence) for line in lines)
-    return [Line(words) for words in kept if words]
+    words = (tuple(w for w in line.words if not w.confidence < min_confidence) for line in lines)
+    return [Line(line_words) for line_words in words if line_words]
 
 
 class Recogniser(ABC, Generic[ComponentSpecT]):
-    """Finds the words of items, in text to be seen or in speech.
+    """Base class of recognisers of visible text or speech.
 
-    Subclasses carry a nested `Spec` with `name: Literal["..."]`. Constructing one may be slow;
-    `check` is what a job calls first. What it finds in an item depends on that item alone.
+    Subclasses define a nested `Spec` with `name: Literal["..."]`. Construction may load models;
+    jobs call `check` first. The words of an item depend only on that item.
+
+    Args:
+        spec: The spec of the recogniser.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
-    #: Whether files name items by id: only then can `unmatched` find any.
     has_ids: ClassVar[bool] = False
+    """Whether the recogniser reads files with item ids, which `find_unmatched` checks."""
 
     @classmethod
     @abstractmethod
     def check(cls, spec: ComponentSpecT) -> None:
-        """Raises `SpecError` if it cannot be built here (missing package, file or checkpoint)."""
+        """Raises `SpecError` if a required package, file or checkpoint is missing."""
 
     @classmethod
     @abstractmethod
     def wants(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """What it reads of an item: of "scan", "frames" and "audio" (see `schema.PAYLOAD`)."""
+        """Returns the inputs that it reads.
+
+        They are a subset of "scan", "frames" and "audio", see `schema.PAYLOAD`.
+        """
 
     @classmethod
-    def unmatched(cls, spec: ComponentSpecT, known_ids: Iterable[str]) -> tuple[int, list[str]]:
-        """Returns the number of ids in the user's files that no item has, and a few of them.
+    def find_unmatched(
+        cls, spec: ComponentSpecT, known_ids: Iterable[str]
+    ) -> tuple[int, list[str]]:
+        """Returns the number of ids in the user's files that belong to no item, and examples.
 
         Args:
             spec: The spec.
-            known_ids: Ids of all items and their parents, in any order; may repeat.
+            known_ids: Ids of all items and their parents, in any order, possibly with duplicates.
         """
         return 0, []
 
     @abstractmethod
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """The lines of words of an item, in reading order, or in that of time.
+        """Returns the lines of an item, in reading order or in order of time.
 
         Args:
-            item: a row: `item_id`, `parent_id`, `span`, and what it wants (None where it has none).
+            item: Row of the item: `item_id`, `parent_id`, `span` and the inputs that the recogniser
+                reads, None if the item has none.
         """

@@ -1,4 +1,4 @@
-"""How many words a recogniser got wrong."""
+"""Word error rates of recognisers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from collections.abc import Sequence
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """The errors of a transcript, and the number of words that it should have.
+    """Returns the number of word errors of a transcript, and the number of words of the reference.
 
-    Errors are the least number of words to put in, take out or replace. Case, punctuation and
-    white space do not count. Errors / words is the word error rate; 1 - that the word accuracy.
+    The errors are the minimum number of inserted, deleted and substituted words. Case, punctuation
+    and white space are ignored. The ratio of the two numbers is the word error rate.
+
+    Args:
+        reference: Correct transcript.
+        hypothesis: Recognised transcript.
 
     >>> word_errors("Ask not what your country can do.", "and not what your country can do for")
     (2, 7)
     """
-    truth, heard = normalised_words(reference), normalised_words(hypothesis)
-    return num_edits(truth, heard), len(truth)
+    expected, actual = normalised_words(reference), normalised_words(hypothesis)
+    return num_edits(expected, actual), len(expected)
 
 
 def num_edits(first: Sequence[str], second: Sequence[str]) -> int:
-    """The least number of strings to put in, take out or replace to make one sequence the other.
+    """Returns the edit distance of two sequences of strings.
+
+    Args:
+        first: A sequence.
+        second: A sequence.
 
     >>> num_edits("evening", "evenlng"), num_edits(["not", "what"], ["and", "not", "what"])
     (1, 1)
@@ -36,7 +44,7 @@ def num_edits(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def normalised_words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation.
+    """Returns the words of a text in lower case, without punctuation.
 
     >>> normalised_words("Don’t stop: the 2nd HALF-time…")
     ["don't", 'stop', 'the', '2nd', 'half', 'time']

@@ -1,4 +1,4 @@
-"""Text in the frames of a video: a line that stays is one line, with the time that it stays."""
+"""Tracking of text lines across the frames of a video."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import numpy as np
 
 from pipeline.transcribe import Line
 
-#: Sides of the cells in which frames are compared, in pixels.
+#: Side of the cells in which frames are compared, in pixels.
 CELL = 32
-#: A pixel of a line has changed if it differs by this share of the line's contrast, and by more
-#: levels than compression noise.
+#: A pixel of a line has changed if it differs by this share of the contrast of the line, and by
+#: more levels than compression noise.
 PIXEL_CHANGE, NOISE_LEVELS = 0.35, 16
-#: A line has changed if so many pixels of one character have, as a share of its squared height.
-#: A 3 and an 8 differ by 0.02 of it or more in the fonts that were tried.
+#: A line has changed if this many pixels of one character have changed, as a share of the squared
+#: height. A 3 and an 8 differ by at least 0.02 in the fonts tested.
 CHARACTER_CHANGE = 0.008
 #: Characters that OCR confuses, mapped to one of them.
 CONFUSED = str.maketrans("oilszb", "011528")
-#: What may stand around a word without changing it; other signs do (C and C++).
+#: Punctuation that is ignored at the ends of words; other signs are not, as in C and C++.
 PUNCTUATION = ".,;:!?'\"`\u2018\u2019\u201c\u201d\u2026()[]-\u2013\u2014\u00b7\u2022|"
 
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A line as it was read in one picture.
+class OcrLine:
+    """A recognised line of an image.
 
     Attributes:
-        box: x0 y0 x1 y1 around the line.
-        confidence: 0 to 1.
+        line: Words of the line.
+        box: x0 y0 x1 y1 in [0, 1] of the image.
+        confidence: Confidence of the line, 0 to 1.
     """
 
     line: Line
@@ -43,11 +44,11 @@ class Reading:
 
 
 @dataclass
-class _Shown:
-    """A line that is or was on the screen: its best reading and its time."""
+class _TrackedLine:
+    """A tracked line with its best reading and its times."""
 
-    reading: Reading
-    latest: Reading  # what the next frame is compared with: a line may move
+    reading: OcrLine
+    latest: OcrLine  # compared with the next frame, because a line may move
     start: float
     end: float
 
@@ -55,23 +56,22 @@ class _Shown:
 def read_frames(
     frames: Sequence[dict[str, Any]],
     span: tuple[float, float] | None,
-    read: Callable[[np.ndarray], list[Reading]],
+    read: Callable[[np.ndarray], list[OcrLine]],
     min_change: float,
 ) -> list[Line]:
     """Returns the lines visible in frames, each once, in order of first appearance.
 
-    A line of one frame and a line of the next are the same line if their boxes overlap and
-    `is_same_text` holds. The line has the words and boxes of its most confident reading. It
-    appears and disappears halfway between the frames around the change, so its times are off by
-    half a sampling step at most. Lines of the first and of the last frame last from the beginning
-    and to the end of `span`.
+    Lines of consecutive frames are the same line if their boxes overlap and `is_same_text` holds. A
+    line has the words and boxes of its most confident reading. It appears and disappears halfway
+    between the frames around the change, so its times are accurate to half a sampling interval.
+    Lines of the first and last frame extend to the start and end of `span`.
 
     Args:
-        frames: rows of `schema.FRAME`, times ascending.
-        span: start and end of the item in seconds; None: the times of the first and last frame.
-        read: returns the lines of an image (height, width, 3) uint8 RGB, in reading order.
-        min_change: a frame is read if it differs at least so much (`change`) from the last one
-            that was read, or if one of the lines of that frame has changed (`is_redrawn`).
+        frames: Rows of `schema.FRAME`, times ascending.
+        span: Start and end of the item in seconds; None: the times of the first and last frame.
+        read: Returns the lines of an image (height, width, 3) uint8 RGB, in reading order.
+        min_change: A frame is read if its `max_change` from the last frame that was read is at
+            least this value, or if one of the lines of that frame has changed (`has_changed`).
     """
     if not frames:
         return []
@@ -79,19 +79,19 @@ def read_frames(
     first, last = span or (times[0], times[-1])
     between = (times[:-1] + times[1:]) / 2
     borders = [min(first, times[0]), *between, max(last, times[-1])]
-    shown: list[_Shown] = []
-    current: list[_Shown] = []  # in the frame before
+    shown: list[_TrackedLine] = []
+    current: list[_TrackedLine] = []  # lines of the previous frame
     before: np.ndarray | None = None
     for i, frame in enumerate(frames):
-        image = pixels(frame)
-        # Not the frame before: what changes slowly would never be read.
+        image = frame_pixels(frame)
+        # Compared with the last frame that was read: slow changes would not be detected otherwise.
         if (
             before is None
-            or change(before, image) >= min_change
-            or any(is_redrawn(before, image, line.latest.box) for line in current)
+            or max_change(before, image) >= min_change
+            or any(has_changed(before, image, line.latest.box) for line in current)
         ):
             previous = image if before is None else before
-            current, new = _follow(current, read(image), float(borders[i]), previous, image)
+            current, new = _track(current, read(image), float(borders[i]), previous, image)
             shown += new
             before = image
         for line in current:
@@ -99,27 +99,31 @@ def read_frames(
     return [_timed(line) for line in shown]
 
 
-def pixels(frame: dict[str, Any]) -> np.ndarray:
-    """(height, width, 3) uint8 RGB of a row of `schema.FRAME`."""
+def frame_pixels(frame: dict[str, Any]) -> np.ndarray:
+    """Returns the pixels (height, width, 3) uint8 RGB of a row of `schema.FRAME`."""
     shape = (frame["height"], frame["width"], 3)
     return np.frombuffer(frame["pixels"], np.uint8).reshape(shape)
 
 
-def change(before: np.ndarray, picture: np.ndarray) -> float:
-    """How much two pictures differ, 0 to 1: the mean difference in the cell where it is largest.
+def max_change(before: np.ndarray, image: np.ndarray) -> float:
+    """Returns the difference of two images, the largest mean difference of a cell, 0 to 1.
 
-    The mean over the whole picture would miss a small line of text.
+    The mean over the image would not detect a small line of text.
+
+    Args:
+        before: An image (height, width, 3) uint8 RGB.
+        image: An image of the same or another size.
 
     >>> grey = np.full((64, 64, 3), 100, np.uint8)
     >>> other = grey.copy()
     >>> other[:16, :16] = 151
-    >>> round(change(grey, other), 3)
+    >>> round(max_change(grey, other), 3)
     0.05
     """
-    if before.shape != picture.shape:
+    if before.shape != image.shape:
         return 1.0
     # Every other pixel of the green channel, which carries most of the brightness.
-    first, second = before[::2, ::2, 1], picture[::2, ::2, 1]
+    first, second = before[::2, ::2, 1], image[::2, ::2, 1]
     difference = np.maximum(first, second) - np.minimum(first, second)
     rows = np.arange(0, difference.shape[0], CELL // 2)
     columns = np.arange(0, difference.shape[1], CELL // 2)
@@ -130,17 +134,23 @@ def change(before: np.ndarray, picture: np.ndarray) -> float:
     return float((sums / np.outer(heights, widths)).max() / 255)
 
 
-def is_redrawn(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
-    """Whether the text in a box differs between two images, by as little as one character.
+def has_changed(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
+    """Returns whether the text in a box differs between two images by at least one character.
 
-    Compression changes many pixels slightly, another character changes few of them by the contrast
-    of the text. `change` misses those: a small digit is a few pixels of a cell.
+    Compression changes many pixels slightly; a different character changes few pixels by the
+    contrast of the text. `max_change` does not detect a small digit, which is a few pixels of a
+    cell.
+
+    Args:
+        before: An image (height, width, 3) uint8 RGB.
+        image: An image of the same or another size.
+        box: x0 y0 x1 y1 in [0, 1] of the images.
 
     >>> before = np.full((40, 200, 3), 255, np.uint8)
     >>> before[10:30, 20:180:10] = 5
     >>> after = before.copy()
     >>> after[15:25, 100:104] = 0
-    >>> is_redrawn(before, before - 5, (0, 0, 1, 1)), is_redrawn(before, after, (0, 0, 1, 1))
+    >>> has_changed(before, before - 5, (0, 0, 1, 1)), has_changed(before, after, (0, 0, 1, 1))
     (False, True)
     """
     if before.shape != image.shape:
@@ -160,12 +170,12 @@ def is_redrawn(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
 
 
 def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> bool:
-    """Whether two readings of a place are of the same text.
+    """Returns whether two readings at the same location are of the same text.
 
-    Readings of equal words are, whatever their case; words without a digit may also differ in
-    the punctuation around them. All else is the same text only if the image shows that nothing
-    changed, and the readings differ in nothing but blanks, punctuation and characters that OCR
-    confuses, such as `l` and `1`. So different digits and different words stay apart.
+    Readings with equal words are, independent of case. Words without digits may also differ in
+    surrounding punctuation. Other readings are the same text only if the image is unchanged and
+    they differ only in spaces, punctuation and characters that OCR confuses, such as `l` and `1`.
+    Different digits and different words are never the same text.
 
     Args:
         first: Text of the first reading.
@@ -191,26 +201,26 @@ def _words(text: str) -> list[str]:
 
 
 def _skeleton(text: str) -> str:
-    """The letters and digits of a text, those that OCR confuses alike."""
+    """Returns the letters and digits of a text, with confusable characters unified."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return "".join(c for c in text if c.isalnum()).translate(CONFUSED)
 
 
-def _follow(
-    current: list[_Shown],
-    readings: list[Reading],
+def _track(
+    current: list[_TrackedLine],
+    readings: list[OcrLine],
     start: float,
     before: np.ndarray,
     image: np.ndarray,
-) -> tuple[list[_Shown], list[_Shown]]:
-    """Returns the lines of a frame, given those of the frame read before: all, and the new ones."""
+) -> tuple[list[_TrackedLine], list[_TrackedLine]]:
+    """Returns the tracked lines of a frame, and the new lines among them."""
     pairs = [
         (overlap, i, j)
         for i, line in enumerate(current)
         for j, reading in enumerate(readings)
         if (overlap := _overlap(line.latest.box, reading.box)) > 0
     ]
-    followed: dict[int, _Shown] = {}
+    followed: dict[int, _TrackedLine] = {}
     taken: set[int] = set()
     for _, i, j in sorted(pairs, key=lambda pair: -pair[0]):
         if i in taken or j in followed:
@@ -220,7 +230,7 @@ def _follow(
         texts = line.latest.line.text, reading.line.text
 
         def is_unchanged(box: Box = box) -> bool:
-            return not is_redrawn(before, image, box)
+            return not has_changed(before, image, box)
 
         if is_same_text(*texts, is_unchanged):
             line.latest = reading
@@ -229,7 +239,7 @@ def _follow(
             followed[j] = line
             taken.add(i)
     new = {
-        j: _Shown(reading, reading, start, start)
+        j: _TrackedLine(reading, reading, start, start)
         for j, reading in enumerate(readings)
         if j not in followed
     }
@@ -238,14 +248,14 @@ def _follow(
 
 
 def _hull(first: Box, second: Box) -> Box:
-    """The smallest box around two boxes."""
+    """Returns the bounding box of two boxes."""
     x0, y0 = map(min, first[:2], second[:2])
     x1, y1 = map(max, first[2:], second[2:])
     return x0, y0, x1, y1
 
 
 def _overlap(first: Box, second: Box) -> float:
-    """Intersection over union of two boxes."""
+    """Returns the intersection over union of two boxes."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     if width <= 0 or height <= 0:
@@ -254,6 +264,6 @@ def _overlap(first: Box, second: Box) -> float:
     return width * height / (areas - width * height)
 
 
-def _timed(shown: _Shown) -> Line:
+def _timed(shown: _TrackedLine) -> Line:
     times = (shown.start, shown.end)
     return Line(tuple(replace(word, times=times) for word in shown.reading.line.words))

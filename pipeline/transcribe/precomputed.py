@@ -1,7 +1,7 @@
-"""Text and speech that another program recognised: JSON lines, or the CSV files of MultiVENT 2.0.
+"""Text and speech recognised by other programs: JSON lines, or CSV files of MultiVENT 2.0.
 
-The files are read once on each machine, into an SQLite file of the temporary folder in which every
-process looks ids up.
+The files are read once per machine into an SQLite database in the temporary folder, in which all
+processes look up ids.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from pipeline.decoding.untrusted import (
 )
 from pipeline.extras import require_storage
 from pipeline.tokens import AUDIO, TEXT
-from pipeline.transcribe import NAN, Line, Recogniser, Word, confident, spread
+from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
 
-#: Lines of at most so many seconds are sentences, which are not divided between windows.
-LONGEST_SENTENCE = 10.0
+#: Lines up to this duration are sentences, which are not divided between windows.
+MAX_SENTENCE_SECONDS = 10.0
 
-#: Counted up when the table changes or is filled in another way.
+#: Incremented when the schema or the content of the table changes.
 TABLE_VERSION = 2
-PLACE = ("x0", "y0", "x1", "y1", "start", "stop")
-COLUMNS = ("id", "text", *PLACE, "confidence", "frame", "is_multivent")
-#: A line; or with a null text the mere fact that there is a file of an id or frame.
+LOCATION_COLUMNS = ("x0", "y0", "x1", "y1", "start", "stop")
+COLUMNS = ("id", "text", *LOCATION_COLUMNS, "confidence", "frame", "is_multivent")
+#: A row of the table; a null text records that a file exists for an id or frame.
 LineRecord = tuple[Any, ...]
 
 JSONL, CSV, ZIP, TARS = ".jsonl", ".csv", ".zip", (".tar", ".tar.gz", ".tgz")
-#: A file of text in MultiVENT 2.0: the video's key, and the number of the frame.
+#: Names of MultiVENT 2.0 files with visible text: key of the video, and number of the frame.
 FRAME_FILE = re.compile(r"(?:.*/)?([^/]+)_frame_(\d{1,18})\.\w+\.csv", re.DOTALL | re.IGNORECASE)
-#: A file of speech.
+#: Names of MultiVENT 2.0 files with speech.
 SPEECH_FILE = re.compile(r"(?:.*/)?([^/]+)\.(?:m4a|mp3|wav|flac)\.csv", re.DOTALL | re.IGNORECASE)
 
-#: Numbers are smaller.
-MOST = 1 << 53
-#: What reading a damaged file may raise, besides `TAR_ERRORS`.
-BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError)
-#: Archives inside each other, at most. Each level is decompressed again to search the one in it.
+#: Numbers must be smaller: SQLite stores integers exactly only below this value.
+MAX_NUMBER = 1 << 53
+#: Errors of reading a corrupted file, in addition to `TAR_ERRORS`.
+READ_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError)
+#: Maximum nesting depth of archives. Each level decompresses the levels above again.
 MAX_ARCHIVE_DEPTH = 4
 
 LINE_RULE = (
@@ -72,64 +72,74 @@ LINE_RULE = (
 
 
 class Precomputed(Recogniser["Precomputed.Spec"]):
-    """Looks up what the files at a path say of an item.
+    """Base class of recognisers that look up items in files.
 
-    JSON lines: `{"id": ..., "text": ...}`, with `"box": [x0, y0, x1, y1]` in [0, 1] of the upright
-    picture where it is known, with `"start"` and `"end"` in seconds of the file, and with
-    `"confidence"`, the probability that it is right. An id may have
-    many lines, as many as words where each word has its place. Of a longer line each word has the
-    box, and text the time; words of speech share the time out by their characters. Other fields
-    are not read.
+    **JSON lines.** `{"id": ..., "text": ...}` with the optional fields `"box": [x0, y0, x1, y1]` in
+    [0, 1] of the upright image, `"start"` and `"end"` in seconds of the file, and `"confidence"`,
+    the probability that the text is correct. An id may have many lines, for example one per word.
+    If a line has several words, every word has its box, and for visible text its times; spoken
+    words divide its duration in proportion to their characters. Other fields are ignored.
 
-    CSV files of MultiVENT 2.0: an id is the key of a video. Boxes are not kept: they are in pixels
-    of frames whose size is not told. A frame has a time only if the item's metadata tell `fps`, and
-    then a line in successive frames is one line, which appears and disappears halfway between the
-    frames around the change. Without `fps` a line of several frames is there once, without a time.
+    **MultiVENT 2.0.** CSV files whose ids are keys of videos. Boxes are ignored, because they are
+    in pixels of frames of unknown size. Frames have times only if the metadata of the item contains
+    `fps`. Then equal lines of successive frames are one line that appears and disappears halfway
+    between the frames around the change. Without `fps`, equal lines of all frames are one line
+    without times.
 
-    An item has the lines of its id. If there are none, it has those of its parent (in MultiVENT
-    also by the name of the parent's file without folder and ending): of a window of a video, the
-    lines whose middle lies in it; lines of more than 10 s are divided between words. Lines of a
-    parent that have no time belong to the first window or page only: they are found once, and do
-    not fill up every window.
+    An item has the lines of its id, or else of its parent (for MultiVENT also by the file name of
+    the parent without folder and suffix). A window of a video has the lines of the parent whose
+    middle is in the window; lines longer than 10 s are divided between words. Lines of a parent
+    without times belong to the first window or page only, so that they are found once and not
+    repeated everywhere.
+
+    Args:
+        spec: The spec of the recogniser.
     """
 
-    kind: ClassVar[int]  # of the words
+    kind: ClassVar[int]
+    """The kind of the words, `tokens.TEXT` or `tokens.AUDIO`."""
     has_ids = True
 
     class Spec(config.ComponentSpec):
-        """Where the files are.
-
-        Attributes:
-            path: a file, a folder or an archive (.tar, .tar.gz, .zip, also inside each other); a
-                local path or an fsspec URI.
-            form: "jsonl" or "multivent"; None: files .jsonl are one, files .csv the other.
-            min_confidence: Least confidence of a word; others are left out. Words without a
-                confidence stay.
-        """
+        """Options of precomputed text."""
 
         name: Literal["precomputed"] = "precomputed"
         path: config.Uri
+        """Local path or fsspec URI of a file, a folder or an archive (.tar, .tar.gz, .zip,
+        possibly nested)."""
         form: Literal["jsonl", "multivent"] | None = None
+        """Format of the files, "jsonl" or "multivent"; None: by suffix, .jsonl or .csv."""
         min_confidence: float = Field(0.0, ge=0, le=1)
+        """Minimum confidence of a word; other words are omitted, except words without
+        confidence."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
         self._table = _connect(prepare_table(spec, self.kind))
-        self._names_count = bool(self._table.execute("PRAGMA user_version").fetchone()[0])
+        self._matches_names = bool(self._table.execute("PRAGMA user_version").fetchone()[0])
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Reads all files; raises `SpecError` if one is missing or a line is invalid."""
+        """Reads all files.
+
+        Raises:
+            SpecError: A file is missing, or a line is invalid.
+        """
         prepare_table(spec, cls.kind)
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Nothing: pictures and sound need not be decoded."""
+        """Returns nothing: images and audio are not decoded."""
         return ()
 
     @classmethod
-    def unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
-        """Which ids of the files belong to no item or parent: how many, and the first five."""
+    def find_unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
+        """Returns the number of ids in the files without an item or parent, and the first five.
+
+        Args:
+            spec: The spec.
+            known_ids: Ids of all items and their parents, in any order, possibly with duplicates.
+        """
         table = _connect(prepare_table(spec, cls.kind))
         by_name = table.execute("PRAGMA user_version").fetchone()[0]
         names = (name for known in known_ids for name in (_names(known) if by_name else [known]))
@@ -141,59 +151,65 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         return number, [id for (id,) in examples]
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """The item's lines, as they follow each other in the files."""
-        return confident(self._all_lines(item), self.spec.min_confidence)
+        """Returns the lines of an item, in the order of the files."""
+        return filter_words(self._all_lines(item), self.spec.min_confidence)
 
     def _all_lines(self, item: dict[str, Any]) -> list[Line]:
-        own, parent = item["item_id"], item.get("parent_id") or item["item_id"]
+        item_id, parent = item["item_id"], item.get("parent_id") or item["item_id"]
         fps = _frames_per_second(item)
-        if rows := self._rows(own):
+        if rows := self._rows(item_id):
             return self._lines(rows, fps)
-        names = _names(parent) if self._names_count else [parent]
+        names = _names(parent) if self._matches_names else [parent]
         rows = next((rows for name in names if (rows := self._rows(name))), [])
         lines = self._lines(rows, fps)
-        return lines if parent == own else _lines_in_span(lines, item.get("span"))
+        return lines if parent == item_id else _lines_in_span(lines, item.get("span"))
 
     def _rows(self, id: str) -> list[LineRecord]:
         query = f"SELECT {', '.join(COLUMNS)} FROM lines WHERE id = ? ORDER BY frame, rowid"
         return self._table.execute(query, (id,)).fetchall()
 
     def _lines(self, rows: list[LineRecord], fps: float | None) -> list[Line]:
-        placed: dict[Any, tuple[Any, ...]] = {}
+        located: dict[Any, tuple[Any, ...]] = {}
         frames: dict[int, list[str]] = {}
         for number, (_, text, *place, confidence, frame, is_multivent) in enumerate(rows):
             if frame is not None:
                 frames.setdefault(frame, []).extend([text] if text else [])
             elif text:
-                # A video may lie in two archives. Of JSON lines only those at one place are equal:
-                # a word without one may well be said twice.
-                is_once = is_multivent or any(value is not None for value in place)
-                key = (text, *place) if is_once else number
+                # A video may be in two archives. JSON lines are duplicates only if they have a
+                # location, because a word without one may occur twice.
+                is_unique = is_multivent or any(value is not None for value in place)
+                key = (text, *place) if is_unique else number
                 *box, start, end = (NAN if value is None else value for value in place)
-                sure = NAN if confidence is None else confidence
-                placed.setdefault(key, (text, (start, end), tuple(box), self.kind, sure))
-        lines = [spread(*line) for line in placed.values()]
-        lines += [spread(text, times, kind=self.kind) for text, times in _over_time(frames, fps)]
+                confidence = NAN if confidence is None else confidence
+                located.setdefault(key, (text, (start, end), tuple(box), self.kind, confidence))
+        lines = [make_line(*line) for line in located.values()]
+        lines += [
+            make_line(text, times, kind=self.kind) for text, times in _merge_frames(frames, fps)
+        ]
         return [line for line in lines if line.words]
 
 
 class PrecomputedText(Precomputed):
-    """Text to be seen, as another program read it."""
+    """Visible text recognised by another program."""
 
     kind = TEXT
 
 
 class PrecomputedSpeech(Precomputed):
-    """Speech, as another program heard it."""
+    """Speech recognised by another program."""
 
     kind = AUDIO
 
 
 def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
-    """The SQLite file with the lines at `spec.path`, made if no process has made it yet.
+    """Returns the SQLite database with the lines at `spec.path`, created by the first process.
 
-    It lies in the temporary folder, under a name that changes with the names, sizes and dates of
-    the files; nothing else is there than whole tables and their locks.
+    Its name in the temporary folder depends on the names, sizes and dates of the files. The folder
+    contains only complete databases and their locks.
+
+    Args:
+        spec: The spec.
+        kind: The kind of the words, `tokens.TEXT` or `tokens.AUDIO`.
 
     Raises:
         SpecError: No file exists, one cannot be read, or a line is invalid.
@@ -202,7 +218,7 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files])
     folder = Path(tempfile.gettempdir()) / f"maxray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # on a shared machine anybody may make it first
+    if folder.stat().st_uid != os.getuid():  # another user may have created it
         raise SpecError(
             "TMPDIR", str(folder), "a folder of the current user", "belongs to another user"
         )
@@ -210,7 +226,7 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     if table.exists():
         return table
     with open(folder / f"transcript-{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed, also by a crash
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
         unfinished = table.with_suffix(f".{os.getpid()}.tmp")
         try:
             if not table.exists():
@@ -228,32 +244,32 @@ def _connect(table: Path) -> sqlite3.Connection:
 
 
 def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tuple[str, ...]]]:
-    """The files to read, each as (path, size, date), sorted by path."""
-    endings = (*_parsers(spec), ZIP, *TARS)
+    """Returns the file system and the files to read as (path, size, date), sorted by path."""
+    suffixes = (*_parsers(spec), ZIP, *TARS)
     require_storage(spec.path)
     try:
         fs, root = fsspec.url_to_fs(spec.path, use_listings_cache=False)
         found = fs.find(root, detail=True)
-    except Exception as error:  # of whatever library the file system stands on
+    except Exception as error:  # any exception of the library behind the file system
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
     if not found:
         rule = "a file or a non-empty folder"
         raise SpecError("path", spec.path, rule, "does not exist or is empty")
     is_file = list(found) == [root]
-    if not (is_file and spec.form):  # a file whose form is told may have any name
-        found = {path: about for path, about in found.items() if path.lower().endswith(endings)}
+    if not (is_file and spec.form):  # a file with an explicit `form` may have any name
+        found = {path: info for path, info in found.items() if path.lower().endswith(suffixes)}
     if not found:
         raise SpecError(
-            "path", spec.path, f"a file or folder with {', '.join(endings)} files", "has none"
+            "path", spec.path, f"a file or folder with {', '.join(suffixes)} files", "has none"
         )
     for path in found:
-        with contextlib.suppress(OSError):  # opening it says why
+        with contextlib.suppress(OSError):  # raised again on opening
             _check_regular(fs, path)
     dates = ("mtime", "LastModified", "ETag", "created", "updated")
     return fs, [
-        (path, str(about["size"]), *(str(about[date]) for date in dates if date in about))
-        for path, about in sorted(found.items())
+        (path, str(info["size"]), *(str(info[date]) for date in dates if date in info))
+        for path, info in sorted(found.items())
     ]
 
 
@@ -269,12 +285,12 @@ Parser = Callable[[str, IO[bytes], int], Iterator[LineRecord]]
 
 
 def _parsers(spec: Precomputed.Spec) -> dict[str, Parser]:
-    """What reads files by their endings."""
+    """Returns the parser of each suffix."""
     parsers = {JSONL: _read_jsonl, CSV: _read_csv}
     return {
-        ending: parser
-        for ending, parser in parsers.items()
-        if spec.form is None or ending == {"jsonl": JSONL, "multivent": CSV}[spec.form]
+        suffix: parser
+        for suffix, parser in parsers.items()
+        if spec.form is None or suffix == {"jsonl": JSONL, "multivent": CSV}[spec.form]
     }
 
 
@@ -285,8 +301,8 @@ def _fill(
     fs: fsspec.AbstractFileSystem,
     paths: list[str],
 ) -> None:
-    """Writes the lines of all files into a new table."""
-    table.unlink(missing_ok=True)  # of a process of the same number that was killed
+    """Writes the lines of all files into a new database."""
+    table.unlink(missing_ok=True)  # left by a killed process with the same id
     parsers = _parsers(spec)
     num_read = 0
     database = sqlite3.connect(table)
@@ -299,15 +315,15 @@ def _fill(
             try:
                 with open_file(fs, path) as file:
                     for name, document in _documents(path, file):
-                        ending = PurePosixPath(name).suffix.lower()
+                        suffix = PurePosixPath(name).suffix.lower()
                         only = next(iter(parsers.values())) if name == paths[0] else None
-                        parser = parsers.get(ending, only)
+                        parser = parsers.get(suffix, only)
                         if parser is not None:
                             num_read += 1
                             database.executemany(insert, parser(name, document, kind))
             except SpecError:
                 raise
-            except (*TAR_ERRORS, *BROKEN) as error:
+            except (*TAR_ERRORS, *READ_ERRORS) as error:
                 problem = f"cannot be read ({type(error).__name__}: {error})"
                 raise SpecError("path", name, "a readable file", problem) from None
         if not num_read:
@@ -323,10 +339,10 @@ def _fill(
 
 
 def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str, IO[bytes]]]:
-    """The files in an archive and in the archives that it holds; other files as they are.
+    """Yields the name and content of a file, or of all files in a possibly nested archive.
 
     Raises:
-        SpecError: archives are nested too deeply, or a member of one is a sparse file.
+        SpecError: Archives are nested too deeply, or a member is a sparse file.
     """
     if name.lower().endswith((*TARS, ZIP)) and depth == MAX_ARCHIVE_DEPTH:
         rule = f"an archive nested at most {MAX_ARCHIVE_DEPTH} deep"
@@ -339,7 +355,7 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
                     raise SpecError("path", inside, "a regular archive member", "is a sparse file")
                 if member.isfile():
                     content = archive.extractfile(member)
-                    assert content is not None  # of a regular file
+                    assert content is not None  # None only for irregular files
                     yield from _documents(f"{name}/{member.name}", content, depth + 1)
     elif name.lower().endswith(ZIP):
         with zipfile.ZipFile(file) as zipped:
@@ -352,7 +368,7 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
 
 
 def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
-    """The lines of a JSON lines file.
+    """Yields the lines of a JSON lines file.
 
     Raises:
         SpecError: A line is invalid.
@@ -362,16 +378,16 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
             continue
         try:
             yield _line_record(json.loads(line.decode()))
-        except (ValueError, RecursionError) as error:  # also no UTF-8, and no JSON
+        except (ValueError, RecursionError) as error:  # includes invalid UTF-8 and JSON
             problem = str(error) if type(error) is ValueError else "is not UTF-8 JSON"
             raise SpecError("path", f"{name}:{number}", LINE_RULE, problem) from None
 
 
 def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
-    """The lines of a file.
+    """Yields the lines of a file.
 
     Raises:
-        SpecError: one is too long.
+        SpecError: A line is too long.
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), file.read(0)), 1):
         if len(line) > MAX_LINE_BYTES:
@@ -381,7 +397,11 @@ def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
 
 
 def _line_record(entry: Any) -> LineRecord:
-    """The row of a parsed line; a ValueError says what is wrong with it."""
+    """Returns the row of a parsed line.
+
+    Raises:
+        ValueError: The line is invalid; the message is a verb phrase.
+    """
     if not isinstance(entry, dict):
         raise ValueError("is not a JSON object")
     id, text = entry.get("id"), entry.get("text")
@@ -399,27 +419,27 @@ def _line_record(entry: Any) -> LineRecord:
         _is_number(start) and _is_number(end) and 0 <= start <= end
     ):
         raise ValueError(f"has the start {start!r} and the end {end!r}")
-    sure = entry.get("confidence")
-    if sure is not None and not (_is_number(sure) and 0 <= sure <= 1):
-        raise ValueError(f"has the confidence {sure!r}")
-    return (_clean(id), _clean(text) or None, *box, start, end, sure, None, 0)
+    confidence = entry.get("confidence")
+    if confidence is not None and not (_is_number(confidence) and 0 <= confidence <= 1):
+        raise ValueError(f"has the confidence {confidence!r}")
+    return (_clean(id), _clean(text) or None, *box, start, end, confidence, None, 0)
 
 
 def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
-    """The lines of a CSV file of MultiVENT 2.0; none if it is of another kind.
+    """Yields the lines of a MultiVENT 2.0 CSV file, none if it has the other kind of text.
 
     Raises:
-        SpecError: it has no column `text`, or does not say of which video it is.
+        SpecError: The file has no column `text`, or does not name its video.
     """
     frame_file, speech_file = FRAME_FILE.fullmatch(name), SPEECH_FILE.fullmatch(name)
     if (kind == AUDIO and frame_file) or (kind == TEXT and speech_file):
         return
     key = next((match[1] for match in (frame_file, speech_file) if match), None)
     frame = int(frame_file[2]) if frame_file else None
-    nowhere = [None] * (len(PLACE) + 1)
+    no_location = [None] * (len(LOCATION_COLUMNS) + 1)
     if key:
-        yield (key, None, *nowhere, frame, 1)  # empty files are files of this video too
-    csv.field_size_limit(MAX_LINE_BYTES)  # hours of speech stand in one field
+        yield (key, None, *no_location, frame, 1)  # records empty files, too
+    csv.field_size_limit(MAX_LINE_BYTES)  # one field may contain hours of speech
     text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
     rows = csv.reader(line.replace("\0", "") for line in _lines(name, text))
     try:
@@ -431,26 +451,26 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
             raise SpecError("path", name, rule, f"has the columns {', '.join(header)}")
         for values in rows:
             row = dict(zip(header, values, strict=False))
-            of = key or PurePosixPath(row["video_id"].strip()).stem
-            if of and (said := _clean(row.get("text", "")).strip()):
-                yield (_clean(of), said, *nowhere, frame, 1)
+            video = key or PurePosixPath(row["video_id"].strip()).stem
+            if video and (content := _clean(row.get("text", "")).strip()):
+                yield (_clean(video), content, *no_location, frame, 1)
     except csv.Error as error:
         problem = f"cannot be read at line {rows.line_num} ({error})"
         raise SpecError("path", name, "a CSV file", problem) from None
 
 
 def _clean(text: str) -> str:
-    """Text that SQLite and Arrow can store."""
+    """Returns text that SQLite and Arrow can store."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) < MOST  # SQLite holds no larger integer; NaN is not less
+    return is_number and abs(value) < MAX_NUMBER  # False for NaN
 
 
 def _names(parent: str) -> list[str]:
-    """What a parent may be called in MultiVENT.
+    """Returns the names of a parent in MultiVENT.
 
     >>> _names("000003/247.mp4")
     ['000003/247.mp4', '247']
@@ -464,24 +484,28 @@ def _frames_per_second(item: dict[str, Any]) -> float | None:
     return fps if _is_number(fps) and fps > 0 else None
 
 
-def _over_time(
+def _merge_frames(
     frames: dict[int, list[str]], fps: float | None
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The lines of frames, each once as long as it stays; frames in ascending order.
+    """Yields (text, times) of the lines of frames, merging equal lines of successive frames.
 
-    >>> list(_over_time({0: ["a"], 30: ["a", "b"], 60: ["b"]}, fps=30))
+    Args:
+        frames: Texts by frame number, ascending.
+        fps: Frames per second, or None if unknown.
+
+    >>> list(_merge_frames({0: ["a"], 30: ["a", "b"], 60: ["b"]}, fps=30))
     [('a', (0.0, 1.5)), ('b', (0.5, 2.0))]
-    >>> list(_over_time({0: ["a"], 30: ["a", "b"], 60: ["a"]}, fps=None))
+    >>> list(_merge_frames({0: ["a"], 30: ["a", "b"], 60: ["a"]}, fps=None))
     [('a', (nan, nan)), ('b', (nan, nan))]
     """
     if fps is None:
-        every = dict.fromkeys(text for frame in frames.values() for text in frame)
-        yield from ((text, (NAN, NAN)) for text in every)
+        unique = dict.fromkeys(text for frame in frames.values() for text in frame)
+        yield from ((text, (NAN, NAN)) for text in unique)
         return
     numbers = list(frames)
     between = [(a + b) / 2 for a, b in itertools.pairwise(numbers)]
     borders = [*numbers[:1], *between, *numbers[-1:]]
-    lines: list[list[Any]] = []  # text, frame numbers between which it is visible
+    lines: list[list[Any]] = []  # [text, first and last frame number in which it is visible]
     current: dict[str, list[Any]] = {}
     for texts, (start, until) in zip(frames.values(), itertools.pairwise(borders), strict=True):
         before, current = current, {}
@@ -494,10 +518,10 @@ def _over_time(
 
 
 def _lines_in_span(lines: list[Line], span: dict[str, Any] | None) -> list[Line]:
-    """What belongs to a part of a parent, given the lines of the parent.
+    """Returns the lines of a parent that belong to one of its items.
 
-    >>> lines = [spread("one two", (0.0, 12.0), kind=AUDIO), spread("untimed")]
-    >>> lines.append(spread("a sentence", (3.0, 6.0), kind=AUDIO))
+    >>> lines = [make_line("one two", (0.0, 12.0), kind=AUDIO), make_line("untimed")]
+    >>> lines.append(make_line("a sentence", (3.0, 6.0), kind=AUDIO))
     >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 5, "end": 15})]
     ['two']
     >>> [line.text for line in _lines_in_span(lines, {"unit": "seconds", "start": 0, "end": 5})]
@@ -515,7 +539,7 @@ def _lines_in_span(lines: list[Line], span: dict[str, Any] | None) -> list[Line]
 
     def words_inside(line: Line) -> tuple[Word, ...]:
         whole = line.words[0].times[0], line.words[-1].times[1]
-        if whole[1] - whole[0] <= LONGEST_SENTENCE:
+        if whole[1] - whole[0] <= MAX_SENTENCE_SECONDS:
             return line.words if belongs(whole) else ()
         return tuple(word for word in line.words if belongs(word.times))
 

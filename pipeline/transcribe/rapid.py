@@ -1,4 +1,4 @@
-"""Printed text in pictures, by RapidOCR: PP-OCR models on the CPU, which its wheel carries."""
+"""OCR with RapidOCR: PP-OCR models on the CPU, included in its wheel."""
 
 from __future__ import annotations
 
@@ -16,49 +16,46 @@ from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 from pipeline.transcribe import Line, Recogniser, Word
-from pipeline.transcribe.frames import Box, Reading, read_frames
+from pipeline.transcribe.frames import Box, OcrLine, read_frames
 
-#: In a picture that is less than so many pixels high or wide no text can be read.
-LEAST_SIDE = 16
+#: Minimum side of an image, in pixels, for text recognition.
+MIN_SIDE = 16
 
 
 class Rapid(Recogniser["Rapid.Spec"]):
-    """Text detection and recognition by RapidOCR; the built-in models read Latin and Chinese.
+    """Text detection and recognition with RapidOCR; the included models read Latin and Chinese.
 
-    Words are what white space divides: a line of a script without blanks is one word. The box of a
-    word that stands at an angle is the upright one around it. Columns of text are read one after
-    the other, as far as white space divides them, and tables row by row. Of a video's frames those
-    are read that show something new, see `read_frames`.
+    Words are separated by white space, so a line of a script without spaces is one word. The box of
+    a rotated word is its bounding box. Columns of text separated by white space are read one after
+    the other, and tables row by row. Only video frames that show changes are read, see
+    `read_frames`.
     """
 
     class Spec(config.ComponentSpec):
-        """Which models, and what they are given.
-
-        Attributes:
-            detection: an ONNX file of a PP-OCR model that finds lines; default: the wheel's.
-            recognition: an ONNX file of a PP-OCR model that reads them, for another script.
-            characters: its characters, one a line, if the ONNX file does not hold them itself.
-            min_confidence: lines that are less sure are left out.
-            upside_down: also read lines that stand on their heads; short lines that do not are then
-                sometimes turned.
-            max_side: a picture with a longer side is made smaller.
-            min_change: a frame is read if it differs at least so much from the last one that was
-                read, in the 32 x 32 pixels that differ most, or if one of its lines has changed;
-                0 to 1.
-        """
+        """Options of RapidOCR."""
 
         name: Literal["rapidocr"] = "rapidocr"
         detection: config.Uri | None = None
+        """ONNX file of a PP-OCR detection model; default: the included model."""
         recognition: config.Uri | None = None
+        """ONNX file of a PP-OCR recognition model, for other scripts; default: the included
+        model."""
         characters: config.Uri | None = None
+        """File with the characters of the recognition model, one per line, if the ONNX file does
+        not include them."""
         min_confidence: float = Field(0.5, ge=0, le=1)
+        """Minimum confidence of a line; other lines are omitted."""
         upside_down: bool = False
+        """Whether to recognise upside-down lines; may misread short upright lines."""
         max_side: int = Field(2000, ge=64, le=16384)
+        """Maximum side of an image, in pixels; larger images are scaled down."""
         min_change: float = Field(0.02, ge=0, le=1)
+        """Minimum change (`frames.max_change`) between the last frame that was read and a frame
+        that is read, 0 to 1. Frames in which a line has changed are also read."""
 
     def __init__(self, spec: Spec):
         self.check(spec)
-        from rapidocr import RapidOCR  # takes a second, and a search does without it
+        from rapidocr import RapidOCR  # takes a second, and searches do not need it
 
         self.spec = spec
         paths = {
@@ -69,7 +66,7 @@ class Rapid(Recogniser["Rapid.Spec"]):
         self._engine = RapidOCR(
             params={
                 "Global.log_level": "error",
-                # Lines that are not sure are left out here: it loses count of its boxes.
+                # Filtered in `_read`: RapidOCR's filter mixes up the boxes of words.
                 "Global.text_score": 0.0,
                 "Global.max_side_len": spec.max_side,
                 "Global.use_cls": spec.upside_down,
@@ -81,7 +78,7 @@ class Rapid(Recogniser["Rapid.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the package and the model files are there.
+        """Checks that the package and the model files exist.
 
         Raises:
             MissingExtra: The package is not installed.
@@ -95,18 +92,18 @@ class Rapid(Recogniser["Rapid.Spec"]):
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Pictures whose text is not known, and frames."""
+        """Returns "scan" and "frames"."""
         return ("scan", "frames")
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """The lines of the picture in reading order, and those of the frames in that of time."""
+        """Returns the lines of the image in reading order, and those of frames in order of time."""
         lines = []
         if item.get("scan"):
             with Image.open(io.BytesIO(item["scan"])) as image:
-                picture = np.asarray(image.convert("RGB"))
+                pixels = np.asarray(image.convert("RGB"))
             lines += [
                 Line(tuple(word for reading in row for word in reading.line.words))
-                for row in self._read(picture)
+                for row in self._read(pixels)
             ]
         if item.get("frames"):
             span = item.get("span")
@@ -116,16 +113,16 @@ class Rapid(Recogniser["Rapid.Spec"]):
             lines += read_frames(item["frames"], times, self._read_lines, self.spec.min_change)
         return lines
 
-    def _read_lines(self, picture: np.ndarray) -> list[Reading]:
-        """The lines of an image; each cell of a table by itself, since any may change."""
-        return list(itertools.chain.from_iterable(self._read(picture)))
+    def _read_lines(self, pixels: np.ndarray) -> list[OcrLine]:
+        """Returns the lines of an image, with each table cell as a line, since any may change."""
+        return list(itertools.chain.from_iterable(self._read(pixels)))
 
-    def _read(self, picture: np.ndarray) -> list[list[Reading]]:
-        """The rows of an image (height, width, 3) uint8 RGB, in reading order: lines or cells."""
-        height, width, _ = picture.shape
-        if min(height, width) * min(1.0, self.spec.max_side / max(height, width)) < LEAST_SIDE:
+    def _read(self, pixels: np.ndarray) -> list[list[OcrLine]]:
+        """Returns the rows of an image (height, width, 3) uint8 RGB: lines or table cells."""
+        height, width, _ = pixels.shape
+        if min(height, width) * min(1.0, self.spec.max_side / max(height, width)) < MIN_SIDE:
             return []
-        result: Any = self._engine(np.ascontiguousarray(picture[:, :, ::-1]), return_word_box=True)
+        result: Any = self._engine(np.ascontiguousarray(pixels[:, :, ::-1]), return_word_box=True)
         if getattr(result, "txts", None) is None:
             return []
         size = np.array([width, height])
@@ -134,37 +131,41 @@ class Rapid(Recogniser["Rapid.Spec"]):
             result.txts, result.scores, result.boxes, result.word_results, strict=True
         ):
             if confidence >= self.spec.min_confidence and text.strip():
-                boxes = [(s, upright(points, size), float(sure)) for s, sure, points in pieces]
-                box = upright(corners, size)
-                words = words_of(text, boxes, box, float(confidence))
-                readings.append(Reading(Line(tuple(words)), box, float(confidence)))
+                boxes = [(s, bounding_box(points, size), float(prob)) for s, prob, points in pieces]
+                box = bounding_box(corners, size)
+                words = split_words(text, boxes, box, float(confidence))
+                readings.append(OcrLine(Line(tuple(words)), box, float(confidence)))
         from_right = is_right_to_left("".join(reading.line.text for reading in readings))
-        blocks = [[TextLine(_inner(r.box, size), r.line.text, r)] for r in readings]
+        blocks = [[TextLine(_shrink_box(r.box, size), r.line.text, r)] for r in readings]
         return [row for block in reading_order(blocks, from_right) for row in block]
 
 
-def _inner(box: Box, size: np.ndarray) -> np.ndarray:
-    """What is surely ink of a line's box: detected boxes are wider, and hide narrow gaps."""
+def _shrink_box(box: Box, size: np.ndarray) -> np.ndarray:
+    """Shrinks the box of a line to certain ink: detected boxes are wider and hide narrow gaps."""
     x0, y0, x1, y1 = box
     height = y1 - y0
     across = min(0.4 * height * size[1] / size[0], 0.4 * (x1 - x0))
     return np.array([x0 + across, y0 + 0.25 * height, x1 - across, y1 - 0.25 * height])
 
 
-def upright(corners: Any, size: np.ndarray) -> Box:
-    """The upright box in [0, 1] around four corners in pixels of a picture (width, height).
+def bounding_box(corners: Any, size: np.ndarray) -> Box:
+    """Returns the bounding box in [0, 1] of four corners in pixels.
 
-    >>> upright([[10, 0], [20, 10], [10, 20], [-2, 10]], np.array([40, 20]))
+    Args:
+        corners: (4, 2) x y in pixels.
+        size: Width and height of the image in pixels.
+
+    >>> bounding_box([[10, 0], [20, 10], [10, 20], [-2, 10]], np.array([40, 20]))
     (0.0, 0.0, 0.5, 1.0)
     """
     points = (np.asarray(corners, dtype=np.float64) / size).clip(0, 1)
     return (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
 
 
-def words_of(
+def split_words(
     text: str, pieces: list[tuple[str, Box, float]], box: Box, confidence: float
 ) -> list[Word]:
-    """The words of a line that was read in pieces: words, or characters, or parts of words.
+    """Returns the words of a line from recognised pieces: words, characters or parts of words.
 
     Args:
         text: Text of the line.
@@ -174,20 +175,20 @@ def words_of(
 
     >>> boxes = (0, 0, 0.1, 1), (0.1, 0, 0.2, 1), (0.4, 0, 0.6, 1)
     >>> pieces = list(zip(("a", "b", "cd"), boxes, (0.5, 1.0, 0.8)))
-    >>> words = words_of("ab cd", pieces, (0, 0, 1, 1), 0.7)
+    >>> words = split_words("ab cd", pieces, (0, 0, 1, 1), 0.7)
     >>> [(word.text, word.box, word.confidence) for word in words]
     [('ab', (0, 0, 0.2, 1), 0.75), ('cd', (0.4, 0, 0.6, 1), 0.8)]
     """
     strings = text.split()
-    characters = [(c, own, sure) for string, own, sure in pieces for c in string]
+    characters = [(c, c_box, c_prob) for string, c_box, c_prob in pieces for c in string]
     if "".join(strings) != "".join(character for character, *_ in characters):
-        # As in scripts that run from the right.
+        # Right-to-left scripts, for example.
         return [Word(string, box, confidence=confidence) for string in strings]
     words, first = [], 0
     for string in strings:
-        _, own, sure = zip(*characters[first : first + len(string)], strict=True)
-        x0, y0, x1, y1 = zip(*own, strict=True)
-        around = (min(x0), min(y0), max(x1), max(y1))
-        words.append(Word(string, around, confidence=float(np.mean(sure))))
+        _, boxes, probabilities = zip(*characters[first : first + len(string)], strict=True)
+        x0, y0, x1, y1 = zip(*boxes, strict=True)
+        word_box = (min(x0), min(y0), max(x1), max(y1))
+        words.append(Word(string, word_box, confidence=float(np.mean(probabilities))))
         first += len(string)
     return words

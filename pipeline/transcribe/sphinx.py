@@ -1,4 +1,4 @@
-"""English speech by PocketSphinx, on the CPU; its wheel carries the model of US English."""
+"""English speech recognition with PocketSphinx on the CPU; the wheel includes the model."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ from pydantic import Field
 
 from pipeline import config, extras
 from pipeline.tokens import AUDIO
-from pipeline.transcribe import Line, Recogniser, Word, confident
-from pipeline.transcribe.sound import RATE, samples_of, utterances
+from pipeline.transcribe import Line, Recogniser, Word, filter_words
+from pipeline.transcribe.audio import SAMPLE_RATE, decode_samples, split_utterances
 
-#: Frames a second of its word times.
+#: Frames per second of word times.
 FRAMES = 100
-#: What it gives for what is no word: <s>, <sil>, [NOISE], ++BREATH++.
+#: Non-words in the output: <s>, <sil>, [NOISE], ++BREATH++.
 FILLER = re.compile(r"<.*>|\[.*\]|\+\+.*\+\+")
-#: `and(2)` is the second way to say `and`.
+#: Suffix of alternative pronunciations, as in `and(2)`.
 PRONUNCIATION = re.compile(r"\(\d+\)$")
 
 
 class Sphinx(Recogniser["Sphinx.Spec"]):
-    """Speech recognition by PocketSphinx: clearly spoken US English, far from perfect.
+    """Speech recognition with PocketSphinx: clearly spoken US English, of limited accuracy.
 
-    Sound is heard in utterances of at most `longest` seconds, each by itself, so memory does not
-    grow with its length. A word's times are seconds of the file.
+    Audio is divided into utterances of at most `longest` seconds, which are recognised
+    independently, so memory does not grow with the duration. The times of words are in seconds of
+    the file.
     """
 
     class Spec(config.ComponentSpec):
-        """How speech is cut.
-
-        Attributes:
-            longest: seconds of an utterance; a longer one is cut where it is quietest.
-            pause: seconds without a word that end a line.
-            min_confidence: Least posterior probability of a word; others are left out. It is low
-                for many words that are right.
-        """
+        """Options of PocketSphinx."""
 
         name: Literal["pocketsphinx"] = "pocketsphinx"
         longest: float = Field(20.0, ge=2, le=120)
+        """Maximum duration of an utterance, in seconds; longer ones are divided at the quietest
+        time."""
         pause: float = Field(0.5, gt=0)
+        """Minimum pause between lines, in seconds."""
         min_confidence: float = Field(0.0, ge=0, le=1)
+        """Minimum posterior probability of a word; other words are omitted. Many correct words
+        have a low probability."""
 
     def __init__(self, spec: Spec):
         self.check(spec)
         from pocketsphinx import Decoder
 
         self.spec = spec
-        self._decoder = Decoder(samprate=RATE, loglevel="FATAL")
+        self._decoder = Decoder(samprate=SAMPLE_RATE, loglevel="FATAL")
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -57,24 +56,24 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Sound."""
+        """Returns "audio"."""
         return ("audio",)
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """What is said, a line between two pauses."""
+        """Returns the recognised speech, divided into lines at pauses."""
         audio = item.get("audio")
         if audio is None:
             return []
         words = [
             word
-            for start, samples in utterances(samples_of(audio), self.spec.longest)
-            for word in self._hear(samples, audio["start"] + start)
+            for start, samples in split_utterances(decode_samples(audio), self.spec.longest)
+            for word in self._recognise_utterance(samples, audio["start"] + start)
         ]
-        return confident(lines_of(words, self.spec.pause), self.spec.min_confidence)
+        return filter_words(split_at_pauses(words, self.spec.pause), self.spec.min_confidence)
 
-    def _hear(self, samples: np.ndarray, start: float) -> list[Word]:
-        """The words of an utterance that starts at `start` seconds of the file."""
-        self._decoder.reinit_feat()  # forget how loud and how noisy the last one was
+    def _recognise_utterance(self, samples: np.ndarray, start: float) -> list[Word]:
+        """Returns the words of an utterance that begins at `start` seconds of the file."""
+        self._decoder.reinit_feat()  # resets the estimate of loudness and noise
         self._decoder.start_utt()
         pcm = (samples * 32767).round().astype("<i2").tobytes()
         self._decoder.process_raw(pcm, no_search=False, full_utt=True)
@@ -96,12 +95,16 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
         ]
 
 
-def lines_of(words: list[Word], pause: float) -> list[Line]:
-    """Words in the order of time as lines, apart where nothing is said for `pause` seconds.
+def split_at_pauses(words: list[Word], pause: float) -> list[Line]:
+    """Divides words, ordered by time, into lines at pauses of at least `pause` seconds.
 
-    >>> words = [Word("so", times=(0, 1)), Word("it", times=(1.2, 2)), Word("goes", times=(3, 4))]
-    >>> [line.text for line in lines_of(words, pause=0.5)]
-    ['so it', 'goes']
+    Args:
+        words: The words.
+        pause: Minimum pause between lines, in seconds.
+
+    >>> words = [Word("a", times=(0, 1)), Word("red", times=(1.2, 2)), Word("fish", times=(3, 4))]
+    >>> [line.text for line in split_at_pauses(words, pause=0.5)]
+    ['a red', 'fish']
     """
     lines: list[list[Word]] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Speech by a Whisper checkpoint, through the transformers library."""
+"""Speech recognition with Whisper checkpoints, through the transformers library."""
 
 from __future__ import annotations
 
@@ -23,50 +23,48 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
-from pipeline.transcribe import NAN, Line, Recogniser, Word, confident, spread
-from pipeline.transcribe.sound import RATE, samples_of, utterances
-from pipeline.transcribe.sphinx import lines_of
+from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
+from pipeline.transcribe.audio import SAMPLE_RATE, decode_samples, split_utterances
+from pipeline.transcribe.sphinx import split_at_pauses
 
-#: Seconds that Whisper hears at once.
-LONGEST = 30.0
-#: Seconds without a word that end a line, where each word has its times.
-PAUSE = 0.5
+#: Maximum duration of Whisper's input, in seconds.
+MAX_SECONDS = 30.0
+#: Minimum pause between lines, in seconds, for checkpoints with word times.
+MIN_PAUSE_SECONDS = 0.5
 
 SETTINGS = ["*.json", "*.txt"]
 WEIGHTS = ["*.safetensors"]
 
 
 class Whisper(Recogniser["Whisper.Spec"]):
-    """Speech recognition by any checkpoint of Whisper's form, in the languages that it knows.
+    """Speech recognition with Whisper checkpoints, in the languages that they support.
 
-    Sound is heard in stretches of at most 30 s, cut where it is quietest, each by itself. If the
-    checkpoint's generation config names alignment heads, each word has its own times. Otherwise the
-    words of a segment share its time out by their characters.
+    Audio is divided at its quietest times into utterances of at most 30 s, which are recognised
+    independently. If the generation config of the checkpoint has alignment heads, words have
+    individual times. Otherwise, the words of a segment divide its duration in proportion to their
+    characters.
 
-    It runs on a CUDA device if there is one.
+    Runs on a CUDA device if available.
     """
 
     class Spec(config.ComponentSpec):
-        """Which checkpoint, and what it is told.
-
-        Attributes:
-            model: a hub name, or a local folder as `save_pretrained` writes it.
-            revision: branch, tag or commit of a model from the hub.
-            language: a code such as "en"; None: what the model takes each stretch for.
-            min_confidence: Least confidence of a word, the mean probability of its tokens; others
-                are left out.
-        """
+        """Options of Whisper."""
 
         name: Literal["whisper"] = "whisper"
         model: str
+        """Name of a model on the hub, or a local folder in the format of `save_pretrained`."""
         revision: str | None = None
+        """Branch, tag or commit of a model on the hub."""
         language: str | None = None
+        """Language code such as "en"; None: the language is detected for each utterance."""
         min_confidence: float = Field(0.0, ge=0, le=1)
+        """Minimum confidence of a word, the mean probability of its tokens; other words are
+        omitted."""
 
         @field_validator("model")
         @classmethod
         def _make_folder_absolute(cls, model: str) -> str:
-            # Actors run in other working directories.
+            # Actors run in different working directories.
             return config.absolute(model) if Path(model).expanduser().is_dir() else model
 
     def __init__(self, spec: Spec):
@@ -83,116 +81,121 @@ class Whisper(Recogniser["Whisper.Spec"]):
             feature_extractor=processor.feature_extractor,
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         )
-        self._first_time = no_timestamps + 1
-        self._by_word = getattr(generation, "alignment_heads", None) is not None
+        self._first_timestamp = no_timestamps + 1
+        self._has_word_times = getattr(generation, "alignment_heads", None) is not None
         self._arguments: dict[str, Any] = {"do_sample": False, "num_beams": 1}
-        if getattr(generation, "is_multilingual", False):  # others refuse to be told
+        if getattr(generation, "is_multilingual", False):  # other models reject these arguments
             self._arguments |= {"task": "transcribe", "language": spec.language}
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the checkpoint is not there or does not suit the spec.
+        """Raises `SpecError` if the checkpoint is missing or does not support the options.
 
-        Reads the checkpoint's settings; loads no weights (of a model on the hub, downloads none).
+        Reads the configuration of the checkpoint, but neither loads nor downloads its weights.
         """
         folder = _find_folder(spec, SETTINGS)
         _check_folder(spec, folder, with_weights=Path(spec.model).is_dir())
 
     @classmethod
     def wants(cls, spec: Spec) -> tuple[str, ...]:
-        """Sound."""
+        """Returns "audio"."""
         return ("audio",)
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """What is said: a line a segment, or between two pauses if each word has its times."""
+        """Returns the recognised speech.
+
+        Lines are the segments of the model, or are divided at pauses if words have times.
+        """
         audio = item.get("audio")
         if audio is None:
             return []
         lines = [
             line
-            for start, samples in utterances(samples_of(audio), LONGEST)
-            for line in self._hear(samples, audio["start"] + start)
+            for start, samples in split_utterances(decode_samples(audio), MAX_SECONDS)
+            for line in self._recognise_utterance(samples, audio["start"] + start)
         ]
-        return confident(lines, self.spec.min_confidence)
+        return filter_words(lines, self.spec.min_confidence)
 
-    def _hear(self, samples: np.ndarray, start: float) -> list[Line]:
-        """The lines of a stretch that starts at `start` seconds of the file."""
-        generated = _Generated(self._first_time)
-        processors = LogitsProcessorList([generated])
+    def _recognise_utterance(self, samples: np.ndarray, start: float) -> list[Line]:
+        """Returns the lines of an utterance that begins at `start` seconds of the file."""
+        recorder = _TokenRecorder(self._first_timestamp)
+        processors = LogitsProcessorList([recorder])
         result = self._recognise(
-            {"raw": samples, "sampling_rate": RATE},
-            return_timestamps="word" if self._by_word else True,
+            {"raw": samples, "sampling_rate": SAMPLE_RATE},
+            return_timestamps="word" if self._has_word_times else True,
             generate_kwargs={**self._arguments, "logits_processor": processors},
         )
-        end = start + len(samples) / RATE
+        end = start + len(samples) / SAMPLE_RATE
         timed = []
         for chunk in result["chunks"]:
             first, last = chunk["timestamp"]
-            # The model may see times behind the sound, which it hears with silence up to 30 s.
+            # The input is padded with silence to 30 s, so times may exceed the audio.
             first = min(end, start + (first or 0.0))
             last = end if last is None else max(first, min(end, start + last))
             timed.append((chunk["text"], (first, last)))
-        if self._by_word:
+        if self._has_word_times:
             words = [
                 Word("".join(text.split()), (NAN,) * 4, times, AUDIO)
                 for text, times in timed
                 if text.strip()
             ]
-            lines = lines_of(words, PAUSE)
+            lines = split_at_pauses(words, MIN_PAUSE_SECONDS)
         else:
-            lines = [spread(text, times, kind=AUDIO) for text, times in timed if text.strip()]
-        return self._with_confidence(lines, generated.tokens)
+            lines = [make_line(text, times, kind=AUDIO) for text, times in timed if text.strip()]
+        return self._with_confidence(lines, recorder.tokens)
 
     def _with_confidence(self, lines: list[Line], tokens: list[tuple[int, float]]) -> list[Line]:
-        """Returns the lines; each word has the mean probability of its characters' tokens."""
+        """Sets the confidence of each word to the mean token probability over its characters."""
         tokenizer = self._recognise.tokenizer
         ids = [token for token, _ in tokens]
-        sure: list[float] = []  # of each character
+        probabilities: list[float] = []  # per character
         for number, (_, probability) in enumerate(tokens, start=1):
             text = tokenizer.decode(ids[:number], skip_special_tokens=True)
-            sure += [probability] * (len("".join(text.split())) - len(sure))
-        if len(sure) != sum(len(word.text) for line in lines for word in line.words):
+            num_new = len("".join(text.split())) - len(probabilities)
+            probabilities += [probability] * num_new
+        if len(probabilities) != sum(len(word.text) for line in lines for word in line.words):
             return lines
-        known, start = [], 0
+        result, start = [], 0
         for line in lines:
             words = []
             for word in line.words:
                 stop = start + len(word.text)
-                words.append(replace(word, confidence=float(np.mean(sure[start:stop]))))
+                confidence = float(np.mean(probabilities[start:stop]))
+                words.append(replace(word, confidence=confidence))
                 start = stop
-            known.append(Line(tuple(words)))
-        return known
+            result.append(Line(tuple(words)))
+        return result
 
 
-class _Generated(LogitsProcessor):
-    """Records the generated tokens and their probabilities; changes none.
+class _TokenRecorder(LogitsProcessor):
+    """Records the generated tokens and their probabilities without changing them.
 
-    Long-form generation runs once per window. A window's text counts up to its last pair of
-    adjacent time tokens, as the next window starts there; all of it counts where there is no pair
-    or where it ends with a single time.
+    Long-form generation runs once per window. The text of a window counts up to its last pair of
+    adjacent timestamp tokens, where the next window begins. It counts entirely if it has no such
+    pair or ends with a single timestamp.
     """
 
-    def __init__(self, first_time: int):
-        self._first_time = first_time
+    def __init__(self, first_timestamp: int):
+        self._first_timestamp = first_timestamp
         self._windows: list[list[tuple[int, float]]] = []
         self._length = 0
         self._probabilities: torch.Tensor | None = None
 
     @property
     def tokens(self) -> list[tuple[int, float]]:
-        """(id, probability) of the text tokens that the transcript consists of."""
+        """(id, probability) of the text tokens of the transcript."""
         tokens = []
         for window in self._windows:
-            is_time = [token >= self._first_time for token, _ in window]
+            is_time = [token >= self._first_timestamp for token, _ in window]
             pairs = [i for i in range(1, len(window)) if is_time[i - 1] and is_time[i]]
             end = pairs[-1] if pairs and is_time[-2:] != [False, True] else len(window)
-            tokens += [entry for entry in window[:end] if entry[0] < self._first_time]
+            tokens += [entry for entry in window[:end] if entry[0] < self._first_timestamp]
         return tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Records the token chosen from the previous scores, and keeps these scores for the next.
+        """Records the token that was chosen from the previous scores, and stores these scores.
 
-        The last token of a window is never recorded; it is the one that ends the text.
+        The last token of a window is never recorded; it is the end-of-text token.
         """
         length = input_ids.shape[1]
         if self._probabilities is None or length != self._length + 1:
@@ -212,7 +215,11 @@ def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
 def _check_folder(
     spec: Whisper.Spec, folder: Path, with_weights: bool
 ) -> tuple[GenerationConfig, int]:
-    """Returns the generation config of a checkpoint, and the id of its last token before times."""
+    """Validates a checkpoint.
+
+    Returns:
+        The generation config, and the id of the last token before the timestamp tokens.
+    """
     try:
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):

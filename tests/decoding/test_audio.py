@@ -1,4 +1,4 @@
-"""Sound: the right stretch at the right rate, of whatever kind of file."""
+"""Decoding of audio: times, sample rates, formats, and corrupted files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import soundfile
 from pipeline.decoding import Unreadable
 from pipeline.decoding.audio import describe, read_windows
 from pipeline.decoding.process import FILES_PER_PROCESS, DecodingProcess, Limits
-from tests.media import every, heard, tone_of, tones, write_sound, write_video
+from tests.media import frame_times, frequency, tone_at, tones, write_audio, write_video
 
 RATE = {"sample_rate": 16_000}
 SAMPLE = Fraction(1, 16_000)
@@ -26,7 +26,7 @@ def read(path, *windows, rate=16_000):
 
 
 def peak(process: DecodingProcess) -> int:
-    """The most memory that a process ever had, in kilobytes."""
+    """Returns the peak memory of a process, in kilobytes."""
     with open(f"/proc/{process._process.pid}/status") as status:
         (line,) = (line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1])
@@ -34,30 +34,30 @@ def peak(process: DecodingProcess) -> int:
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3", "a.m4a", "a.opus", "a.mka"])
 @pytest.mark.parametrize(("rate", "channels"), [(48_000, 2), (24_000, 1)])
-def test_a_window_is_what_is_heard_then(tmp_path, name, rate, channels):
-    path, sound = tmp_path / name, tones(8, rate, channels)
+def test_window_has_audio_of_its_time(tmp_path, name, rate, channels):
+    path, samples = tmp_path / name, tones(8, rate, channels)
     if name in ("a.m4a", "a.mka"):
-        write_video(path, [], sound=sound, rate=rate)
+        write_video(path, [], audio=samples, rate=rate)
     elif name == "a.opus":
         with soundfile.SoundFile(path, "w", rate, channels, "OPUS", format="OGG") as file:
-            file.write(sound)
+            file.write(samples)
     else:
-        write_sound(path, sound, rate)
-    about = describe(str(path))
-    assert about["duration"] == pytest.approx(8, abs=0.1)
-    assert (about["sample_rate"], about["channels"]) == (rate, channels)
+        write_audio(path, samples, rate)
+    info = describe(str(path))
+    assert info["duration"] == pytest.approx(8, abs=0.1)
+    assert (info["sample_rate"], info["channels"]) == (rate, channels)
     for window in read(path, (2, 4), (5, 7)):
         start = window["audio_start"]
         assert window["samples"].dtype == np.float32 and len(window["samples"]) == 32_000
         for second in (0, 1):
             samples = window["samples"][second * 16_000 + 3200 : second * 16_000 + 12_800]
-            assert heard(samples, 16_000) == pytest.approx(tone_of(start + second), abs=4)
+            assert frequency(samples, 16_000) == pytest.approx(tone_at(start + second), abs=4)
     assert start == pytest.approx(5, abs=1e-4)
 
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 44_100, 96_000])
-def test_windows_put_together_are_the_file(tmp_path, rate):
-    path = write_sound(tmp_path / "a.wav", tones(7, rate, 2), rate)
+def test_concatenated_windows_equal_file(tmp_path, rate):
+    path = write_audio(tmp_path / "a.wav", tones(7, rate, 2), rate)
     (whole,) = read(path, (0, None))
     parts = read(path, (0, 2), (2, 4.5), (4.5, 7))
     joined = np.concatenate([part["samples"] for part in parts])
@@ -68,38 +68,38 @@ def test_windows_put_together_are_the_file(tmp_path, rate):
 
 
 def test_channels_are_averaged(tmp_path):
-    sound = tones(1, 16_000, 2)
-    sound[:, 1] = 0.25
-    (window,) = read(write_sound(tmp_path / "a.wav", sound), (0, None))
-    assert np.abs(window["samples"] - sound.mean(axis=1)).max() < 1e-4
+    samples = tones(1, 16_000, 2)
+    samples[:, 1] = 0.25
+    (window,) = read(write_audio(tmp_path / "a.wav", samples), (0, None))
+    assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-4
 
 
-def test_silence_is_sound(tmp_path):
-    (window,) = read(write_sound(tmp_path / "a.wav", np.zeros((8000, 1))), (0, None))
+def test_silence_is_valid_audio(tmp_path):
+    (window,) = read(write_audio(tmp_path / "a.wav", np.zeros((8000, 1))), (0, None))
     assert len(window["samples"]) == 8000 and not window["samples"].any()
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3", "a.mka"])
-def test_a_cut_file_lasts_as_long_as_it_can_be_read(tmp_path, name):
-    path, sound = tmp_path / name, tones(8, 16_000)
-    sound += np.random.default_rng(0).normal(0, 0.01, sound.shape).astype(np.float32)
+def test_duration_of_truncated_file(tmp_path, name):
+    path, samples = tmp_path / name, tones(8, 16_000)
+    samples += np.random.default_rng(0).normal(0, 0.01, samples.shape).astype(np.float32)
     if name == "a.mka":
-        write_video(path, [], sound=sound)
+        write_video(path, [], audio=samples)
     else:
-        write_sound(path, sound)
+        write_audio(path, samples)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     duration = describe(str(path))["duration"]
     assert 2 < duration < 6
     (window,) = read(path, (1, 2))
-    assert heard(window["samples"][3200:12_800], 16_000) == pytest.approx(tone_of(1.0), abs=4)
+    assert frequency(window["samples"][3200:12_800], 16_000) == pytest.approx(tone_at(1.0), abs=4)
     (behind,) = read(path, (7, 8))
     assert isinstance(behind, Unreadable) and behind.reason == "nothing in this window"
 
 
-def test_a_header_that_promises_too_much(tmp_path):
-    path = write_sound(tmp_path / "a.wav", tones(2))
+def test_header_with_too_long_duration(tmp_path):
+    path = write_audio(tmp_path / "a.wav", tones(2))
     data = bytearray(path.read_bytes())
-    data[40:44] = struct.pack("<I", 100 * len(data))  # the length of what follows
+    data[40:44] = struct.pack("<I", 100 * len(data))  # the declared length of the data
     path.write_bytes(data)
     assert describe(str(path))["duration"] == pytest.approx(2)
 
@@ -108,39 +108,39 @@ def test_a_header_that_promises_too_much(tmp_path):
     ("content", "reason"),
     [
         (b"", "empty file"),
-        (b"Dear Ada, this is no sound.", "not audio"),
+        (b"Dear Ada, this is text.", "not audio"),
         (b"RIFF\x00\x00\x00\x00WAVEnothing", "damaged audio"),
         (b"\x00\x00\x00\x20ftypM4A nothing that can be played", "damaged audio"),
     ],
 )
-def test_what_is_no_sound(tmp_path, content, reason):
+def test_invalid_audio(tmp_path, content, reason):
     (tmp_path / "a.wav").write_bytes(content)
     with pytest.raises(Unreadable) as error:
         describe(str(tmp_path / "a.wav"))
     assert error.value.reason == reason
 
 
-def test_a_header_without_samples(tmp_path):
+def test_header_without_samples(tmp_path):
     with pytest.raises(Unreadable, match="no sound"):
-        describe(str(write_sound(tmp_path / "a.wav", np.zeros((0, 1)))))
+        describe(str(write_audio(tmp_path / "a.wav", np.zeros((0, 1)))))
 
 
-def test_a_video_under_the_name_of_sound(tmp_path):
-    video = write_video(tmp_path / "a.mp4", [0, 0.5, 1], sound=tones(3))
+def test_video_with_audio_suffix(tmp_path):
+    video = write_video(tmp_path / "a.mp4", [0, 0.5, 1], audio=tones(3))
     assert describe(str(video.rename(tmp_path / "a.m4a")))["duration"] == pytest.approx(3, abs=0.1)
     silent = write_video(tmp_path / "b.mp4", [0, 0.5, 1])
     with pytest.raises(Unreadable, match="no audio track"):
         describe(str(silent.rename(tmp_path / "b.m4a")))
 
 
-def test_a_track_that_begins_late(tmp_path):
-    late = write_video(tmp_path / "a.mp4", every(7, 10), sound=tones(4), sound_start=3.0)
+def test_track_that_starts_late(tmp_path):
+    late = write_video(tmp_path / "a.mp4", frame_times(7, 10), audio=tones(4), audio_start=3.0)
     (window,) = read(late, (2, 6))
     assert window["audio_start"] == pytest.approx(3, abs=0.1)
     assert len(window["samples"]) == pytest.approx(3 * 16_000, abs=1600)
 
 
-def test_a_gap_in_a_track_is_silence(tmp_path):
+def test_gap_in_track_is_silence(tmp_path):
     path = tmp_path / "a.mka"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=16_000, layout="mono")
@@ -159,8 +159,8 @@ def test_a_gap_in_a_track_is_silence(tmp_path):
     assert isinstance(pause, Unreadable)
 
 
-def test_a_process_is_replaced_before_what_it_keeps_of_files_adds_up(tmp_path):
-    path = str(write_sound(tmp_path / "a.wav", tones(1)))
+def test_process_is_replaced_after_many_files(tmp_path):
+    path = str(write_audio(tmp_path / "a.wav", tones(1)))
     process = DecodingProcess("audio", Limits())
     process.call("describe", path)
     first = process._process.pid
@@ -173,11 +173,11 @@ def test_a_process_is_replaced_before_what_it_keeps_of_files_adds_up(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.m4a"])
-def test_memory_does_not_grow_with_the_file(tmp_path, name):
+def test_memory_is_independent_of_duration(tmp_path, name):
     peaks = []
     for seconds in (60, 180):
-        path, sound = tmp_path / f"{seconds}{name}", tones(seconds)
-        write_sound(path, sound) if name == "a.wav" else write_video(path, [], sound=sound)
+        path, samples = tmp_path / f"{seconds}{name}", tones(seconds)
+        write_audio(path, samples) if name == "a.wav" else write_video(path, [], audio=samples)
         process = DecodingProcess("audio", Limits())
         windows = [[start, start + 30] for start in range(0, seconds, 30)]
         for window in process.stream(len(windows), "read_windows", str(path), windows, RATE):
@@ -188,39 +188,39 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.m4a"])
-def test_windows_begin_and_end_in_pauses(tmp_path, name):
-    sound = 0.2 * tones(24)
-    sound[: 16_000 * 24] += np.random.default_rng(0).normal(0, 1e-3, sound.shape)
-    for pause in (7.2, 13.5, 16.1):  # of 0.6 s, with some noise
-        sound[round(16_000 * pause) : round(16_000 * (pause + 0.6))] *= 0.01
+def test_windows_start_and_end_in_pauses(tmp_path, name):
+    samples = 0.2 * tones(24)
+    samples[: 16_000 * 24] += np.random.default_rng(0).normal(0, 1e-3, samples.shape)
+    for pause in (7.2, 13.5, 16.1):  # pauses of 0.6 s with low noise
+        samples[round(16_000 * pause) : round(16_000 * (pause + 0.6))] *= 0.01
     path = tmp_path / name
-    write_video(path, [], sound=sound) if name == "a.m4a" else write_sound(path, sound)
+    write_video(path, [], audio=samples) if name == "a.m4a" else write_audio(path, samples)
     windows = [[0.0, 8.0], [8.0, 16.0], [16.0, 24.0]]
     settings = RATE | {"border_shift": 2.0}
     read = list(read_windows(str(path), windows, settings))
     starts = [window["audio_start"] for window in read]
     assert starts == pytest.approx([0.0, 7.5, 16.4], abs=0.15)
     ends = [w["audio_start"] + len(w["samples"]) / 16_000 for w in read]
-    assert ends[:2] == pytest.approx(starts[1:], abs=1e-4)  # nothing is heard twice, or never
+    assert ends[:2] == pytest.approx(starts[1:], abs=1e-4)  # no overlaps and no gaps
     (alone,) = read_windows(str(path), windows[1:2], settings)
     assert (alone["audio_start"], len(alone["samples"])) == (starts[1], len(read[1]["samples"]))
 
 
-def test_borders_stay_where_no_place_is_quieter(tmp_path):
-    path = write_sound(tmp_path / "a.wav", tones(10))
+def test_borders_are_unchanged_without_pauses(tmp_path):
+    path = write_audio(tmp_path / "a.wav", tones(10))
     first, second = read_windows(str(path), [[0, 5], [5, 10]], RATE | {"border_shift": 1.0})
     assert len(first["samples"]) == len(second["samples"]) == 80_000
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.mp3", "a.m4a"])
-def test_truncated_sound_is_marked(tmp_path, name):
+def test_truncated_audio_is_marked(tmp_path, name):
     path = tmp_path / name
     if name == "a.m4a":
-        write_video(path, [], sound=tones(20), options={"movflags": "faststart"})
+        write_video(path, [], audio=tones(20), options={"movflags": "faststart"})
     else:
-        write_sound(path, tones(20))
+        write_audio(path, tones(20))
     assert "truncated" not in describe(str(path))
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
     assert describe(str(path))["truncated"] is True
     (window,) = read(path, (0, 20))
-    assert window["about"]["truncated"] is True
+    assert window["info"]["truncated"] is True

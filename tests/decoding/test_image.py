@@ -1,4 +1,4 @@
-"""Pictures of every kind become upright RGB, and those that cannot be read say why."""
+"""Decoding of images: formats, modes, EXIF orientation, scaling, and corrupted files."""
 
 from __future__ import annotations
 
@@ -19,55 +19,57 @@ BOUNDS = {"max_pixels": 4_000_000, "max_input_pixels": 200_000_000}
 RED, BLUE, WHITE, GREY = (255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128)
 
 
-def file_of(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+def encode_image(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def halves(mode: str = "RGB", left: Any = RED, right: Any = BLUE, size=(80, 40)) -> Image.Image:
-    """A picture with two colours side by side."""
-    picture = Image.new(mode, size, right)
-    picture.paste(left, (0, 0, size[0] // 2, size[1]))
-    return picture
+def two_colours(
+    mode: str = "RGB", left: Any = RED, right: Any = BLUE, size=(80, 40)
+) -> Image.Image:
+    """Returns an image with two colours side by side."""
+    image = Image.new(mode, size, right)
+    image.paste(left, (0, 0, size[0] // 2, size[1]))
+    return image
 
 
-def turned(orientation: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return exif
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags
 
 
-def shown(data: bytes, **bounds: int) -> Image.Image:
-    """The decoded picture; always RGB and upright."""
-    picture = Image.open(io.BytesIO(decode(data, **{**BOUNDS, **bounds})["image"]))
-    assert picture.mode == "RGB" and picture.format in ("JPEG", "PNG", "WEBP")
-    assert picture.getexif().get(0x0112, 1) == 1
-    return picture
+def decode_rgb(data: bytes, **bounds: int) -> Image.Image:
+    """Decodes an image, and checks that it is upright RGB."""
+    image = Image.open(io.BytesIO(decode(data, **{**BOUNDS, **bounds})["image"]))
+    assert image.mode == "RGB" and image.format in ("JPEG", "PNG", "WEBP")
+    assert image.getexif().get(0x0112, 1) == 1
+    return image
 
 
-def is_near(picture: Image.Image, at: tuple[int, int], colour: tuple[int, ...], by=12) -> bool:
-    return np.abs(np.subtract(picture.getpixel(at), colour)).max() <= by
+def is_near(image: Image.Image, at: tuple[int, int], colour: tuple[int, ...], by=12) -> bool:
+    return np.abs(np.subtract(image.getpixel(at), colour)).max() <= by
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_what_is_fine_already_is_passed_on(kind):
-    data = file_of(halves(), kind)
+def test_plain_rgb_is_unchanged(kind):
+    data = encode_image(two_colours(), kind)
     result = decode(data, **BOUNDS)
     assert result == {"image": data, "width": 80, "height": 40, "frames": 1}
 
 
 @pytest.mark.parametrize("kind", ["BMP", "TIFF", "GIF", "PPM", "JPEG2000"])
-def test_other_kinds_become_jpeg(kind):
-    picture = shown(file_of(halves(), kind))
-    assert picture.format == "JPEG" and picture.size == (80, 40)
-    assert is_near(picture, (20, 20), RED) and is_near(picture, (60, 20), BLUE)
+def test_other_formats_become_jpeg(kind):
+    image = decode_rgb(encode_image(two_colours(), kind))
+    assert image.format == "JPEG" and image.size == (80, 40)
+    assert is_near(image, (20, 20), RED) and is_near(image, (60, 20), BLUE)
 
 
-def test_the_colours_of_a_new_jpeg_keep_their_resolution():
+def test_jpeg_without_chroma_subsampling():
     stripes = Image.fromarray(np.array([RED, BLUE], np.uint8)[np.indices((16, 16))[1] % 2])
-    picture = shown(file_of(stripes, "BMP"))
-    assert is_near(picture, (4, 4), RED, 30) and is_near(picture, (5, 4), BLUE, 30)
+    image = decode_rgb(encode_image(stripes, "BMP"))
+    assert is_near(image, (4, 4), RED, 30) and is_near(image, (5, 4), BLUE, 30)
 
 
 @pytest.mark.parametrize(
@@ -85,32 +87,32 @@ def test_the_colours_of_a_new_jpeg_keep_their_resolution():
         ("I", "TIFF", 0, 1_000_000, ((0, 0, 0), WHITE)),
     ],
 )
-def test_every_mode_becomes_rgb(mode, kind, left, right, expected):
-    picture = shown(file_of(halves(mode, left, right), kind))
-    assert is_near(picture, (20, 20), expected[0]) and is_near(picture, (60, 20), expected[1])
+def test_modes_become_rgb(mode, kind, left, right, expected):
+    image = decode_rgb(encode_image(two_colours(mode, left, right), kind))
+    assert is_near(image, (20, 20), expected[0]) and is_near(image, (60, 20), expected[1])
 
 
 @pytest.mark.parametrize("transparent", [False, True])
-def test_a_palette(transparent):
-    picture = halves().convert("P", palette=Image.Palette.ADAPTIVE)
-    hole = {"transparency": picture.getpixel((60, 20))} if transparent else {}
-    found = shown(file_of(picture, "PNG", **hole))
-    assert is_near(found, (20, 20), RED) and is_near(found, (60, 20), WHITE if hole else BLUE)
+def test_palette(transparent):
+    image = two_colours().convert("P", palette=Image.Palette.ADAPTIVE)
+    hole = {"transparency": image.getpixel((60, 20))} if transparent else {}
+    decoded = decode_rgb(encode_image(image, "PNG", **hole))
+    assert is_near(decoded, (20, 20), RED) and is_near(decoded, (60, 20), WHITE if hole else BLUE)
 
 
-def test_a_colour_of_rgb_that_is_transparent():
-    found = shown(file_of(halves(), "PNG", transparency=BLUE))
-    assert is_near(found, (20, 20), RED) and is_near(found, (60, 20), WHITE)
+def test_transparent_rgb_colour():
+    decoded = decode_rgb(encode_image(two_colours(), "PNG", transparency=BLUE))
+    assert is_near(decoded, (20, 20), RED) and is_near(decoded, (60, 20), WHITE)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_not_clipped(kind):
+def test_16_bit_grey_is_scaled(kind):
     values = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (8, 1))
-    found = np.asarray(shown(file_of(Image.fromarray(values), kind)))
-    assert np.abs(found[4, :, 0].astype(int) - np.linspace(0, 255, 64)).max() < 4
+    decoded = np.asarray(decode_rgb(encode_image(Image.fromarray(values), kind)))
+    assert np.abs(decoded[4, :, 0].astype(int) - np.linspace(0, 255, 64)).max() < 4
 
 
-def test_sixteen_bits_of_rgb():
+def test_16_bit_rgb():
     rows = np.tile(np.array([0xFFFF, 0x8000, 0x0000], ">u2"), (8, 8, 1))
     lines = b"".join(b"\0" + row.tobytes() for row in rows)
 
@@ -122,15 +124,15 @@ def test_sixteen_bits_of_rgb():
     header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
     parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")
     data = b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-    found = shown(data)
-    assert found.format == "JPEG" and is_near(found, (4, 4), (255, 128, 0), 4)
+    decoded = decode_rgb(data)
+    assert decoded.format == "JPEG" and is_near(decoded, (4, 4), (255, 128, 0), 4)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
-def test_the_first_of_several_frames(kind):
-    first, second = halves(), halves(left=BLUE, right=RED)
-    data = file_of(first, kind, save_all=True, append_images=[second, halves(left=WHITE)])
-    assert is_near(shown(data), (20, 20), RED)
+def test_first_frame_of_animation(kind):
+    first, second = two_colours(), two_colours(left=BLUE, right=RED)
+    data = encode_image(first, kind, save_all=True, append_images=[second, two_colours(left=WHITE)])
+    assert is_near(decode_rgb(data), (20, 20), RED)
     assert decode(data, **BOUNDS)["frames"] == 3
 
 
@@ -147,63 +149,65 @@ def test_the_first_of_several_frames(kind):
         (8, (40, 80), (20, 60)),
     ],
 )
-def test_a_picture_is_turned_upright(kind, orientation, size, red_at):
-    data = file_of(halves(), kind, exif=turned(orientation))
-    found, result = shown(data), decode(data, **BOUNDS)
-    assert found.size == size == (result["width"], result["height"])
-    assert is_near(found, red_at, RED)
+def test_exif_orientation(kind, orientation, size, red_at):
+    data = encode_image(two_colours(), kind, exif=exif(orientation))
+    decoded, result = decode_rgb(data), decode(data, **BOUNDS)
+    assert decoded.size == size == (result["width"], result["height"])
+    assert is_near(decoded, red_at, RED)
 
 
-def test_8k_is_made_smaller_quickly():
-    data = file_of(halves(size=(7680, 4320)), exif=turned(6))
+def test_8k_image_is_scaled_quickly():
+    data = encode_image(two_colours(size=(7680, 4320)), exif=exif(6))
     start = time.monotonic()
-    found, result = shown(data), decode(data, **BOUNDS)
+    decoded, result = decode_rgb(data), decode(data, **BOUNDS)
     assert time.monotonic() - start < 10
-    assert (result["width"], result["height"]) == (4320, 7680)  # of the file
-    assert found.size == (1500, 2666) and found.size[0] * found.size[1] <= 4_000_000
-    assert is_near(found, (700, 100), RED) and is_near(found, (700, 2600), BLUE)
+    assert (result["width"], result["height"]) == (4320, 7680)  # of the original
+    assert decoded.size == (1500, 2666) and decoded.size[0] * decoded.size[1] <= 4_000_000
+    assert is_near(decoded, (700, 100), RED) and is_near(decoded, (700, 2600), BLUE)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "I;16", "I", "F", "CMYK"])
-def test_other_modes_are_made_smaller_too(mode):
+def test_all_modes_are_scaled(mode):
     high = {"I;16": 65535, "RGBA": (255, 255, 255, 255), "LA": (255, 255), "CMYK": (0, 0, 0, 0)}
     low = {"RGBA": (0, 0, 0, 255), "LA": (0, 255), "CMYK": (0, 0, 0, 255)}
-    picture = halves(mode, low.get(mode, 0), high.get(mode, 255), size=(400, 300))
-    found = shown(
-        file_of(picture, "TIFF" if mode in ("CMYK", "I", "F") else "PNG"), max_pixels=30_000
+    image = two_colours(mode, low.get(mode, 0), high.get(mode, 255), size=(400, 300))
+    decoded = decode_rgb(
+        encode_image(image, "TIFF" if mode in ("CMYK", "I", "F") else "PNG"), max_pixels=30_000
     )
-    assert found.size == (200, 150)
-    assert is_near(found, (50, 75), (0, 0, 0)) and (mode == "P" or is_near(found, (150, 75), WHITE))
+    assert decoded.size == (200, 150)
+    assert is_near(decoded, (50, 75), (0, 0, 0)) and (
+        mode == "P" or is_near(decoded, (150, 75), WHITE)
+    )
 
 
-def test_sides_too_long_for_jpeg():
-    found = shown(file_of(Image.new("L", (70_000, 2)), "PNG"))
-    assert found.format == "PNG" and found.size == (70_000, 2)
+def test_side_too_long_for_jpeg():
+    decoded = decode_rgb(encode_image(Image.new("L", (70_000, 2)), "PNG"))
+    assert decoded.format == "PNG" and decoded.size == (70_000, 2)
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG that claims a size and holds next to nothing."""
-    data = bytearray(file_of(Image.new("RGB", (1, 1)), "PNG"))
+    """Returns a small PNG that declares a large size."""
+    data = bytearray(encode_image(Image.new("RGB", (1, 1)), "PNG"))
     data[16:24] = struct.pack(">II", width, height)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return bytes(data)
 
 
-def refusal(data: bytes, **bounds: int) -> Unreadable:
+def decoding_error(data: bytes, **bounds: int) -> Unreadable:
     with pytest.raises(Unreadable) as caught:
         decode(data, **{**BOUNDS, **bounds})
     return caught.value
 
 
-def test_a_bomb_is_refused_by_its_header():
+def test_decompression_bomb_is_rejected_by_header():
     start = time.monotonic()
-    error = refusal(bomb(60_000, 60_000))
+    error = decoding_error(bomb(60_000, 60_000))
     assert time.monotonic() - start < 0.5
     assert error.reason == "decompression bomb"
     assert error.detail.startswith("claims 60,000 x 60,000 pixels, more than max_input_pixels")
-    small = file_of(halves(size=(200, 100)))
-    assert refusal(small, max_input_pixels=19_999).reason == "decompression bomb"
-    assert shown(small, max_input_pixels=20_000)
+    small = encode_image(two_colours(size=(200, 100)))
+    assert decoding_error(small, max_input_pixels=19_999).reason == "decompression bomb"
+    assert decode_rgb(small, max_input_pixels=20_000)
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
@@ -211,28 +215,31 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), n
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
-def test_a_truncated_file_is_damaged(kind, part):
-    data = file_of(NOISE, kind)
-    assert refusal(data[: max(12, int(len(data) * part))]).reason == "damaged image"
+def test_truncated_image_is_rejected(kind, part):
+    data = encode_image(NOISE, kind)
+    assert decoding_error(data[: max(12, int(len(data) * part))]).reason == "damaged image"
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "empty file"),
-        (b"Dear Ada, this is no picture.", "not an image"),
+        (b"Dear Ada, this is no image.", "not an image"),
         (b"%PDF-1.7\n", "not an image"),
         (b"RIFF\x24\0\0\0WAVEfmt ", "not an image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),  # runs programs
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+            "not an image",
+        ),  # would be rendered by an external program
         (bytes(1000), "not an image"),
     ],
 )
-def test_what_is_no_picture(data, reason):
-    assert refusal(data).reason == reason
+def test_invalid_images(data, reason):
+    assert decoding_error(data).reason == reason
 
 
-def test_what_exif_says_may_be_damaged():
-    data = file_of(halves(), exif=turned(6))
+def test_corrupted_exif():
+    data = encode_image(two_colours(), exif=exif(6))
     at = data.index(b"Exif\0\0") + 6
-    found = shown(data[:at] + b"\xff" * 14 + data[at + 14 :])
-    assert found.size == (80, 40)
+    decoded = decode_rgb(data[:at] + b"\xff" * 14 + data[at + 14 :])
+    assert decoded.size == (80, 40)

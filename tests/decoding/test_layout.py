@@ -1,4 +1,4 @@
-"""Reading order: columns of text one after the other, tables row by row."""
+"""Reading order of text columns and tables."""
 
 import numpy as np
 import pypdfium2
@@ -19,13 +19,13 @@ for the coming year and to the budget."""
 
 
 def column(x: float, text: str, top: float = 280, step: float = 12) -> list:
-    """The lines of a text one below the other, as words of a page; no line where one is empty."""
+    """Returns the lines of a column as words of a page; empty lines leave a gap."""
     rows = enumerate(text.strip().split("\n"))
     return [(x, top - step * row, line.strip()) for row, line in rows if line.strip()]
 
 
 def read(*columns: list) -> list[str]:
-    """The lines of a page that is drawn column by column."""
+    """Returns the lines of a page that is rows_of_cells column by column."""
     words = [word for column in columns for word in column]
     document = pypdfium2.PdfDocument(pdf(Page(words, size=(700, 300))))
     text, spans, boxes = page_words(document[0])
@@ -34,7 +34,7 @@ def read(*columns: list) -> list[str]:
     return [line for line in text.split("\n") if line]
 
 
-def test_a_table_of_numbers_is_read_row_by_row():
+def test_numeric_table():
     rows = ["Year Total Share", "1996 32,762 5.6%", "1997 33,071 n/a", "1998 33,344 7.0%"]
     names, totals, shares = zip(*map(str.split, rows), strict=True)
     columns = [column(x, "\n".join(c)) for x, c in ((10, names), (200, totals), (300, shares))]
@@ -44,7 +44,7 @@ def test_a_table_of_numbers_is_read_row_by_row():
     assert read(*columns, title) == [title[0][2], *rows]
 
 
-def test_a_table_of_short_texts_is_read_row_by_row():
+def test_table_of_short_texts():
     rows = [
         ("Ada Berg", "Physics", "Oslo"),
         ("Ole Dahl", "Law", "Bergen"),
@@ -54,7 +54,7 @@ def test_a_table_of_short_texts_is_read_row_by_row():
     assert read(*(column(x, "\n".join(cells)) for x, cells in columns)) == [*map(" ".join, rows)]
 
 
-def test_labels_may_be_long_and_cells_may_be_empty():
+def test_table_with_long_labels_and_empty_cells():
     labels = """
         Net cash provided by operating activities
         Effect of exchange rates on cash
@@ -72,19 +72,19 @@ def test_labels_may_be_long_and_cells_may_be_empty():
 
 
 @pytest.mark.parametrize("by_cell", [False, True])
-def test_cells_of_several_lines_are_read_cell_by_cell(by_cell):
+def test_multi_line_cells(by_cell):
     cells = [
         ("Income", "All that a household\nreceives in a year"),
         ("Debt\nburden", "Monthly payments as a\nshare of the income\nof that month"),
         ("Age", "In years at the\ntime of the interview"),
     ]
-    tops = [280, 248, 204]
-    drawn = [
+    row_tops = [280, 248, 204]
+    rows_of_cells = [
         [column(x, text, top) for x, text in zip((10, 150), texts, strict=True)]
-        for texts, top in zip(cells, tops, strict=True)
+        for texts, top in zip(cells, row_tops, strict=True)
     ]
-    order = drawn if by_cell else zip(*drawn, strict=True)
-    lines = read(*(cell for cells in order for cell in cells))
+    groups = rows_of_cells if by_cell else zip(*rows_of_cells, strict=True)
+    lines = read(*(cell for group in groups for cell in group))
     rows = [" ".join(" ".join(texts).split()) for texts in cells]
     assert " ".join(lines) == " ".join(rows)
     assert by_cell or lines == rows
@@ -99,24 +99,24 @@ def test_cells_of_several_lines_are_read_cell_by_cell(by_cell):
         "News\n\n" + PROSE,
     ],
 )
-def test_columns_of_text_with_equal_baselines_are_read_one_after_the_other(right):
+def test_text_columns_with_equal_baselines(right):
     left = "Notes\n\n" + PROSE if right.startswith("News") else PROSE
     lines = [line.strip() for text in (left, right) for line in text.split("\n") if line.strip()]
     assert read(column(10, left), column(300, right)) == lines
 
 
-def test_paragraphs_side_by_side_are_columns_of_text():
+def test_adjacent_paragraphs_are_columns():
     left, right = ("\n\n".join([PROSE[:148]] * 3) for _ in range(2))
     lines = [line for text in (left, right) for line in text.split("\n") if line]
     assert read(column(10, left), column(300, right)) == lines
 
 
-def test_addresses_side_by_side_stay_together():
+def test_adjacent_addresses_are_columns():
     left, right = "Ada Berg\nMain Street\nOslo", "Ole Dahl\nHigh Street\nBergen"
     assert read(column(10, left), column(300, right)) == [*left.split("\n"), *right.split("\n")]
 
 
-def test_columns_and_rows_from_the_right():
+def test_right_to_left():
     def block(x: float, *texts: str) -> list[TextLine]:
         boxes = (np.array([x, 0.1 * i, x + 0.3, 0.1 * i + 0.05]) for i in range(len(texts)))
         return [TextLine(box, t, t) for box, t in zip(boxes, texts, strict=True)]

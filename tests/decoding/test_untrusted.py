@@ -1,4 +1,4 @@
-"""Files that are made to hang, crash or exhaust the process that reads them."""
+"""Malicious files that try to hang, crash or exhaust the process that reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [(kind, name) for kind, names in KINDS.items() for name in names]
 def source(kind: type[Source], path: Path, **options: Any) -> Source:
     if kind is Vectors:
         options["dim"] = 2
-    return kind(kind.Spec(path=str(path), **options), kind.gives)
+    return kind(kind.Spec(path=str(path), **options), kind.provides)
 
 
 def listed(read: Source) -> list[Item | Reject]:
@@ -55,7 +55,7 @@ def reasons(read: Source) -> dict[str, str]:
     return {e.item_id: e.reason for e in listed(read) if isinstance(e, Reject)}
 
 
-# -- what is no regular file -----------------------------------------------------------------
+# -- special files ---------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "link to a pipe"])
@@ -75,18 +75,18 @@ def special(request, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_special_file_is_a_reject(tmp_path, special, kind, name):
+def test_special_file_is_rejected(tmp_path, special, kind, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / name).symlink_to(special)
-    (tmp_path / "folder" / "other.sock").symlink_to(special)  # not of this source
-    (found,) = listed(source(kind, tmp_path / "folder"))
-    if kind is not Vectors:  # whose rejects are all of unreadable files
-        assert found.reason == "not a regular file"
-    assert "must be a regular file, is a" in found.detail
+    (tmp_path / "folder" / "other.sock").symlink_to(special)  # has an unsupported suffix
+    (results,) = listed(source(kind, tmp_path / "folder"))
+    if kind is not Vectors:  # Vectors has a single reason for unreadable files
+        assert results.reason == "not a regular file"
+    assert "must be a regular file, is a" in results.detail
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_special_file_is_no_source(tmp_path, special, kind, name):
+def test_special_file_is_not_a_source(tmp_path, special, kind, name):
     (tmp_path / name).symlink_to(special)
     with pytest.raises(
         SpecError,
@@ -96,12 +96,12 @@ def test_a_special_file_is_no_source(tmp_path, special, kind, name):
         source(kind, tmp_path / name).check()
 
 
-def test_a_manifest_that_names_a_special_file(tmp_path, special):
+def test_special_file_in_manifest(tmp_path, special):
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "a", "image": special.name}))
     assert reasons(source(Images, tmp_path / "a.jsonl")) == {"a": "not a regular file"}
 
 
-def test_a_file_that_becomes_special_before_it_is_read(tmp_path):
+def test_file_replaced_by_pipe_after_listing(tmp_path):
     from fsspec.implementations.local import LocalFileSystem
 
     (tmp_path / "a.txt").write_text("words")
@@ -109,13 +109,13 @@ def test_a_file_that_becomes_special_before_it_is_read(tmp_path):
     shards = list(read.shards())
     (tmp_path / "a.txt").unlink()
     os.mkfifo(tmp_path / "a.txt")
-    (found,) = read.scan(shards[0])
-    assert found.reason == "not a regular file"
+    (results,) = read.scan(shards[0])
+    assert results.reason == "not a regular file"
     with pytest.raises(Unreadable, match="is a pipe"):
         untrusted.open_file(LocalFileSystem(), str(tmp_path / "a.txt"))
 
 
-# -- lines and values ------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------
 
 
 def nested(depth: int) -> str:
@@ -125,7 +125,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_bad_lines_cost_themselves(tmp_path, name):
+def test_invalid_lines_are_rejected(tmp_path, name):
     good = json.dumps({"id": "c", "text": "words"})
     long = json.dumps({"id": "a", "text": "x" * 5_000})
     content = "\n".join(
@@ -133,36 +133,36 @@ def test_bad_lines_cost_themselves(tmp_path, name):
     )
     data = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    found = listed(source(Text, tmp_path, max_document_bytes=4_096))
-    assert [getattr(entry, "reason", entry.item_id) for entry in found] == [
+    results = listed(source(Text, tmp_path, max_document_bytes=4_096))
+    assert [getattr(entry, "reason", entry.item_id) for entry in results] == [
         *("too long", "b", "not JSON", "too long", "not JSON", "c", "too long")
     ]
-    assert found[0].item_id == f"{name}:1"
-    assert found[0].detail == "line must be at most 4,096 bytes, got more"
-    assert "at most 100 levels deep" in found[2].detail
+    assert results[0].item_id == f"{name}:1"
+    assert results[0].detail == "line must be at most 4,096 bytes, got more"
+    assert "at most 100 levels deep" in results[2].detail
 
 
-def test_a_file_that_is_too_long(tmp_path):
+def test_too_long_file(tmp_path):
     (tmp_path / "a.txt").write_text("x " * 1_000)
     (tmp_path / "b.txt").write_text("x " * 100)
     assert reasons(source(Text, tmp_path, max_document_bytes=1_024)) == {"a.txt": "too long"}
 
 
-def test_depth_is_that_of_containers():
+def test_maximum_json_depth():
     assert parse_line(json.dumps([[1, "[" * 500]] * 300).encode())
     assert parse_line(b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH)
     with pytest.raises(ValueError, match="nested at most 100 levels"):
         parse_line(b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1))
 
 
-def test_manifests(tmp_path, monkeypatch):
+def test_manifest_limits(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(b"x")
     monkeypatch.setattr(manifests, "MAX_VALUE_BYTES", 4_096)
     monkeypatch.setattr(manifests, "MAX_TABLE_ROWS", 100)
     rows = ["x" * (untrusted.MAX_LINE_BYTES + 1), nested(500), nested(3)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    found = reasons(source(Images, tmp_path / "a.jsonl"))
-    assert list(found.values())[:2] == ["too long", "not JSON"]
+    results = reasons(source(Images, tmp_path / "a.jsonl"))
+    assert list(results.values())[:2] == ["too long", "not JSON"]
     (tmp_path / "b.json").write_text("[" + nested(500) + "]")
     assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "damaged manifest"}
     (tmp_path / "c.json").write_text(" " * 5_000 + "[]")
@@ -192,8 +192,8 @@ for kind, path in ((Text, folder), (Images, folder + "/bomb.jsonl.gz"), (Images,
 """
 
 
-def test_bombs_do_not_take_the_memory(tmp_path):
-    """A line of 320 MB, and 50 GB of nothing, within 200 MB."""
+def test_memory_of_decompression_bombs(tmp_path):
+    """Reads a line of 320 MB and sparse files of 50 GB within 200 MB."""
     part = gzip.compress(bytes(64 << 20), 1)
     line = gzip.compress(b'\n{"_id": "good", "text": "words", "image": "good.png"}')
     (tmp_path / "bomb.jsonl.gz").write_bytes(part * 5 + line)
@@ -202,9 +202,9 @@ def test_bombs_do_not_take_the_memory(tmp_path):
         with open(tmp_path / name, "wb") as file:
             file.truncate(50 << 30)
     command = [sys.executable, "-c", BOMBS, str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0, said.stderr
-    lines = said.stdout.splitlines()
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert "bomb.jsonl.gz:1 too long" in lines and "good good" in lines
     assert "sparse.txt too long" in lines and "sparse.png too large" in lines
     assert any(line.startswith("sparse.tar") for line in lines)
@@ -220,7 +220,7 @@ def header(name: str, size: int = 0, type: bytes = tarfile.REGTYPE, **pax: str) 
 
 
 def sparse(name: str, size: int) -> bytes:
-    """A member in GNU's old form: no bytes, and a size."""
+    """Returns a sparse member in the old GNU format, without content."""
     block = bytearray(header(name, 0, tarfile.GNUTYPE_SPARSE))
     block[483:495] = b"\x80" + size.to_bytes(11, "big")
     block[148:156] = b" " * 8
@@ -252,27 +252,27 @@ ENDS = (
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_malformed_members_end_and_are_told(tmp_path, name):
+def test_malformed_members_are_rejected(tmp_path, name):
     (tmp_path / "a.tar").write_bytes(ARCHIVES[name] + bytes(1024))
-    found = {e.item_id: getattr(e, "reason", "good") for e in listed(source(Images, tmp_path))}
-    assert len(found) > (name not in ENDS) and any(r != "good" for r in found.values())
-    assert name in ENDS or found.pop("good") == "good"
+    results = {e.item_id: getattr(e, "reason", "good") for e in listed(source(Images, tmp_path))}
+    assert len(results) > (name not in ENDS) and any(r != "good" for r in results.values())
+    assert name in ENDS or results.pop("good") == "good"
     if name.startswith("sparse"):
-        assert list(found.values()) == ["sparse member"]
+        assert list(results.values()) == ["sparse member"]
 
 
-def test_a_member_that_is_too_large(tmp_path):
+def test_too_large_member(tmp_path):
     (tmp_path / "a.tar").write_bytes(header("bad.png", 2048) + bytes(2048) + GOOD)
     assert reasons(source(Images, tmp_path, max_file_bytes=1_024)) == {"bad": "too large"}
 
 
-def test_the_search_for_members_ends(tmp_path, monkeypatch):
+def test_search_for_members_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "MAX_SEARCHED_BYTES", 1 << 20)
     with open(tmp_path / "a.tar", "wb") as file:
         file.write(GOOD)
         file.truncate(1 << 40)
-    found = {e.item_id: e for e in listed(source(Images, tmp_path))}
-    assert found.pop("good") and "no member within" in next(iter(found.values())).detail
+    results = {e.item_id: e for e in listed(source(Images, tmp_path))}
+    assert results.pop("good") and "no member within" in next(iter(results.values())).detail
 
 
 # -- vectors ---------------------------------------------------------------------------------
@@ -288,13 +288,13 @@ def npy(path: Path, shape: str, descr: str = "<f4", data: bytes = b"", pad: int 
     ("shape", "pad"),
     [
         ("(2**62, 2)", 0),
-        ("(4611686018427387904, 2)", 0),  # 2^63 numbers: 2^65 bytes, which int64 takes for 0
+        ("(4611686018427387904, 2)", 0),  # 2^65 bytes overflow int64 to 0
         ("(9223372036854775808, 2, 2)", 0),
         ("(-1, -2)", 0),
         ("(1, 2)", 1 << 20),
     ],
 )
-def test_headers_of_npy(tmp_path, shape, pad):
+def test_invalid_npy_headers(tmp_path, shape, pad):
     npy(tmp_path / "vectors.npy", shape, pad=pad)
     (tmp_path / "ids.txt").write_text("a\n")
     with pytest.raises(SpecError, match=r"^path must be .*has an unreadable vectors.npy"):
@@ -304,12 +304,12 @@ def test_headers_of_npy(tmp_path, shape, pad):
 @pytest.mark.parametrize(
     "lengths",
     [
-        np.array([1 << 62] * 4 + [3], np.uint64),  # whose sum is 3 in 64 bits
+        np.array([1 << 62] * 4 + [3], np.uint64),  # the sum overflows to 3
         np.array([(1 << 64) - 1, 4], np.uint64),
         np.array([1 << 62] * 4 + [3], np.int64),
     ],
 )
-def test_lengths_that_overflow(tmp_path, lengths):
+def test_overflowing_lengths(tmp_path, lengths):
     np.save(tmp_path / "vectors.npy", np.zeros((3, 2), np.float32))
     np.save(tmp_path / "lengths.npy", lengths)
     (tmp_path / "ids.txt").write_text("".join(f"{i}\n" for i in range(len(lengths))))
@@ -321,7 +321,7 @@ def test_lengths_that_overflow(tmp_path, lengths):
         source(Vectors, tmp_path).check()
 
 
-def test_a_line_of_ids_that_does_not_end(tmp_path):
+def test_unterminated_line_of_ids(tmp_path):
     np.save(tmp_path / "vectors.npy", np.zeros((1, 2), np.float32))
     with open(tmp_path / "ids.txt", "wb") as file:
         file.truncate(50 << 30)
@@ -329,13 +329,13 @@ def test_a_line_of_ids_that_does_not_end(tmp_path):
         source(Vectors, tmp_path).check()
 
 
-def test_rows_that_stand_for_more_than_they_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(vector_files, "MAX_ITEM_NUMBERS", 1_000)
+def test_rows_larger_than_their_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(vector_files, "MAX_ITEM_VALUES", 1_000)
     type = pa.list_(pa.list_(pa.float32()))
     rows = pa.array([[[0.0, 0.0]] * 2_000], type)
     pq.write_table(pa.table({"id": ["a"], "vectors": rows}), tmp_path / "a.parquet")
-    (found,) = listed(source(Vectors, tmp_path))
-    assert "must have at most 1,000 numbers per row, has 4,000" in found.detail
+    (results,) = listed(source(Vectors, tmp_path))
+    assert "must have at most 1,000 values per row, has 4,000" in results.detail
 
 
 # -- replies of decoding processes -----------------------------------------------------------
@@ -360,16 +360,16 @@ def reply(value: Any) -> bytes:
         struct.pack("<Q", 4) + b"\xff{[]",
     ],
 )
-def test_replies_of_a_process_that_was_taken_over(sent):
-    """What a file that runs code in the decoding process can send back."""
+def test_malformed_replies(sent):
+    """Sends replies that a compromised decoding process could send."""
     process = DecodingProcess("image", Limits(seconds=5))
     code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
     process._process = PipedProcess("-S", "-c", code, bufsize=0)
     with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):
-        process.call("read_picture", "nowhere")
+        process.call("read_frame", "nowhere")
 
 
-def test_headers_are_written_as_they_are_meant():
+def test_sparse_header_is_valid():
     with tarfile.open(fileobj=io.BytesIO(ARCHIVES["sparse"] + bytes(1024))) as archive:
         bad, good = archive.getmembers()
     assert bad.issparse() and bad.size == 50 << 30 and good.size == 512

@@ -28,7 +28,7 @@ from pipeline.schema import column_metadata
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
 from tests.images import noise, png
-from tests.media import every, write_video
+from tests.media import frame_times, write_video
 from tests.rerank.models import edje
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -304,7 +304,7 @@ def test_what_is_refused(tmp_path, uri, photos, dual, model):
 def test_a_video_has_tokens_of_each_frame_up_to_a_bound(tmp_path, dual, model):
     """Five frames of three tokens; bound to ten tokens, those of three frames."""
     (tmp_path / "clips").mkdir()
-    write_video(tmp_path / "clips/a.mp4", every(5, 2))
+    write_video(tmp_path / "clips/a.mp4", frame_times(5, 2))
     source = {"name": "video", "path": str(tmp_path / "clips"), "sampling": "uniform"}
     source |= {"num_frames": 5, "window_seconds": None}
     uri = tmp_path / "every"

@@ -143,7 +143,7 @@ def test_what_has_no_map(uri, tmp_path):
     with pytest.raises(SpecError, match="is not in the index"):
         similarity_map(searcher, "fish", "b.pdf#page=1")
     with pytest.raises(
-        SpecError, match="item_id must be .*'letter.txt' .is a text, which has no picture"
+        SpecError, match="item_id must be .*'letter.txt' .modality text has no image"
     ):
         Previews(searcher.index).picture("letter.txt")
     with pytest.raises(

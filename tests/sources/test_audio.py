@@ -1,4 +1,4 @@
-"""Audio files as items: windows of sound."""
+"""The audio source."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject
 from pipeline.sources import Source, items_table
 from pipeline.sources.audio import Audio
-from pipeline.sources.windows import cut
-from tests.media import heard, tone_of, tones, write_sound, write_video
+from pipeline.sources.windows import split_windows
+from tests.media import frequency, tone_at, tones, write_audio, write_video
 
 
 def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any) -> Audio:
@@ -24,24 +24,24 @@ def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any
 
 
 def stored(item: Item) -> dict[str, Any]:
-    """The row of an item, as previews get it."""
+    """Returns the row of an item, as passed to previews."""
     return {**item.row(), "metadata": item.metadata}
 
 
 def read(media: Source) -> dict[str, Item | Reject]:
-    """Everything of a source by id: decoded items, as a table would hold them, and rejects."""
-    found = {}
+    """Returns all decoded items and rejects of a source by id."""
+    results = {}
     for shard in media.shards():
         entries = list(enumerate(media.scan(shard)))
         assert [e for _, e in entries] == list(media.scan(shard))
         wanted = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
-        found |= {entry.item_id: entry for _, entry in entries if isinstance(entry, Reject)}
+        results |= {entry.item_id: entry for _, entry in entries if isinstance(entry, Reject)}
         decoded = list(media.decode(shard, wanted))
         assert [result.item_id for result in decoded] == [item.item_id for _, item in wanted]
-        found |= {result.item_id: result for result in decoded}
-    items = [item for item in found.values() if isinstance(item, Item)]
+        results |= {result.item_id: result for result in decoded}
+    items = [item for item in results.values() if isinstance(item, Item)]
     assert items_table(items, media.payload).num_rows == len(items)
-    return found
+    return results
 
 
 def samples(item: Item) -> np.ndarray:
@@ -53,7 +53,7 @@ def samples(item: Item) -> np.ndarray:
     [
         (12.3456, 30, 0, [(0, 12.346)]),
         (30, 30, 0, [(0, 30)]),
-        (30.9, 30, 0, [(0, 30.9)]),  # a short rest belongs to the window before
+        (30.9, 30, 0, [(0, 30.9)]),  # a short remainder belongs to the previous window
         (31, 30, 0, [(0, 30), (30, 31)]),
         (90, 30, 0, [(0, 30), (30, 60), (60, 90)]),
         (35, 10, 5, [(0, 10), (5, 15), (10, 20), (15, 25), (20, 30), (25, 35)]),
@@ -63,13 +63,13 @@ def samples(item: Item) -> np.ndarray:
     ],
 )
 def test_windows(duration, window, overlap, expected):
-    assert cut(duration, window, overlap) == expected
+    assert split_windows(duration, window, overlap) == expected
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 7.0, 28.9])
-def test_windows_cover_a_file_and_each_has_something_of_its_own(overlap):
+def test_windows_cover_file_and_advance(overlap):
     for tenths in range(1, 2000):
-        windows = cut(tenths / 10, 30.0, overlap)
+        windows = split_windows(tenths / 10, 30.0, overlap)
         assert windows[0][0] == 0 and windows[-1][1] == tenths / 10
         for (start, end), (following, last) in itertools.pairwise(windows):
             assert start < following <= end and last - end >= 0.99
@@ -77,73 +77,73 @@ def test_windows_cover_a_file_and_each_has_something_of_its_own(overlap):
         assert windows[-1][1] - windows[-1][0] < 31
 
 
-def test_a_window_is_an_item(tmp_path):
-    write_sound(tmp_path / "a.wav", tones(7, 44_100, 2), 44_100)
-    found = read(source(tmp_path, window_seconds=3, overlap_seconds=1))
-    assert list(found) == ["a.wav#t=0,3", "a.wav#t=2,5", "a.wav#t=4,7"]
-    item = found["a.wav#t=2,5"]
+def test_window_is_item(tmp_path):
+    write_audio(tmp_path / "a.wav", tones(7, 44_100, 2), 44_100)
+    results = read(source(tmp_path, window_seconds=3, overlap_seconds=1))
+    assert list(results) == ["a.wav#t=0,3", "a.wav#t=2,5", "a.wav#t=4,7"]
+    item = results["a.wav#t=2,5"]
     assert (item.parent_id, item.modality, item.span) == ("a.wav", "audio", ("seconds", 2, 5))
     assert item.metadata == {"duration": 7.0, "sample_rate": 44_100, "channels": 2}
     audio = item.payload["audio"]
     assert (audio["start"], audio["sample_rate"]) == (pytest.approx(2, abs=1e-4), 16_000)
     assert len(samples(item)) == 48_000
-    assert heard(samples(item)[3200:12_800], 16_000) == pytest.approx(tone_of(2.0), abs=4)
+    assert frequency(samples(item)[3200:12_800], 16_000) == pytest.approx(tone_at(2.0), abs=4)
 
 
-def test_a_whole_file_is_an_item(tmp_path):
-    write_sound(tmp_path / "a.flac", tones(2.5))
+def test_file_is_item_without_windows(tmp_path):
+    write_audio(tmp_path / "a.flac", tones(2.5))
     media = source(tmp_path, window_seconds=None)
     (item,) = read(media).values()
     assert (item.item_id, item.span) == ("a.flac", ("seconds", 0.0, 2.5))
     assert len(samples(item)) == 40_000
     (listed,) = media.scan(next(iter(media.shards())))
-    assert listed.span is None  # it was not opened
+    assert listed.span is None  # the file was not opened
 
 
-def test_every_kind_of_file(tmp_path):
+def test_all_formats(tmp_path):
     for suffix in ("wav", "flac", "ogg", "mp3"):
-        write_sound(tmp_path / f"a.{suffix}", tones(2))
-    write_video(tmp_path / "a.m4a", [], sound=tones(2))
+        write_audio(tmp_path / f"a.{suffix}", tones(2))
+    write_video(tmp_path / "a.m4a", [], audio=tones(2))
     (tmp_path / "notes.txt").write_text("x")
-    found = read(source(tmp_path, window_seconds=None))
-    assert len(found) == 5
-    for item in found.values():
+    results = read(source(tmp_path, window_seconds=None))
+    assert len(results) == 5
+    for item in results.values():
         assert 31_000 < len(samples(item)) < 34_000
         assert item.payload["audio"]["start"] == pytest.approx(0, abs=0.05)
 
 
-def test_sound_that_nobody_wants_is_not_read(tmp_path):
-    write_sound(tmp_path / "a.wav", tones(2))
+def test_audio_is_not_read_unless_wanted(tmp_path):
+    write_audio(tmp_path / "a.wav", tones(2))
     (item,) = read(source(tmp_path, ("item_id",))).values()
     assert item.payload == {} and item.span == ("seconds", 0, 2)
 
 
-def test_what_cannot_be_read_is_a_reject(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     (tmp_path / "empty.wav").touch()
-    (tmp_path / "text.mp3").write_text("no sound")
-    write_sound(tmp_path / "good.wav", tones(1))
+    (tmp_path / "text.mp3").write_text("text")
+    write_audio(tmp_path / "good.wav", tones(1))
     write_video(tmp_path / "silent.mp4", [0, 0.1]).rename(tmp_path / "silent.m4a")
     for window in (30.0, None):
-        found = read(source(tmp_path, window_seconds=window))
-        reasons = {name: r.reason for name, r in found.items() if isinstance(r, Reject)}
+        results = read(source(tmp_path, window_seconds=window))
+        reasons = {name: r.reason for name, r in results.items() if isinstance(r, Reject)}
         silent = "no audio track"
         assert reasons == {"empty.wav": "empty file", "text.mp3": "not audio", "silent.m4a": silent}
-        assert len(found) == 4
+        assert len(results) == 4
 
 
-def test_sound_for_a_preview(tmp_path):
-    write_sound(tmp_path / "a.wav", tones(7))
+def test_audio_preview(tmp_path):
+    write_audio(tmp_path / "a.wav", tones(7))
     media = source(tmp_path, window_seconds=3)
     item = read(media)["a.wav#t=3,6"]
-    sound, rate, start = media.sound(stored(replace(item, span=("seconds", 4.0, 4.9))))
-    assert rate == 16_000 and heard(sound, rate) == pytest.approx(tone_of(4.0), abs=4)
+    samples, rate, start = media.preview_audio(stored(replace(item, span=("seconds", 4.0, 4.9))))
+    assert rate == 16_000 and frequency(samples, rate) == pytest.approx(tone_at(4.0), abs=4)
     assert start == pytest.approx(4.0, abs=0.01)
     with pytest.raises(Unreadable, match="nothing in this window"):
-        media.sound(stored(replace(item, span=("seconds", 40.0, 41.0))))
+        media.preview_audio(stored(replace(item, span=("seconds", 40.0, 41.0))))
 
 
-def test_the_revision_tells_what_changes_the_sound(tmp_path):
-    path = write_sound(tmp_path / "a.wav", tones(1))
+def test_revision_depends_on_decoding_options(tmp_path):
+    path = write_audio(tmp_path / "a.wav", tones(1))
 
     def revision(**options: Any) -> str:
         return read(source(tmp_path, **options))["a.wav#t=0,1"].revision
@@ -151,7 +151,7 @@ def test_the_revision_tells_what_changes_the_sound(tmp_path):
     before = revision()
     assert revision(collection="other", limits={"seconds": 9}) == before
     assert revision(sample_rate=8000) != before != revision(border_shift=1)
-    write_sound(path, 0.5 * tones(1))
+    write_audio(path, 0.5 * tones(1))
     assert revision() != before
 
 
@@ -172,16 +172,16 @@ def test_the_revision_tells_what_changes_the_sound(tmp_path):
         ({"fps": 1}, "fps"),
     ],
 )
-def test_options_that_make_no_sense(options, sentence):
+def test_invalid_options(options, sentence):
     with pytest.raises(SpecError, match=sentence):
         parse(Audio.Spec, {"path": "x", **options})
 
 
-def test_few_items_are_in_memory_together():
-    def most(**options: Any) -> int:
+def test_unit_limit():
+    def unit_limit(**options: Any) -> int:
         return source("x", **options).max_unit_items
 
-    assert most() * 30 * 16_000 * 4 <= 128 << 20 < (most() + 1) * 30 * 16_000 * 4
-    assert most(window_seconds=86_400) == 1
-    assert most(window_seconds=None) == 1
+    assert unit_limit() * 30 * 16_000 * 4 <= 128 << 20 < (unit_limit() + 1) * 30 * 16_000 * 4
+    assert unit_limit(window_seconds=86_400) == 1
+    assert unit_limit(window_seconds=None) == 1
     assert source("x", ("item_id",)).max_unit_items == Source.max_unit_items

@@ -1,4 +1,4 @@
-"""Pictures in folders, archives and manifests: ids, captions, and what is rejected and why."""
+"""The images source: folders, archives and manifests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pipeline.schema import ITEM, Item, Reject
 from pipeline.sources import items_table, manifests
 from pipeline.sources.images import Images
 from tests.conftest import ROOT
-from tests.decoding.test_image import bomb, file_of, halves, turned
+from tests.decoding.test_image import bomb, encode_image, exif, two_colours
 
 PHOTOS = ROOT / "jobs/data/photos"
-JPEG, PNG = file_of(halves()), file_of(halves(size=(30, 20)), "PNG")
+JPEG, PNG = encode_image(two_colours()), encode_image(two_colours(size=(30, 20)), "PNG")
 
 
 def source(path: object, wants: tuple[str, ...] = ("image", "caption"), **options: Any) -> Images:
@@ -34,33 +34,35 @@ def source(path: object, wants: tuple[str, ...] = ("image", "caption"), **option
 
 
 def read(images: Images) -> dict[str, Item | Reject]:
-    """Everything of a source by id, in order, through pickling, JSON and Arrow as in a job."""
+    """Returns all items and rejects by id, in order, after pickling and JSON round trips as in a
+    job.
+    """
     images = pickle.loads(pickle.dumps(images))
-    found: list[Item | Reject] = []
+    results: list[Item | Reject] = []
     for shard in images.shards():
         shard = json.loads(json.dumps(shard))
         entries = list(enumerate(images.scan(shard)))
         wanted = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
         decoded = iter(list(images.decode(shard, wanted)))
-        found += [next(decoded) if isinstance(entry, Item) else entry for _, entry in entries]
-    items_table([r for r in found if isinstance(r, Item)], images.payload)
-    ids = [result.item_id for result in found]
+        results += [next(decoded) if isinstance(entry, Item) else entry for _, entry in entries]
+    items_table([r for r in results if isinstance(r, Item)], images.payload)
+    ids = [result.item_id for result in results]
     assert len(ids) == len(set(ids))
-    return dict(zip(ids, found, strict=True))
+    return dict(zip(ids, results, strict=True))
 
 
-def shown(images: Images, item: Item) -> bytes:
-    """The preview of an item as it is stored."""
+def preview(images: Images, item: Item) -> bytes:
+    """Returns the preview of an item, read back from its row."""
     row = item.row()
-    return images.picture({**row, "metadata": json.loads(row["metadata"] or "{}")})
+    return images.preview_image({**row, "metadata": json.loads(row["metadata"] or "{}")})
 
 
-def reasons(found: dict[str, Item | Reject]) -> dict[str, str]:
-    return {i: r.reason for i, r in found.items() if isinstance(r, Reject)}
+def reasons(results: dict[str, Item | Reject]) -> dict[str, str]:
+    return {i: r.reason for i, r in results.items() if isinstance(r, Reject)}
 
 
-def captions(found: dict[str, Item | Reject]) -> dict[str, str | None]:
-    return {i: r.caption for i, r in found.items() if isinstance(r, Item)}
+def captions(results: dict[str, Item | Reject]) -> dict[str, str | None]:
+    return {i: r.caption for i, r in results.items() if isinstance(r, Item)}
 
 
 def write_lines(path: Path, *rows: Any) -> Path:
@@ -70,30 +72,30 @@ def write_lines(path: Path, *rows: Any) -> Path:
 
 
 def write_tar(path: Path, **members: bytes | str) -> Path:
-    """Members by name, `__` for each dot."""
+    """Writes a tar archive; `__` in names represents a dot."""
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
             content = content.encode() if isinstance(content, str) else content
-            about = tarfile.TarInfo(name.replace("__", "."))
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
+            info = tarfile.TarInfo(name.replace("__", "."))
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     return path
 
 
 # -- folders ---------------------------------------------------------------------------------
 
 
-def test_a_picture_of_a_folder_is_an_item(tmp_path):
+def test_images_of_folder(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/b c.JPG").write_bytes(JPEG)
     (tmp_path / "a.png").write_bytes(PNG)
-    (tmp_path / "notes.txt").write_text("not a picture")
-    (tmp_path / "rows.jsonl").write_text('{"image": "a.png"}')  # a manifest is read if it is named
+    (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png"}')  # read only if `path` names it
     images = source(tmp_path, ("image", "scan"))
     images.check()
-    found = read(images)
-    assert list(found) == ["a.png", "deep/b c.JPG"]
-    item = found["deep/b c.JPG"]
+    results = read(images)
+    assert list(results) == ["a.png", "deep/b c.JPG"]
+    item = results["deep/b c.JPG"]
     assert item == Item(
         item_id="deep/b c.JPG",
         parent_id="deep/b c.JPG",
@@ -106,14 +108,14 @@ def test_a_picture_of_a_folder_is_an_item(tmp_path):
     )
 
 
-def test_one_file_is_a_source(tmp_path):
+def test_single_file(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     images = source(tmp_path / "a.png")
     images.check()
     assert list(read(images)) == ["a.png"]
 
 
-def test_nothing_is_decoded_for_encoders_that_do_not_look(tmp_path):
+def test_images_are_not_decoded_unless_wanted(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"never opened")
     images = source(tmp_path, ("caption", "text"))
     assert images.payload.names == []
@@ -121,7 +123,7 @@ def test_nothing_is_decoded_for_encoders_that_do_not_look(tmp_path):
     assert (read(images)["a.jpg"].payload, read(images)["a.jpg"].metadata) == ({}, {})
 
 
-def test_files_that_cannot_be_items_are_rejected_and_the_rest_goes_on(tmp_path):
+def test_invalid_images_are_rejected(tmp_path):
     bad = {
         "empty.jpg": b"",
         "text.png": b"Dear Ada",
@@ -130,41 +132,43 @@ def test_files_that_cannot_be_items_are_rejected_and_the_rest_goes_on(tmp_path):
     }
     good = {
         "wrong.gif": JPEG,
-        "grey.jpg": file_of(halves("L", 0, 128)),
-        "cmyk.jpg": file_of(halves("CMYK", (0, 9, 9, 0), (0, 0, 0, 0))),
-        "deep.png": file_of(Image.new("I;16", (9, 9), 40_000), "PNG"),
-        "moving.gif": file_of(halves(), "GIF", save_all=True, append_images=[halves(left="lime")]),
-        "turned.jpg": file_of(halves(), exif=turned(6)),
-        "8k.jpg": file_of(Image.new("RGB", (7680, 4320))),
+        "grey.jpg": encode_image(two_colours("L", 0, 128)),
+        "cmyk.jpg": encode_image(two_colours("CMYK", (0, 9, 9, 0), (0, 0, 0, 0))),
+        "deep.png": encode_image(Image.new("I;16", (9, 9), 40_000), "PNG"),
+        "moving.gif": encode_image(
+            two_colours(), "GIF", save_all=True, append_images=[two_colours(left="lime")]
+        ),
+        "exif.jpg": encode_image(two_colours(), exif=exif(6)),
+        "8k.jpg": encode_image(Image.new("RGB", (7680, 4320))),
     }
     for name, content in (bad | good).items():
         (tmp_path / name).write_bytes(content)
     os.symlink(tmp_path / "gone", tmp_path / "broken.jpg")
-    found = read(source(tmp_path))
-    assert reasons(found) == {
+    results = read(source(tmp_path))
+    assert reasons(results) == {
         "bomb.png": "decompression bomb",
         "broken.jpg": "unreadable",
         "empty.jpg": "empty file",
         "text.png": "not an image",
         "truncated.jpg": "damaged image",
     }
-    assert found["broken.jpg"].retryable and not found["bomb.png"].retryable
+    assert results["broken.jpg"].retryable and not results["bomb.png"].retryable
     for name in good:
-        with Image.open(io.BytesIO(found[name].payload["image"])) as picture:
-            assert picture.mode == "RGB" and picture.size[0] * picture.size[1] <= 4_000_000
-    assert found["moving.gif"].metadata == {"width": 80, "height": 40, "frames": 2}
-    assert found["turned.jpg"].metadata == {"width": 40, "height": 80}
-    assert found["8k.jpg"].metadata == {"width": 7680, "height": 4320}
+        with Image.open(io.BytesIO(results[name].payload["image"])) as image:
+            assert image.mode == "RGB" and image.size[0] * image.size[1] <= 4_000_000
+    assert results["moving.gif"].metadata == {"width": 80, "height": 40, "frames": 2}
+    assert results["exif.jpg"].metadata == {"width": 40, "height": 80}
+    assert results["8k.jpg"].metadata == {"width": 7680, "height": 4320}
 
 
-def test_too_little_memory_costs_the_picture(tmp_path):
-    (tmp_path / "large.png").write_bytes(file_of(Image.new("RGB", (12_000, 9_000)), "PNG"))
+def test_image_beyond_memory_limit_is_rejected(tmp_path):
+    (tmp_path / "large.png").write_bytes(encode_image(Image.new("RGB", (12_000, 9_000)), "PNG"))
     (tmp_path / "small.png").write_bytes(PNG)
-    found = read(source(tmp_path, limits={"memory_bytes": 512 << 20}))
-    assert reasons(found) == {"large.png": "out of memory"} and found["large.png"].retryable
+    results = read(source(tmp_path, limits={"memory_bytes": 512 << 20}))
+    assert reasons(results) == {"large.png": "out of memory"} and results["large.png"].retryable
 
 
-def test_the_revision_tells_what_changes_the_item(tmp_path):
+def test_revision_depends_on_content_and_options(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
 
     def revision(caption: str = "A cat.", wants=("image", "caption"), **options: Any) -> str:
@@ -188,47 +192,47 @@ def test_the_revision_tells_what_changes_the_item(tmp_path):
 # -- archives --------------------------------------------------------------------------------
 
 
-def test_samples_of_an_archive(tmp_path):
-    about = {"caption": "A cat. ", "title": "Cats", "licence": 4, "file": "x", "text": "more"}
+def test_archive_samples(tmp_path):
+    info = {"caption": "A cat. ", "title": "Cats", "licence": 4, "file": "x", "text": "more"}
     write_tar(
         tmp_path / "0.tar",
         a__jpg=JPEG,
         a__txt="Two  horses.\nA beach.\n",
         b__png=PNG,
-        b__json=json.dumps(about),
+        b__json=json.dumps(info),
         c__jpg=JPEG,
         c__caption="A bowl.",
         c__json=json.dumps({"url": "u"}),
         d__jpg=JPEG,
         e__jpg=JPEG,
         e__json="{damaged",
-        readme__txt="no picture",
+        readme__txt="no image",
     )
-    found = read(source(tmp_path))
-    assert captions(found) == {
+    results = read(source(tmp_path))
+    assert captions(results) == {
         "a": "Two horses.\nA beach.",
         "b": "A cat.",
         "c": "A bowl.",
         "d": None,
     }
-    assert reasons(found) == {"e": "damaged sidecar"}
-    assert found["b"].title == "Cats"
+    assert reasons(results) == {"e": "damaged sidecar"}
+    assert results["b"].title == "Cats"
     metadata = {"licence": 4, "own_file": "x", "text": "more", "num_captions": 1}
-    where = {"file": "0.tar", "bytes": [found["b"].handle["offset"], len(PNG)]}
-    assert found["b"].metadata == {**metadata, "width": 30, "height": 20, **where}
-    assert found["c"].metadata["url"] == "u"
+    location = {"file": "0.tar", "bytes": [results["b"].handle["offset"], len(PNG)]}
+    assert results["b"].metadata == {**metadata, "width": 30, "height": 20, **location}
+    assert results["c"].metadata["url"] == "u"
 
 
-def test_a_broken_member_costs_that_member(tmp_path):
+def test_corrupted_member_is_rejected(tmp_path):
     path = write_tar(tmp_path / "0.tar", a__jpg=JPEG, b__jpg=JPEG[:200], c__jpg=JPEG, d__jpg=JPEG)
     data = bytearray(path.read_bytes())
     header = data.index(b"c.jpg")
     data[header : header + 512] = b"\xff" * 512
     path.write_bytes(data[: data.index(b"d.jpg") + 700])
-    found = read(source(tmp_path))
-    assert list(captions(found)) == ["a"]
-    assert found["b"].reason == "damaged image"
-    assert sorted(reasons(found).values()) == [
+    results = read(source(tmp_path))
+    assert list(captions(results)) == ["a"]
+    assert results["b"].reason == "damaged image"
+    assert sorted(reasons(results).values()) == [
         "damaged archive",
         "damaged archive",
         "damaged image",
@@ -240,7 +244,7 @@ def test_a_broken_member_costs_that_member(tmp_path):
 # -- manifests -------------------------------------------------------------------------------
 
 
-def test_lines_name_pictures(tmp_path):
+def test_json_lines_manifest(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/a.png").write_bytes(PNG)
     (tmp_path / "b.jpg").write_bytes(JPEG)
@@ -268,20 +272,20 @@ def test_lines_name_pictures(tmp_path):
     manifest = write_lines(tmp_path / "rows.jsonl", *lines)
     images = source(manifest)
     images.check()
-    found = read(images)
-    assert captions(found) == {"7": "A cat.", "./b.jpg": "One.\nTwo.", "p": None}
-    assert found["7"].title == "Cats"
+    results = read(images)
+    assert captions(results) == {"7": "A cat.", "./b.jpg": "One.\nTwo.", "p": None}
+    assert results["7"].title == "Cats"
     size = {"width": 30, "height": 20}
-    said = {"split": "test", "num_captions": 1}
-    assert found["7"].metadata == {**said, **size, "file": "sub/a.png"}
-    assert found["./b.jpg"].metadata["width"] == 80  # what the file says
+    metadata = {"split": "test", "num_captions": 1}
+    assert results["7"].metadata == {**metadata, **size, "file": "sub/a.png"}
+    assert results["./b.jpg"].metadata["width"] == 80  # from the file, not from the manifest
 
     def line(begins: bytes) -> str:
         content = manifest.read_bytes()
         num_before = content[: content.index(begins)].count(b"\n")
         return f"rows.jsonl:{num_before + 1}"
 
-    assert reasons(found) == {
+    assert reasons(results) == {
         "gone": "missing file",
         "gone too.jpg": "missing file",
         "folder": "missing file",
@@ -299,7 +303,7 @@ def test_lines_name_pictures(tmp_path):
     }
 
 
-def test_the_files_of_a_manifest_may_lie_elsewhere(tmp_path):
+def test_manifest_with_images_folder(tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "lists").mkdir()
     (tmp_path / "files/a.png").write_bytes(PNG)
@@ -308,7 +312,7 @@ def test_the_files_of_a_manifest_may_lie_elsewhere(tmp_path):
     images.check()
     item = read(images)["cat"]
     assert item.payload["image"] == PNG
-    assert shown(images, item) == PNG
+    assert preview(images, item) == PNG
     with pytest.raises(SpecError, match="images must be .*'.*nowhere'.*does not exist"):
         source(manifest, images=tmp_path / "nowhere").check()
     with pytest.raises(SpecError, match="images must be null unless `path` is a manifest"):
@@ -316,7 +320,7 @@ def test_the_files_of_a_manifest_may_lie_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_long_manifests_are_shared_out(tmp_path, monkeypatch, name):
+def test_long_manifests_are_sharded(tmp_path, monkeypatch, name):
     (tmp_path / "a.png").write_bytes(PNG)
     monkeypatch.setattr(manifests, "LINE_BYTES_PER_SHARD", 100)
     rows = [json.dumps({"id": i, "image": "a.png"}) for i in range(20)]
@@ -332,7 +336,7 @@ def table(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
     return path
 
 
-def test_tables_hold_pictures_or_name_them(tmp_path):
+def test_parquet_manifest(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     rows = [
         {"id": 1, "image": {"bytes": JPEG, "path": "x/one.jpg"}, "text": "One.", "raw": b"1"},
@@ -345,46 +349,46 @@ def test_tables_hold_pictures_or_name_them(tmp_path):
     ]
     images = source(table(tmp_path / "t.parquet", rows, row_group_size=2))
     images.check()
-    found = read(images)
-    assert captions(found) == {
+    results = read(images)
+    assert captions(results) == {
         "1": "One.",
         "x/two.png": None,
         "t.parquet#row=2": "Three.",
         "4": "Four.",
     }
-    assert reasons(found) == {"5": "no image", "6": "empty file", "7": "damaged image"}
-    assert found["x/two.png"].payload["image"] == PNG
-    said = {"num_captions": 1, "width": 80, "height": 40}
-    assert found["1"].metadata == {**said, "file": "t.parquet", "row": 0}
-    for name in captions(found):
-        assert shown(images, found[name]) == found[name].payload["image"]
-    folder = read(source(tmp_path))  # where the picture is there by its own name too
-    assert list(captions(folder)) == [*captions(found), "a.png"]
-    assert [item.revision for i, item in folder.items() if i in captions(found)] == [
-        found[i].revision for i in captions(found)
+    assert reasons(results) == {"5": "no image", "6": "empty file", "7": "damaged image"}
+    assert results["x/two.png"].payload["image"] == PNG
+    metadata = {"num_captions": 1, "width": 80, "height": 40}
+    assert results["1"].metadata == {**metadata, "file": "t.parquet", "row": 0}
+    for name in captions(results):
+        assert preview(images, results[name]) == results[name].payload["image"]
+    folder = read(source(tmp_path))  # also contains the image as a file
+    assert list(captions(folder)) == [*captions(results), "a.png"]
+    assert [item.revision for i, item in folder.items() if i in captions(results)] == [
+        results[i].revision for i in captions(results)
     ]
 
 
-def test_a_column_of_bytes(tmp_path):
+def test_parquet_column_of_bytes(tmp_path):
     rows = [{"id": f"p{i}", "image": JPEG if i % 2 else PNG, "page": i} for i in range(40)]
     images = source(table(tmp_path / "t.parquet", rows, row_group_size=25), revision="stat")
-    found = read(images)
-    assert [item.payload["image"] for item in found.values()] == [row["image"] for row in rows]
-    assert found["p33"].metadata == {
+    results = read(images)
+    assert [item.payload["image"] for item in results.values()] == [row["image"] for row in rows]
+    assert results["p33"].metadata == {
         "page": 33,
         "width": 80,
         "height": 40,
         "file": "t.parquet",
         "row": 33,
     }
-    assert len({item.revision for item in found.values()}) == 40
+    assert len({item.revision for item in results.values()}) == 40
     (shard,) = images.shards()
     listed = list(enumerate(images.scan(shard)))
     some = [listed[i] for i in (3, 24, 25, 39)]
     assert [item.item_id for item in images.decode(shard, some)] == ["p3", "p24", "p25", "p39"]
 
 
-def test_tables_are_shared_out_by_what_their_rows_hold(tmp_path):
+def test_tables_are_sharded_by_row_size(tmp_path):
     rows = [{"id": i, "image": "a.png"} for i in range(1000)]
     parts = [s["rows"] for s in source(table(tmp_path / "a.parquet", rows)).shards()]
     assert parts == [[0, 256], [256, 512], [512, 768], [768, 1000]]
@@ -403,7 +407,7 @@ COCO = {
         {"id": 3, "image_id": 9, "caption": "A cat."},
         {"id": 1, "image_id": 8, "caption": "A dog.\n"},
         {"id": 2, "image_id": 9, "caption": "The cat."},
-        {"id": 4, "image_id": 1, "caption": "of a picture that is not listed"},
+        {"id": 4, "image_id": 1, "caption": "of an image that is not listed"},
         {"id": 5, "image_id": 9, "bbox": [0, 0, 1, 1]},
     ],
 }
@@ -417,58 +421,58 @@ KARPATHY = {
 }
 
 
-def test_coco(tmp_path, monkeypatch):
+def test_coco_manifest(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "ROWS_PER_SHARD", 2)
     (tmp_path / "a.png").write_bytes(PNG)
     (tmp_path / "b.jpg").write_bytes(JPEG)
     (tmp_path / "captions.json").write_text(json.dumps(COCO))
-    found = read(source(tmp_path / "captions.json"))
-    assert captions(found) == {"9": "A cat.\nThe cat.", "8": "A dog."}
-    assert reasons(found) == {"7": "missing file"}
+    results = read(source(tmp_path / "captions.json"))
+    assert captions(results) == {"9": "A cat.\nThe cat.", "8": "A dog."}
+    assert reasons(results) == {"7": "missing file"}
     metadata = {"license": 4, "width": 30, "num_captions": 2, "height": 20, "file": "a.png"}
-    assert found["9"].metadata == metadata
+    assert results["9"].metadata == metadata
 
 
-def test_karpathy(tmp_path):
+def test_karpathy_manifest(tmp_path):
     (tmp_path / "val").mkdir()
     (tmp_path / "a.png").write_bytes(PNG)
     (tmp_path / "val/b.jpg").write_bytes(JPEG)
     (tmp_path / "dataset.json").write_text(json.dumps(KARPATHY))
-    found = read(source(tmp_path / "dataset.json"))
-    assert captions(found) == {"8": "A dog.", "a": "A cat."}
-    assert found["a"].metadata["imgid"] == 1
-    assert reasons(found) == {"c": "missing file"}
+    results = read(source(tmp_path / "dataset.json"))
+    assert captions(results) == {"8": "A dog.", "a": "A cat."}
+    assert results["a"].metadata["imgid"] == 1
+    assert reasons(results) == {"c": "missing file"}
 
 
-def test_a_list_of_rows(tmp_path):
+def test_json_list_manifest(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     rows = [{"image": "a.png", "caption": "A cat."}, {"caption": "nothing"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    found = read(source(tmp_path / "rows.json"))
-    assert captions(found) == {"a.png": "A cat."}
-    assert reasons(found) == {"rows.json#1": "no image"}
+    results = read(source(tmp_path / "rows.json"))
+    assert captions(results) == {"a.png": "A cat."}
+    assert reasons(results) == {"rows.json#1": "no image"}
 
 
 @pytest.mark.parametrize("name", ["m.json", "m.parquet"])
-@pytest.mark.parametrize("content", [b"{", b'{"pictures": 3}', b'{"images": [1]}', b"PAR1"])
-def test_a_manifest_that_cannot_be_opened_is_one_reject(tmp_path, name, content):
+@pytest.mark.parametrize("content", [b"{", b'{"photos": 3}', b'{"images": [1]}', b"PAR1"])
+def test_unreadable_manifest_is_one_reject(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     images = source(tmp_path / name)
     images.check()
     assert reasons(read(images)) == {name: "damaged manifest"}
 
 
-def test_a_damaged_row_group_costs_its_rows(tmp_path):
+def test_corrupted_row_group_is_rejected(tmp_path):
     rows = [{"id": f"p{i}", "image": os.urandom(5000)} for i in range(4)]
     path = table(tmp_path / "t.parquet", rows, row_group_size=2, compression="zstd")
     data = bytearray(path.read_bytes())
     data[8:1000] = os.urandom(992)
     path.write_bytes(data)
-    found = read(source(path, ("caption",)))
-    assert reasons(found) == dict.fromkeys(
+    results = read(source(path, ("caption",)))
+    assert reasons(results) == dict.fromkeys(
         ["t.parquet#row=0", "t.parquet#row=1"], "damaged manifest"
     )
-    assert list(captions(found)) == ["p2", "p3"]
+    assert list(captions(results)) == ["p2", "p3"]
 
 
 @pytest.mark.parametrize(
@@ -481,13 +485,13 @@ def test_a_damaged_row_group_costs_its_rows(tmp_path):
         ("a.csv", "path must be .*.jpg, .*.tar, .parquet, .jsonl, .*.json, got '.*a.csv'"),
         (
             "",
-            "path must be a folder with files that end in .jpg, .*.parquet.*, got '.*',"
+            "path must be a folder with files ending in .jpg, .*.parquet.*, got '.*',"
             " which contains none",
         ),
         ("empty.jsonl", "path must be a manifest of at least one row, got '.*', which is empty"),
     ],
 )
-def test_nothing_to_read(tmp_path, name, sentence):
+def test_check_rejects_path_without_items(tmp_path, name, sentence):
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(SpecError, match=sentence):
@@ -501,7 +505,7 @@ def test_nothing_to_read(tmp_path, name, sentence):
     ("left_out", "expected"),
     [(None, "a\nb\nc"), (0, "b\nc"), (2, "a\nb"), (3, "a\nb\nc")],
 )
-def test_one_caption_may_be_left_out(tmp_path, left_out, expected):
+def test_leave_out_caption(tmp_path, left_out, expected):
     (tmp_path / "a.png").write_bytes(PNG)
     manifest = write_lines(tmp_path / "rows.jsonl", {"image": "a.png", "captions": list("abc")})
     item = read(source(manifest, leave_out_caption=left_out))["a.png"]
@@ -509,18 +513,18 @@ def test_one_caption_may_be_left_out(tmp_path, left_out, expected):
     assert item.metadata["num_captions"] == len(expected.split())
 
 
-def test_a_stored_item_has_its_picture(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(file_of(halves(), exif=turned(6)))
+def test_preview_of_indexed_item(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(encode_image(two_colours(), exif=exif(6)))
     write_tar(tmp_path / "0.tar", x__png=PNG)
     images = source(tmp_path)
     for item in read(images).values():
-        assert shown(source(tmp_path, ("caption",)), item) == item.payload["image"]
+        assert preview(source(tmp_path, ("caption",)), item) == item.payload["image"]
     (tmp_path / "a.jpg").write_bytes(b"text")
     with pytest.raises(Unreadable, match="not an image"):
-        images.picture({"parent_id": "a.jpg", "metadata": None})
+        images.preview_image({"parent_id": "a.jpg", "metadata": None})
 
 
-def test_pictures_that_lie_elsewhere(tmp_path):
+def test_images_on_other_file_systems(tmp_path):
     fs = fsspec.filesystem("memory")
     fs.pipe("/gallery/files/a.png", PNG)
     fs.pipe("/gallery/0.tar", write_tar(tmp_path / "0.tar", b__jpg=JPEG, b__txt="B").read_bytes())
@@ -532,13 +536,13 @@ def test_pictures_that_lie_elsewhere(tmp_path):
     assert list(read(images)) == ["b", "c", "d", "files/a.png"]
     listed = source("memory://gallery/lists/rows.jsonl", images="memory://gallery/files")
     listed.check()
-    found = read(listed)
-    assert reasons(found) == {"gone": "missing file"}
-    assert shown(listed, found["e"]) == PNG
+    results = read(listed)
+    assert reasons(results) == {"gone": "missing file"}
+    assert preview(listed, results["e"]) == PNG
     fs.rm("/gallery", recursive=True)
 
 
-def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+def test_file_removed_after_listing(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     images = source(tmp_path)
     (shard,) = images.shards()
@@ -548,7 +552,7 @@ def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
     assert reject.retryable and reject.reason == "unreadable"
 
 
-def test_a_table_that_goes_away_between_listing_and_reading(tmp_path):
+def test_table_removed_after_listing(tmp_path):
     rows = [{"id": f"p{i}", "image": PNG} for i in range(3)]
     images = source(table(tmp_path / "t.parquet", rows))
     (shard,) = images.shards()
@@ -565,22 +569,22 @@ def test_a_table_that_goes_away_between_listing_and_reading(tmp_path):
     ("option", "value"),
     [("max_pixels", 1), ("max_input_pixels", 0), ("leave_out_caption", -1)],
 )
-def test_options_that_make_no_sense(option, value):
+def test_invalid_options(option, value):
     with pytest.raises(SpecError, match=f"{option}.* must be .*, got "):
         parse(Images.Spec, {"path": "x", option: value})
 
 
-def test_the_shipped_photographs():
+def test_shipped_photos():
     images = source(PHOTOS / "captions.json", images=PHOTOS / "images", leave_out_caption=4)
     images.check()
-    found = read(images)
-    assert len(captions(found)) == len(found) == 17
+    results = read(images)
+    assert len(captions(results)) == len(results) == 17
     lines = (PHOTOS / "queries.jsonl").read_text().splitlines()
     queries = {q["_id"]: q["text"] for q in map(json.loads, lines)}
     judged = [line.split("\t") for line in (PHOTOS / "qrels/test.tsv").read_text().splitlines()]
     assert judged[0] == ["query-id", "corpus-id", "score"] and len(judged) == 18
     for query, image, score in judged[1:]:
-        held = found[image].caption.split("\n")
+        held = results[image].caption.split("\n")
         assert len(held) == 4 and queries[query] not in held and score == "1"
-    table = pa.Table.from_pylist([item.row() for item in found.values()], ITEM)
+    table = pa.Table.from_pylist([item.row() for item in results.values()], ITEM)
     assert table["caption"].null_count == 0

@@ -1,4 +1,4 @@
-"""Files of one medium: folders, archives, storage elsewhere, and how a change is known."""
+"""Files in folders, archives and other file systems, and the detection of changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import soundfile
 from pipeline.config import SpecError
 from pipeline.schema import Item, Reject
 from pipeline.sources.audio import Audio
-from tests.media import heard, tar
+from tests.media import frequency, make_tar
 from tests.sources.test_audio import read, samples, stored
 
 
@@ -26,7 +26,7 @@ def source(path: Path | str, wants: tuple[str, ...] = ("audio",), **options: Any
 
 
 def wav(tone: float, seconds: float = 0.5) -> bytes:
-    """A file with one tone, to be told from others by it."""
+    """Returns a WAV file with a single tone, which identifies it."""
     time = np.arange(round(seconds * 16_000)) / 16_000
     stream = io.BytesIO()
     soundfile.write(stream, 0.5 * np.sin(2 * np.pi * tone * time), 16_000, format="WAV")
@@ -34,26 +34,26 @@ def wav(tone: float, seconds: float = 0.5) -> bytes:
 
 
 def tone(item: Item) -> float:
-    return round(heard(samples(item), 16_000))
+    return round(frequency(samples(item), 16_000))
 
 
-def reasons(found: dict[str, Item | Reject]) -> dict[str, str]:
-    return {name: entry.reason for name, entry in found.items() if isinstance(entry, Reject)}
+def reasons(results: dict[str, Item | Reject]) -> dict[str, str]:
+    return {name: entry.reason for name, entry in results.items() if isinstance(entry, Reject)}
 
 
 # -- folders ---------------------------------------------------------------------------------
 
 
-def test_a_folder_at_any_depth(tmp_path):
+def test_nested_folders(tmp_path):
     (tmp_path / "b/c").mkdir(parents=True)
     (tmp_path / "b/c/x.WAV").write_bytes(wav(500))
     (tmp_path / "a.wav").write_bytes(wav(700))
     (tmp_path / "a.txt").write_text("not of this source")
-    found = read(source(tmp_path))
-    assert {name: tone(item) for name, item in found.items()} == {"a.wav": 700, "b/c/x.WAV": 500}
-    assert "file" not in found["a.wav"].metadata
-    (alone,) = read(source(tmp_path / "a.wav")).values()
-    assert alone.item_id == "a.wav"
+    results = read(source(tmp_path))
+    assert {name: tone(item) for name, item in results.items()} == {"a.wav": 700, "b/c/x.WAV": 500}
+    assert "file" not in results["a.wav"].metadata
+    (single,) = read(source(tmp_path / "a.wav")).values()
+    assert single.item_id == "a.wav"
 
 
 @pytest.mark.parametrize(
@@ -63,29 +63,29 @@ def test_a_folder_at_any_depth(tmp_path):
             "nowhere",
             "path must be an existing file or folder, got '.*nowhere', which does not exist",
         ),
-        ("a.txt", "path must be a folder, or a file that ends in .wav.*, got '.*a.txt'"),
-        ("", "path must be a folder with files that end in .wav.*, got '.*', which contains none"),
+        ("a.txt", "path must be a folder, or a file ending in .wav.*, got '.*a.txt'"),
+        ("", "path must be a folder with files ending in .wav.*, got '.*', which contains none"),
     ],
 )
-def test_nothing_to_read(tmp_path, name, sentence):
+def test_check_rejects_path_without_items(tmp_path, name, sentence):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(SpecError, match=sentence):
         source(tmp_path / name).check()
 
 
-def test_a_pipe_is_a_reject(tmp_path):
-    os.mkfifo(tmp_path / "pipe.wav")  # opening it would wait for somebody who writes
+def test_pipe_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / "pipe.wav")  # opening it would wait for a writer
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "a.wav").write_bytes(wav(500))
-    found = read(source(tmp_path))
-    assert set(found) == {"a.wav", "pipe.wav"}
-    assert reasons(found) == {"pipe.wav": "not a regular file"}
+    results = read(source(tmp_path))
+    assert set(results) == {"a.wav", "pipe.wav"}
+    assert reasons(results) == {"pipe.wav": "not a regular file"}
 
 
-def test_shards_are_small_enough_to_share_the_work(tmp_path):
+def test_shard_sizes(tmp_path):
     for number in range(600):
         (tmp_path / f"{number:03}.wav").write_bytes(b"x")
-    (tmp_path / "b.tar").write_bytes(tar([]))
+    (tmp_path / "b.tar").write_bytes(make_tar([]))
     shards = list(source(tmp_path).shards())
     assert {"archive": "b.tar"} in shards
     files = [shard["files"] for shard in shards if "files" in shard]
@@ -93,7 +93,7 @@ def test_shards_are_small_enough_to_share_the_work(tmp_path):
     assert len({name for name, _ in itertools.chain(*files)}) == 600
 
 
-def test_a_name_that_cannot_be_an_id(tmp_path):
+def test_file_name_that_is_not_a_valid_id(tmp_path):
     (tmp_path / "a\nb.wav").write_bytes(wav(500))
     assert list(reasons(read(source(tmp_path))).values()) == ["bad id"]
 
@@ -101,109 +101,109 @@ def test_a_name_that_cannot_be_an_id(tmp_path):
 # -- archives --------------------------------------------------------------------------------
 
 
-def test_an_archive(tmp_path):
+def test_archive(tmp_path):
     members = [
         ("a/001.wav", wav(500)),
         ("a/001.txt", b"a caption"),
-        ("a/002.flac.wav", wav(600)),  # two suffixes, of which the last counts
+        ("a/002.flac.wav", wav(600)),  # has two suffixes; only the last one counts
         ("a/readme", b"not of this source"),
-        ("003.mp3", b"no sound"),
+        ("003.mp3", b"text"),
         ("004.wav", b""),
     ]
-    (tmp_path / "x.tar").write_bytes(tar(members))
-    found = read(source(tmp_path))
-    assert reasons(found) == {"003": "not audio", "004": "empty file"}
-    assert found["003"].detail.endswith(" (file x.tar)") and found["004"].detail == "file x.tar"
-    good = {name: tone(item) for name, item in found.items() if isinstance(item, Item)}
+    (tmp_path / "x.tar").write_bytes(make_tar(members))
+    results = read(source(tmp_path))
+    assert reasons(results) == {"003": "not audio", "004": "empty file"}
+    assert results["003"].detail.endswith(" (file x.tar)") and results["004"].detail == "file x.tar"
+    good = {name: tone(item) for name, item in results.items() if isinstance(item, Item)}
     assert good == {"a/001": 500, "a/002.flac": 600}
-    where = found["a/001"].metadata
-    offset, size = where["bytes"]
-    assert where["file"] == "x.tar"
+    location = results["a/001"].metadata
+    offset, size = location["bytes"]
+    assert location["file"] == "x.tar"
     assert (tmp_path / "x.tar").read_bytes()[offset : offset + size] == wav(500)
 
 
-def test_two_files_of_one_sample_are_told_apart(tmp_path):
-    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("1.flac", wav(600))]))
+def test_files_of_same_sample_have_different_ids(tmp_path):
+    (tmp_path / "x.tar").write_bytes(make_tar([("1.wav", wav(500)), ("1.flac", wav(600))]))
     assert set(read(source(tmp_path))) == {"1.wav", "1.flac"}
 
 
-def test_ids_by_path_where_keys_repeat(tmp_path):
+def test_ids_by_path(tmp_path):
     for name, height in (("x.tar", 500), ("y.tar", 600)):
-        (tmp_path / name).write_bytes(tar([("1.wav", wav(height))]))
-    found = read(source(tmp_path, ids="path"))
-    assert {name: tone(item) for name, item in found.items()} == {
+        (tmp_path / name).write_bytes(make_tar([("1.wav", wav(height))]))
+    results = read(source(tmp_path, ids="path"))
+    assert {name: tone(item) for name, item in results.items()} == {
         "x.tar/1.wav": 500,
         "y.tar/1.wav": 600,
     }
 
 
-def test_a_stored_item_finds_its_file_again(tmp_path):
-    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(600))]))
+def test_audio_preview_from_archive(tmp_path):
+    (tmp_path / "x.tar").write_bytes(make_tar([("1.wav", wav(500)), ("2.wav", wav(600))]))
     media = source(tmp_path)
     item = read(media)["2"]
-    sound, rate, _ = source(tmp_path).sound(stored(item))
-    assert round(heard(sound, rate)) == 600
+    samples, rate, _ = source(tmp_path).preview_audio(stored(item))
+    assert round(frequency(samples, rate)) == 600
 
 
-def test_a_damaged_header_costs_its_member(tmp_path):
+def test_corrupted_header_rejects_its_member(tmp_path):
     members = [(f"{number}.wav", wav(500 + 100 * number)) for number in range(4)]
-    data = bytearray(tar(members))
+    data = bytearray(make_tar(members))
     with tarfile.open(fileobj=io.BytesIO(bytes(data))) as archive:
         second = archive.getmembers()[1].offset
     data[second : second + 512] = os.urandom(512)
     (tmp_path / "x.tar").write_bytes(data)
-    found = read(source(tmp_path))
-    assert list(reasons(found).values()) == ["damaged archive"]
-    good = {name: tone(item) for name, item in found.items() if isinstance(item, Item)}
+    results = read(source(tmp_path))
+    assert list(reasons(results).values()) == ["damaged archive"]
+    good = {name: tone(item) for name, item in results.items() if isinstance(item, Item)}
     assert good == {"0": 500, "2": 700, "3": 800}
 
 
-def test_an_archive_that_is_cut(tmp_path):
+def test_truncated_archive(tmp_path):
     members = [(f"{number}.wav", wav(500)) for number in range(3)]
-    data = tar(members)
+    data = make_tar(members)
     size = len(wav(500))
     (tmp_path / "x.tar").write_bytes(data[: 2 * (512 + -(-size // 512) * 512) + 512 + size // 2])
-    found = read(source(tmp_path))
-    assert [name for name, item in found.items() if isinstance(item, Item)] == ["0", "1"]
-    assert reasons(found) == {"x.tar/2.wav": "damaged archive"}
+    results = read(source(tmp_path))
+    assert [name for name, item in results.items() if isinstance(item, Item)] == ["0", "1"]
+    assert reasons(results) == {"x.tar/2.wav": "damaged archive"}
 
 
 @pytest.mark.parametrize("content", [b"This is no archive. " * 500, b"short"])
-def test_what_is_no_archive_is_one_reject(tmp_path, content):
+def test_invalid_archive_is_one_reject(tmp_path, content):
     (tmp_path / "x.tar").write_bytes(content)
     (tmp_path / "a.wav").write_bytes(wav(500))
-    found = read(source(tmp_path))
-    assert reasons(found) == {"x.tar": "not a tar archive"}
-    assert len(found) == 2
+    results = read(source(tmp_path))
+    assert reasons(results) == {"x.tar": "not a tar archive"}
+    assert len(results) == 2
 
 
-def test_an_empty_archive_is_nothing(tmp_path):
-    (tmp_path / "x.tar").write_bytes(tar([]))
+def test_empty_archive_has_no_items(tmp_path):
+    (tmp_path / "x.tar").write_bytes(make_tar([]))
     (tmp_path / "a.wav").write_bytes(wav(500))
     assert list(read(source(tmp_path))) == ["a.wav"]
 
 
-# -- elsewhere -------------------------------------------------------------------------------
+# -- other file systems ----------------------------------------------------------------------
 
 
-def test_files_that_lie_elsewhere():
-    for name, data in (("a.wav", wav(500)), ("b.tar", tar([("c.wav", wav(600))]))):
+def test_files_on_other_file_systems():
+    for name, data in (("a.wav", wav(500)), ("b.tar", make_tar([("c.wav", wav(600))]))):
         with fsspec.open(f"memory://sounds/{name}", "wb") as file:
             file.write(data)
-    found = read(source("memory://sounds"))
-    assert {name: tone(item) for name, item in found.items()} == {"a.wav": 500, "c": 600}
+    results = read(source("memory://sounds"))
+    assert {name: tone(item) for name, item in results.items()} == {"a.wav": 500, "c": 600}
 
 
-def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+def test_file_removed_after_listing(tmp_path):
     (tmp_path / "a.wav").write_bytes(wav(500))
     (tmp_path / "b.wav").write_bytes(wav(600))
     media = source(tmp_path)
     (shard,) = media.shards()
     listed = list(enumerate(media.scan(shard)))
     (tmp_path / "a.wav").unlink()
-    gone, there = media.decode(shard, listed)
-    assert isinstance(gone, Reject) and gone.retryable and gone.stage == "decode"
-    assert tone(there) == 600
+    removed, intact = media.decode(shard, listed)
+    assert isinstance(removed, Reject) and removed.retryable and removed.stage == "decode"
+    assert tone(intact) == 600
 
 
 # -- revisions -------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def revisions(path: Path, **options: Any) -> dict[str, str]:
     return {e.item_id: e.revision for shard in media.shards() for e in media.scan(shard)}
 
 
-def test_a_revision_by_content_is_that_of_the_bytes(tmp_path):
+def test_revision_by_content(tmp_path):
     path = tmp_path / "a.wav"
     path.write_bytes(wav(500))
     before = revisions(tmp_path)
@@ -224,22 +224,22 @@ def test_a_revision_by_content_is_that_of_the_bytes(tmp_path):
     assert revisions(tmp_path) != before
 
 
-def test_a_revision_by_stat_reads_nothing(tmp_path):
+def test_revision_by_stat(tmp_path):
     path = tmp_path / "a.wav"
     path.write_bytes(wav(500))
     os.utime(path, (1, 1))
     before = revisions(tmp_path, revision="stat")
     path.write_bytes(wav(510))
     os.utime(path, (1, 1))
-    assert revisions(tmp_path, revision="stat") == before  # the same size and age
+    assert revisions(tmp_path, revision="stat") == before  # equal size and date
     os.utime(path, (2, 2))
     assert revisions(tmp_path, revision="stat") != before
-    (tmp_path / "x.tar").write_bytes(tar([("1.wav", wav(500)), ("2.wav", wav(500))]))
+    (tmp_path / "x.tar").write_bytes(make_tar([("1.wav", wav(500)), ("2.wav", wav(500))]))
     by_stat, by_content = revisions(tmp_path, revision="stat"), revisions(tmp_path)
     assert by_stat["1"] != by_stat["2"] and by_content["1"] == by_content["2"]
 
 
-def test_links_of_an_archive_are_told(tmp_path):
+def test_links_in_archive_are_rejected(tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name, kind in (("a.wav", tarfile.SYMTYPE), ("b.wav", tarfile.LNKTYPE)):
             link = tarfile.TarInfo(name)
@@ -251,9 +251,9 @@ def test_links_of_an_archive_are_told(tmp_path):
         member = tarfile.TarInfo("c.wav")
         member.size = len(wav(500))
         archive.addfile(member, io.BytesIO(wav(500)))
-    found = read(source(tmp_path))
-    assert isinstance(found.pop("c"), Item)
-    assert [(name, r.reason, r.detail) for name, r in found.items()] == [
-        ("x.tar/a.wav", "no file of its own", "leads to c.wav"),
-        ("x.tar/b.wav", "no file of its own", "leads to c.wav"),
+    results = read(source(tmp_path))
+    assert isinstance(results.pop("c"), Item)
+    assert [(name, r.reason, r.detail) for name, r in results.items()] == [
+        ("x.tar/a.wav", "no file of its own", "is a link to c.wav"),
+        ("x.tar/b.wav", "no file of its own", "is a link to c.wav"),
     ]

@@ -1,4 +1,4 @@
-"""PDF pages: words where they stand, and documents that are damaged or hostile."""
+"""The pages source: words and boxes, images, and malformed documents."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def pdfs() -> DecodingProcess:
 
 
 def read(pages: Pages) -> dict[str, Item | Reject]:
-    """Everything of a source by id: decoded items and rejects."""
-    found = {}
+    """Returns all decoded items and rejects of a source by id."""
+    results = {}
     for shard in pages.shards():
         entries = list(enumerate(pages.scan(shard)))
         wanted = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
-        found |= {entry.item_id: entry for _, entry in entries if isinstance(entry, Reject)}
+        results |= {entry.item_id: entry for _, entry in entries if isinstance(entry, Reject)}
         decoded = list(pages.decode(shard, wanted))
         assert [result.item_id for result in decoded] == [item.item_id for _, item in wanted]
-        found |= {result.item_id: result for result in decoded}
-    return found
+        results |= {result.item_id: result for result in decoded}
+    return results
 
 
 def only_page(tmp_path: Path, page: Page) -> Item:
@@ -60,10 +60,10 @@ def boxes(item: Item) -> dict[str, list[float]]:
     }
 
 
-# -- what a page says ------------------------------------------------------------------------
+# -- text and boxes --------------------------------------------------------------------------
 
 
-def test_a_page_is_an_item(tmp_path):
+def test_page_is_item(tmp_path):
     (tmp_path / "folder").mkdir()
     document = pdf(Page([(10, 50, "one")]), Page([(10, 50, "two words")]), title="On  numbers")
     (tmp_path / "folder/a b.PDF").write_bytes(document)
@@ -82,37 +82,37 @@ def test_a_page_is_an_item(tmp_path):
     [  # Courier is 6 points wide at 10 points; "wing" and "lift" are 24 points long
         (Page(), {"wing": (0.1, 0.22), "lift": (0.5, 0.62)}),
         (Page(rotate=180), {"wing": (0.78, 0.9), "lift": (0.38, 0.5)}),
-        (Page(crop=(0, 0, 100, 100)), {"wing": (0.2, 0.44)}),  # the other is not to be seen
+        (Page(crop=(0, 0, 100, 100)), {"wing": (0.2, 0.44)}),  # the other word is outside
         (Page(crop=(100, 0, 200, 100)), {"lift": (0.0, 0.24)}),
     ],
 )
-def test_boxes_are_those_of_the_displayed_page(tmp_path, page, expected):
+def test_boxes_refer_to_displayed_page(tmp_path, page, expected):
     words = [(20, 50, "wing"), (100, 50, "lift")]
-    found = boxes(only_page(tmp_path, Page(words, rotate=page.rotate, crop=page.crop)))
-    assert {word: (box[0], box[2]) for word, box in found.items()} == expected
+    results = boxes(only_page(tmp_path, Page(words, rotate=page.rotate, crop=page.crop)))
+    assert {word: (box[0], box[2]) for word, box in results.items()} == expected
 
 
 @pytest.mark.parametrize(("rotate", "edge"), [(90, (0.1, 0.22)), (270, (0.78, 0.9))])
-def test_a_turned_page_is_read_as_displayed(tmp_path, rotate, edge):
+def test_rotated_page(tmp_path, rotate, edge):
     item = only_page(tmp_path, Page([(20, 50, "wing")], rotate=rotate))
     assert (item.metadata["width"], item.metadata["height"]) == (100.0, 200.0)
     (box,) = boxes(item).values()
-    assert (box[1], box[3]) == edge  # the words run down or up the page
+    assert (box[1], box[3]) == edge  # the text direction is vertical
 
 
-def test_columns_are_read_one_after_the_other(tmp_path):
+def test_columns_are_read_in_order(tmp_path):
     left, right = (
         [(x, y, f"{column}{row}") for row, y in ((1, 80), (2, 68), (3, 56))]
         for column, x in (("a", 10), ("b", 120))
     )
     wide = [(10, 5, "footer"), (10, 92, "a-heading-over-both-columns")]
-    page = Page([*right, wide[0], *left, wide[1]], size=(200, 110))  # not drawn in this order
+    page = Page([*right, wide[0], *left, wide[1]], size=(200, 110))  # drawn in a different order
     text = only_page(tmp_path, page).text
     columns = ["a1", "a2", "a3", "b1", "b2", "b3"]
     assert text.split() == ["a-heading-over-both-columns", *columns, "footer"]
 
 
-def test_a_word_over_two_lines_is_one_word_with_two_boxes():
+def test_hyphenated_word_has_two_boxes():
     document = str(ROOT / "jobs/data/pages/pdf/us-001.pdf")
     (page,) = pdfs().stream(1, "read_pages", document, [1], TEXT)
     text, spans = page["text"], page["word_spans"].tolist()
@@ -120,28 +120,28 @@ def test_a_word_over_two_lines_is_one_word_with_two_boxes():
     parts = [i for i, (first, _) in enumerate(spans) if start <= first < start + 10]
     assert [text[slice(*spans[i])] for i in parts] == ["dis", "ability"]
     first, second = (page["word_boxes"][i] for i in parts)
-    assert (
-        first[0] > second[0] and first[1] < second[1]
-    )  # the end of a line, and the next one's start
+    assert first[0] > second[0] and first[1] < second[1]  # end of a line, and start of the next one
 
 
 # -- images ----------------------------------------------------------------------------------
 
 
-def test_images_travel_only_if_they_are_needed(tmp_path):
+def test_images_are_rendered_only_if_wanted(tmp_path):
     (tmp_path / "a.pdf").write_bytes(
         pdf(Page([(10, 50, "x")]), Page(drawing="1 0 0 rg 0 0 99 99 re f"))
     )
     assert "image" not in read(source(tmp_path))["a.pdf#page=1"].payload
-    found = read(source(tmp_path, ("image",), dpi=72))
-    assert set(found["a.pdf#page=2"].payload) == {"image"}  # no words: an item for such encoders
-    image = Image.open(io.BytesIO(found["a.pdf#page=2"].payload["image"]))
+    results = read(source(tmp_path, ("image",), dpi=72))
+    assert set(results["a.pdf#page=2"].payload) == {
+        "image"
+    }  # a page without words is an item for image encoders
+    image = Image.open(io.BytesIO(results["a.pdf#page=2"].payload["image"]))
     assert image.size == (200, 100)
     red, green, _ = image.getpixel((20, 80))
     assert red > 200 and green < 60
 
 
-def test_the_revision_tells_what_changes_the_item(tmp_path):
+def test_revision_depends_on_content_and_options(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")])))
 
     def revision(*wants: str, **options: Any) -> str:
@@ -154,14 +154,14 @@ def test_the_revision_tells_what_changes_the_item(tmp_path):
     assert revision("text") != before
 
 
-def test_a_huge_page_is_made_smaller(tmp_path):
+def test_max_pixels(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")], size=(14_000, 14_000))))
     item = read(source(tmp_path, ("text", "image"), max_pixels=1_000_000))["a.pdf#page=1"]
     width, height = Image.open(io.BytesIO(item.payload["image"])).size
     assert 900_000 < width * height <= 1_010_000
 
 
-# -- what cannot be read ---------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,21 +175,21 @@ def test_a_huge_page_is_made_smaller(tmp_path):
         (ENCRYPTED.read_bytes(), "encrypted"),
     ],
 )
-def test_a_document_that_cannot_be_opened_is_one_reject(tmp_path, content, reason):
+def test_unreadable_document_is_one_reject(tmp_path, content, reason):
     (tmp_path / "bad.pdf").write_bytes(content)
     (tmp_path / "good.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
-    found = read(source(tmp_path))
-    assert (found["bad.pdf"].reason, found["bad.pdf"].stage) == (reason, "list")
-    assert found["good.pdf#page=1"].text == "fine"
+    results = read(source(tmp_path))
+    assert (results["bad.pdf"].reason, results["bad.pdf"].stage) == (reason, "list")
+    assert results["good.pdf#page=1"].text == "fine"
 
 
 def test_pages_without_text(tmp_path):
     pages = Page(), Page(drawing="0 0 50 50 re f"), Page([(10, 50, "text")])
     (tmp_path / "a.pdf").write_bytes(pdf(*pages))
-    found = read(source(tmp_path))
-    assert found["a.pdf#page=1"].reason == "empty page"
-    assert found["a.pdf#page=2"].reason == "no text layer"
-    assert found["a.pdf#page=3"].text == "text"
+    results = read(source(tmp_path))
+    assert results["a.pdf#page=1"].reason == "empty page"
+    assert results["a.pdf#page=2"].reason == "no text layer"
+    assert results["a.pdf#page=3"].text == "text"
 
 
 def test_ten_thousand_objects(tmp_path):
@@ -198,24 +198,24 @@ def test_ten_thousand_objects(tmp_path):
     assert len(item.text.split()) == 10_000 == len(item.payload["word_boxes"])
 
 
-def test_a_page_that_hangs_costs_its_document(tmp_path):
+def test_timeout_rejects_document(tmp_path):
     (tmp_path / "a.pdf").write_bytes(bomb())
     (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
     start = time.monotonic()
-    found = read(source(tmp_path, limits={"seconds": 2}))
+    results = read(source(tmp_path, limits={"seconds": 2}))
     assert time.monotonic() - start < 10
-    assert [found[f"a.pdf#page={n}"].reason for n in (1, 2)] == ["timed out"] * 2
-    assert found["a.pdf#page=1"].retryable
-    assert found["b.pdf#page=1"].text == "fine"
+    assert [results[f"a.pdf#page={n}"].reason for n in (1, 2)] == ["timed out"] * 2
+    assert results["a.pdf#page=1"].retryable
+    assert results["b.pdf#page=1"].text == "fine"
 
 
-def test_a_crash_costs_its_document(tmp_path):
+def test_crash_rejects_document(tmp_path):
     (tmp_path / "a.pdf").write_bytes(bomb())
     (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
     process = pdfs()
     process.call("describe", str(tmp_path / "a.pdf"))
     results = process.stream(2, "read_pages", str(tmp_path / "a.pdf"), [1, 2], TEXT)
-    os.kill(process._process.pid, signal.SIGSTOP)  # so that it dies in the middle of the request
+    os.kill(process._process.pid, signal.SIGSTOP)  # so that it is killed during the request
     os.kill(process._process.pid, signal.SIGKILL)
     first, second = results
     assert isinstance(first, Unreadable) and first.reason == second.reason == "crashed"
@@ -223,7 +223,7 @@ def test_a_crash_costs_its_document(tmp_path):
     assert page["text"] == "fine"
 
 
-def test_too_little_memory_costs_the_page(tmp_path):
+def test_page_beyond_memory_limit_is_rejected(tmp_path):
     page = Page([(10, 50, "x")], size=(14_000, 14_000))
     (tmp_path / "a.pdf").write_bytes(pdf(page))
     limits = {"memory_bytes": 400 << 20}
@@ -233,7 +233,7 @@ def test_too_little_memory_costs_the_page(tmp_path):
     assert reject.reason in ("out of memory", "damaged page", "crashed")
 
 
-def test_a_reader_who_stops_early_gets_no_other_pages_later(tmp_path):
+def test_unread_results_are_discarded(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, f"page{i}")]) for i in range(5))))
     process = pdfs()
     pages = process.stream(4, "read_pages", str(tmp_path / "a.pdf"), [1, 2, 3, 4], TEXT)
@@ -243,7 +243,7 @@ def test_a_reader_who_stops_early_gets_no_other_pages_later(tmp_path):
     assert page["text"] == "page4"
 
 
-def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
+def test_file_removed_after_listing(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "x")])))
     pages = source(tmp_path)
     (shard,) = pages.shards()
@@ -253,7 +253,7 @@ def test_a_file_that_goes_away_between_listing_and_reading(tmp_path):
     assert reject.retryable and "a.pdf" in reject.detail
 
 
-def test_documents_that_lie_elsewhere():
+def test_documents_on_other_file_systems():
     with fsspec.open("memory://papers/a.pdf", "wb") as file:
         file.write(pdf(Page([(10, 50, "far")])))
     assert read(source("memory://papers"))["a.pdf#page=1"].text == "far"
@@ -266,34 +266,34 @@ def test_documents_that_lie_elsewhere():
             "nowhere",
             "path must be an existing file or folder, got '.*nowhere', which does not exist",
         ),
-        ("a.txt", "path must be a folder, or a file that ends in .pdf, got '.*a.txt'"),
+        ("a.txt", "path must be a folder, or a file ending in .pdf, got '.*a.txt'"),
         ("", "path must be a folder with .pdf files, got '.*', which contains none"),
     ],
 )
-def test_nothing_to_read(tmp_path, name, sentence):
+def test_check_rejects_path_without_items(tmp_path, name, sentence):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(SpecError, match=sentence):
         source(tmp_path / name).check()
 
 
-def test_a_pipe_is_a_reject(tmp_path):
-    os.mkfifo(tmp_path / "pipe.pdf")  # opening it would wait for somebody who writes
+def test_pipe_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pdf")  # opening it would wait for a writer
     (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
-    found = read(source(tmp_path))
-    assert set(found) == {"a.pdf#page=1", "pipe.pdf"}
-    assert found["pipe.pdf"].reason == "not a regular file"
+    results = read(source(tmp_path))
+    assert set(results) == {"a.pdf#page=1", "pipe.pdf"}
+    assert results["pipe.pdf"].reason == "not a regular file"
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [("dpi", float("inf")), ("dpi", 0), ("max_pixels", 1), ("limits", {"seconds": float("inf")})],
 )
-def test_options_that_make_no_sense(option, value):
+def test_invalid_options(option, value):
     with pytest.raises(SpecError, match=f"{option}.* must be .*, got "):
         parse(Pages.Spec, {"path": "x", option: value})
 
 
-def test_shards_are_small_enough_to_share_the_work(tmp_path):
+def test_shard_sizes(tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.pdf").write_bytes(b"%PDF-")
     files = [shard["files"] for shard in source(tmp_path).shards()]

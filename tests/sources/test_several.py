@@ -1,4 +1,4 @@
-"""Several sources read as one."""
+"""Several sources combined in one spec."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def spec_of(folder: Path, **fields) -> IndexSpec:
     return parse(IndexSpec, given)
 
 
-def test_a_list_of_sources_is_read_one_after_the_other(folders):
+def test_sources_are_read_in_order(folders):
     source = SOURCES.build(spec_of(folders).source)
     source.check()
-    found = []
+    results = []
     for shard in source.shards():
         listed = list(enumerate(source.scan(shard)))
         assert all(isinstance(entry, Item) for _, entry in listed)
-        found += list(source.decode(shard, listed))
-    ids = [(item.source, item.item_id, item.text) for item in found]
+        results += list(source.decode(shard, listed))
+    ids = [(item.source, item.item_id, item.text) for item in results]
     assert ids == [
         ("letters", "a.txt", "Dear Ada"),
         ("papers", "a.pdf#page=1", "one"),
@@ -49,12 +49,12 @@ def test_a_list_of_sources_is_read_one_after_the_other(folders):
     assert set(source.payload.names) == {"word_spans", "word_boxes"}
 
 
-def test_the_resolved_spec_reads_back_to_itself(folders):
+def test_spec_round_trip(folders):
     spec = spec_of(folders)
     assert parse(IndexSpec, dump(spec)) == spec
 
 
-def test_two_sources_of_one_collection_are_refused(folders):
+def test_rejects_duplicate_collections(folders):
     with pytest.raises(
         SpecError,
         match="collection must be unique for each source, got 'letters', which occurs twice",
@@ -62,12 +62,12 @@ def test_two_sources_of_one_collection_are_refused(folders):
         spec_of(folders, collection="letters")
 
 
-def test_an_empty_list_is_refused(folders):
+def test_rejects_empty_list(folders):
     with pytest.raises(SpecError, match="source"):
         parse(IndexSpec, {"index": "x", "source": []})
 
 
-def test_what_one_of_them_lacks_is_named_by_its_number(folders):
+def test_error_names_position_of_source(folders):
     (folders / "papers/a.pdf").unlink()
     with pytest.raises(SpecError, match=r"^1\.path must be .*contains none"):
         SOURCES.build(spec_of(folders).source).check()

@@ -1,4 +1,4 @@
-"""The text source: what is listed, what is rejected and why, and how documents are cut."""
+"""The text source: listing, rejects, and passages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def source(path: object, **options: object) -> Text:
 
 
 def listed(text: Text) -> list[Item | Reject]:
-    """Everything a source lists, through pickling and JSON as in a job, and storable in Arrow."""
+    """Returns the results of listing a source, after pickling, JSON and Arrow round trips as in a
+    job.
+    """
     text = pickle.loads(pickle.dumps(text))
     shards = [json.loads(json.dumps(shard)) for shard in text.shards()]
     results = [result for shard in shards for result in text.scan(shard)]
@@ -45,7 +47,7 @@ def write_lines(path: Path, *records: object) -> Path:
     return path
 
 
-def test_folder_lists_texts_at_any_depth_in_order(tmp_path: Path):
+def test_folder_is_listed_in_order(tmp_path: Path):
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "x.md").write_text("# Deep")
     (tmp_path / "b" / "UPPER.TXT").write_text("upper")
@@ -61,13 +63,13 @@ def test_folder_lists_texts_at_any_depth_in_order(tmp_path: Path):
         source=tmp_path.name,
         modality="text",
         revision=items[0].revision,
-        text="one\r\ntwo",  # without the byte order mark, else as it is
+        text="one\r\ntwo",  # unchanged except for the byte order mark
     )
     named = source(f"{tmp_path}/", collection="notes")
     assert listed(named) == [Item(**{**vars(i), "source": "notes"}) for i in items]
 
 
-def test_one_file_is_a_source(tmp_path: Path):
+def test_single_file(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one")
     text = source(tmp_path / "a.txt")
     text.check()
@@ -90,7 +92,7 @@ def test_any_fsspec_uri(root: str):
     fs.rm("/", recursive=True)
 
 
-def test_file_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_per_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for i in range(7):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     monkeypatch.setattr(text_module, "FILES_PER_SHARD", 3)
@@ -99,7 +101,7 @@ def test_file_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [i.item_id for i in listed(text)] == [f"{i}.txt" for i in range(7)]
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path: Path):
+def test_links_are_followed_without_cycles(tmp_path: Path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.txt").write_text("linked")
     root = tmp_path / "root"
@@ -118,7 +120,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path):
     )
 
 
-def test_files_that_cannot_be_items_are_rejected_and_the_scan_goes_on(tmp_path: Path):
+def test_invalid_files_are_rejected(tmp_path: Path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "empty.txt").write_bytes(b"")
@@ -141,7 +143,7 @@ def test_files_that_cannot_be_items_are_rejected_and_the_scan_goes_on(tmp_path: 
     assert results["good.txt"].text == "good"
 
 
-def test_a_file_that_vanishes_between_listing_and_reading(tmp_path: Path):
+def test_file_removed_after_listing(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")
     write_lines(tmp_path / "c.jsonl", {"id": "c", "text": "c"})
@@ -156,11 +158,11 @@ def test_a_file_that_vanishes_between_listing_and_reading(tmp_path: Path):
         assert results[name].retryable
 
 
-def test_a_folder_that_cannot_be_listed_is_a_reject(tmp_path: Path):
+def test_unlistable_folder_is_rejected(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
     folder = os.open(tmp_path, os.O_RDONLY)
     name, depth = "d" * 250, 0
-    while depth < 17:  # longer than the longest path that the system opens
+    while depth < 17:  # exceeds the maximum path length of the system
         os.mkdir(name, dir_fd=folder)
         inner = os.open(name, os.O_RDONLY, dir_fd=folder)
         os.close(folder)
@@ -174,7 +176,7 @@ def test_a_folder_that_cannot_be_listed_is_a_reject(tmp_path: Path):
     assert len(reject.detail) <= 500
 
 
-def test_lines_give_ids_titles_texts_and_metadata(tmp_path: Path):
+def test_json_lines(tmp_path: Path):
     path = write_lines(
         tmp_path / "docs.jsonl",
         {"_id": "a", "title": "On wings", "text": "On wings. They lift.", "year": 1950},
@@ -211,7 +213,7 @@ def test_field_options(tmp_path: Path):
     assert (reject.reason, reject.detail) == ("missing id", "no field id")
 
 
-def test_lines_that_cannot_be_items_are_rejected_and_the_scan_goes_on(tmp_path: Path):
+def test_invalid_lines_are_rejected(tmp_path: Path):
     bad = [
         (b'{"id": "latin", "text": "caf\xe9"}', "not UTF-8", None),
         (b'{"id": "half", "text": "\\ud800"}', "not UTF-8", None),
@@ -241,9 +243,9 @@ def test_lines_that_cannot_be_items_are_rejected_and_the_scan_goes_on(tmp_path: 
     assert rejects[2].detail == "Invalid control character at, column 24"
 
 
-def test_byte_order_mark_of_a_jsonl_file(tmp_path: Path):
+def test_byte_order_mark(tmp_path: Path):
     path = tmp_path / "d.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "text": "t"}')  # and no newline at the end
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "text": "t"}')  # without a final newline
     assert [i.item_id for i in listed(source(path))] == ["a"]
 
 
@@ -268,9 +270,7 @@ def test_byte_ranges_partition_the_lines(tmp_path: Path, newline: bytes, last: b
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 4096, 1 << 20])
-def test_scans_of_the_shards_are_the_scan_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-):
+def test_shards_partition_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
     records = [{"id": f"d{i}", "text": "wörd " * (i * i % 90)} for i in range(40)]
     path = write_lines(tmp_path / "d.jsonl", b"broken", *records, b"", b"broken", b"")
     text = source(path, passages={"max_words": 20, "overlap_words": 5})
@@ -282,22 +282,22 @@ def test_scans_of_the_shards_are_the_scan_of_the_whole(
     } == {f"d{i}" for i in range(40)} | {"d.jsonl:1", "d.jsonl:43"}
 
 
-def test_newlines_are_counted_anew_in_a_file_that_changed(tmp_path: Path):
+def test_newline_count_of_changed_file(tmp_path: Path):
     fs, path = LocalFileSystem(), str(tmp_path / "lines")
     for content in (b"a\nb\n\nc", b"abc\n" * 9):
         Path(path).write_bytes(content)
-        for end in (2, len(content), 3, 0):  # also behind what was counted before
+        for end in (2, len(content), 3, 0):  # beyond and before the cached position
             assert count_newlines(fs, path, end) == content[:end].count(b"\n")
 
 
-def test_a_line_longer_than_several_shards(tmp_path: Path):
+def test_line_longer_than_several_shards(tmp_path: Path):
     text = "long " * 700_000
     records = [{"id": "a", "text": "before"}, {"id": "b", "text": text}, {"id": "c", "text": "c"}]
     results = listed(source(write_lines(tmp_path / "d.jsonl", *records)))
     assert [(i.item_id, i.text) for i in results] == [("a", "before"), ("b", text), ("c", "c")]
 
 
-def test_gzip_is_one_shard_with_the_same_items(tmp_path: Path):
+def test_gzip_is_one_shard(tmp_path: Path):
     records = [{"id": f"d{i}", "text": f"text {i}"} for i in range(5)]
     plain = write_lines(tmp_path / "d.jsonl", *records)
     packed = tmp_path / "e.jsonl.gz"
@@ -307,7 +307,7 @@ def test_gzip_is_one_shard_with_the_same_items(tmp_path: Path):
     assert [(i.item_id, i.text, i.revision) for i in listed(source(packed))] == strip
 
 
-def test_a_truncated_gzip_gives_what_is_there_and_a_reject(tmp_path: Path):
+def test_truncated_gzip(tmp_path: Path):
     rng = random.Random(1)
     lines = [json.dumps({"id": str(i), "text": str(rng.random())}) for i in range(5000)]
     packed = gzip.compress("\n".join(lines).encode())
@@ -332,13 +332,13 @@ def random_document(rng: random.Random) -> str:
 
 
 def count(text: str) -> int:
-    """The words of a text: Chinese and Japanese characters, and runs of others between spaces."""
+    """Returns the number of words; Chinese and Japanese characters are words."""
     characters = re.findall(r"[\u3040-\u30ff\u4e00-\u9fff]", text)
     return len(characters) + len(re.sub(r"[\u3040-\u30ff\u4e00-\u9fff]", " ", text).split())
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_windows_cover_every_word_with_exact_slices(tmp_path: Path, seed: int):
+def test_windows_cover_all_words(tmp_path: Path, seed: int):
     rng = random.Random(seed)
     document = random_document(rng)
     max_words = rng.randint(1, 40)
@@ -365,7 +365,7 @@ def test_windows_cover_every_word_with_exact_slices(tmp_path: Path, seed: int):
         assert after.span[2] > before.span[2]
 
 
-def test_a_document_one_word_too_long(tmp_path: Path):
+def test_document_of_one_word_too_many(tmp_path: Path):
     words = [f"w{i}" for i in range(401)]
     default = Passages()
     assert windows(" ".join(words[:400]), default) == []
@@ -373,18 +373,18 @@ def test_a_document_one_word_too_long(tmp_path: Path):
     assert [" ".join(words)[s:e].split() for s, e in cut] == [words[:400], words[350:]]
 
 
-def test_a_document_without_spaces_is_cut_too():
+def test_document_without_spaces_is_divided():
     assert windows("漢字" * 300, Passages(max_words=400, overlap_words=0)) == [(0, 400), (400, 600)]
 
 
-def test_a_window_whose_id_is_too_long_is_rejected(tmp_path: Path):
+def test_window_with_too_long_id_is_rejected(tmp_path: Path):
     path = write_lines(tmp_path / "d.jsonl", {"id": "x" * 512, "text": "a b c"})
     assert [type(r) for r in listed(source(path))] == [Item]
     rejects = listed(source(path, passages={"max_words": 2, "overlap_words": 0}))
     assert [r.reason for r in rejects] == ["bad id", "bad id"]
 
 
-def test_revision_changes_with_what_is_stored_and_with_nothing_else(tmp_path: Path):
+def test_revision_depends_on_stored_content(tmp_path: Path):
     def revision(record: dict, **options: object) -> str:
         [item] = listed(source(write_lines(tmp_path / "d.jsonl", record), **options))
         return item.revision
@@ -396,7 +396,7 @@ def test_revision_changes_with_what_is_stored_and_with_nothing_else(tmp_path: Pa
     assert len({revision(record) for record in [base, *changed]}) == 4
 
 
-def test_check_says_what_is_wrong(tmp_path: Path):
+def test_check_errors(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "beir").mkdir()
     (tmp_path / "beir" / "queries.jsonl").write_text("{}")
@@ -411,7 +411,7 @@ def test_check_says_what_is_wrong(tmp_path: Path):
         tmp_path / "beir": "contains no corpus.jsonl",
         tmp_path / "zero.jsonl": "is an empty file",
         tmp_path / "zero": "is an empty file",
-        tmp_path / "a.pdf": "a file that ends in",
+        tmp_path / "a.pdf": "a file ending in",
         "nosuch://a/b": "cannot be opened",
         "memory://nothing/here": "does not exist",
     }.items():
@@ -419,7 +419,7 @@ def test_check_says_what_is_wrong(tmp_path: Path):
             source(path).check()
 
 
-def test_passages_that_would_not_advance_are_refused():
+def test_rejects_overlap_of_window_size():
     with pytest.raises(
         SpecError,
         match=r"^passages.overlap_words must be an integer below"
@@ -428,7 +428,7 @@ def test_passages_that_would_not_advance_are_refused():
         source("x", passages={"max_words": 9, "overlap_words": 9})
 
 
-def test_cranfield_is_listed_completely():
+def test_cranfield():
     text = source(CRANFIELD)
     text.check()
     assert len(list(text.shards())) == 2
@@ -441,7 +441,7 @@ def test_cranfield_is_listed_completely():
     assert listed(text) == results
 
 
-def test_cranfield_as_passages():
+def test_cranfield_with_passages():
     results = listed(source(CRANFIELD, passages={}))
     items = [r for r in results if isinstance(r, Item)]
     assert (len(items), len(results) - len(items)) == (1423, 2)

@@ -1,4 +1,4 @@
-"""Bring-your-own vectors: every form of file, every reject, and tables of items."""
+"""The vectors source: file formats, rejects, and tables of items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def source(path: object, dim: int = DIM, **options: object) -> Vectors:
 
 
 def listed(vectors: Vectors) -> list[tuple[dict, int, Item | Reject]]:
-    """(shard, position, result) of everything, through pickling and JSON as in a job."""
+    """Returns (shard, position, result) of all rows, after pickling and JSON round trips as in a
+    job.
+    """
     vectors = pickle.loads(pickle.dumps(vectors))
     shards = [json.loads(json.dumps(shard)) for shard in vectors.shards()]
     results = [(s, i, r) for s in shards for i, r in enumerate(vectors.scan(s))]
@@ -39,7 +41,7 @@ def listed(vectors: Vectors) -> list[tuple[dict, int, Item | Reject]]:
 
 
 def decoded(vectors: Vectors) -> dict[str, np.ndarray]:
-    """The vectors of all items, decoded shard by shard."""
+    """Returns the vectors of all items, decoded shard by shard."""
     arrays = {}
     for shard in vectors.shards():
         wanted = [(i, r) for i, r in enumerate(vectors.scan(shard)) if isinstance(r, Item)]
@@ -87,7 +89,7 @@ def shard_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def test_npy_of_equal_lengths(tmp_path: Path, shard_size: int):
+def test_npy_with_equal_lengths(tmp_path: Path, shard_size: int):
     array = np.random.default_rng(0).standard_normal((10, 3, DIM))  # float64
     np.save(tmp_path / "vectors.npy", array)
     (tmp_path / "ids.txt").write_bytes("\ufeffä\r\n".encode() + b"b\nc\nd\ne\nf\ng\nh\ni\nlast")
@@ -100,7 +102,7 @@ def test_npy_of_equal_lengths(tmp_path: Path, shard_size: int):
     assert (item.parent_id, item.modality, item.text, item.payload) == ("ä", "vectors", None, {})
 
 
-def test_npy_of_one_vector_an_item(tmp_path: Path, shard_size: int):
+def test_npy_with_one_vector_per_item(tmp_path: Path, shard_size: int):
     array = np.arange(5 * DIM, dtype=np.float16).reshape(5, DIM)
     np.save(tmp_path / "vectors.npy", array)
     (tmp_path / "ids.txt").write_text("a\nb\nc\nd\ne\n")
@@ -111,7 +113,7 @@ def test_npy_of_one_vector_an_item(tmp_path: Path, shard_size: int):
     )
 
 
-def test_npy_of_different_lengths(tmp_path: Path, shard_size: int):
+def test_npy_with_different_lengths(tmp_path: Path, shard_size: int):
     items = corpus()
     vectors = source(write_npy(tmp_path, items))
     vectors.check()
@@ -128,7 +130,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
-def test_columns(tmp_path: Path, shard_size: int, form: str, suffix: str):
+def test_parquet_and_arrow_columns(tmp_path: Path, shard_size: int, form: str, suffix: str):
     items = corpus()
     path = tmp_path / f"items.{suffix}"
     if suffix == "parquet":
@@ -144,7 +146,7 @@ def test_columns(tmp_path: Path, shard_size: int, form: str, suffix: str):
     assert_equal(decoded(vectors), items)
 
 
-def test_a_folder_of_parquet_files_with_options_and_strings(tmp_path: Path):
+def test_parquet_folder_with_string_columns(tmp_path: Path):
     items = corpus(6)
     (tmp_path / "sub").mkdir()
     for name, rows in (("b.parquet", slice(0, 3)), ("sub/a.parquet", slice(3, 6))):
@@ -175,7 +177,7 @@ def test_integer_ids(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", ["npy", "parquet", "arrow"])
-def test_decoding_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str):
+def test_decodes_requested_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str):
     monkeypatch.setattr(vector_files, "ROWS_PER_BLOCK", 4)
     items = corpus(40)
     if form == "npy":
@@ -209,7 +211,7 @@ def test_any_fsspec_uri(tmp_path: Path):
     memory.rm("/vectors", recursive=True)
 
 
-def test_all_forms_give_equal_revisions(tmp_path: Path):
+def test_formats_have_equal_revisions(tmp_path: Path):
     items = corpus()
     write_npy(tmp_path, items)
     pq.write_table(table(items, FORMS["lists"]), tmp_path / "a.parquet")
@@ -258,7 +260,7 @@ REASONS = {
 }
 
 
-def test_rows_of_columns_that_are_rejected(tmp_path: Path, shard_size: int):
+def test_rejected_rows_of_columns(tmp_path: Path, shard_size: int):
     path = tmp_path / "a.parquet"
     pq.write_table(table(BAD, FORMS["lists"]), path, row_group_size=5)
     vectors = source(path)
@@ -268,12 +270,12 @@ def test_rows_of_columns_that_are_rejected(tmp_path: Path, shard_size: int):
     rejects = {r.item_id: (r.reason, r.detail) for r in results if isinstance(r, Reject)}
     assert rejects == REASONS
     assert all(r.stage == "list" and not r.retryable for r in results if isinstance(r, Reject))
-    # What is good is decoded from its own place, the rejects between counted.
+    # Positions of valid rows count the rejects before them.
     expected = {i: np.array(BAD[i], dtype=np.float32) for i in ("good", "also good")}
     assert_equal(decoded(vectors), expected)
 
 
-def test_null_vectors_of_fixed_width(tmp_path: Path):
+def test_null_vectors_with_fixed_width(tmp_path: Path):
     rows = {"a": [[1.0] * DIM, None], "b": None, "c": [[1, 2, 3, None]], "d": [[3.0] * DIM]}
     pq.write_table(table(rows), tmp_path / "a.parquet")
     results = {r.item_id: r for *_, r in listed(source(tmp_path))}
@@ -285,7 +287,7 @@ def test_null_vectors_of_fixed_width(tmp_path: Path):
     assert_equal(decoded(source(tmp_path)), {"d": np.full((1, DIM), 3, np.float32)})
 
 
-def test_ids_and_texts_that_are_missing_or_not_utf8(tmp_path: Path):
+def test_missing_and_non_utf8_strings(tmp_path: Path):
     latin = pa.StringArray.from_buffers(
         3, pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xe9c")
     )
@@ -308,7 +310,7 @@ def test_ids_and_texts_that_are_missing_or_not_utf8(tmp_path: Path):
     assert (reject.item_id, reject.reason) == ("b.parquet:1", "bad id")
 
 
-def test_rows_of_npy_that_are_rejected(tmp_path: Path, shard_size: int):
+def test_rejected_rows_of_npy(tmp_path: Path, shard_size: int):
     items = corpus(8)
     items["item-2"][0, 1] = np.nan
     items["item-5"] = np.empty((0, DIM), np.float32)
@@ -329,7 +331,7 @@ def test_rows_of_npy_that_are_rejected(tmp_path: Path, shard_size: int):
     assert_equal(decoded(vectors), items)
 
 
-def test_a_corrupt_file_in_a_folder_is_a_reject(tmp_path: Path):
+def test_corrupted_file_is_rejected(tmp_path: Path):
     for name in "abcd":
         pq.write_table(table({name: [[1.0] * DIM]}), tmp_path / f"{name}.parquet")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
@@ -341,7 +343,7 @@ def test_a_corrupt_file_in_a_folder_is_a_reject(tmp_path: Path):
         match=r"^id_column must be 'other', got 'id',"
         r" which is not a column",
     ):
-        vectors.check()  # c is the first that can be read
+        vectors.check()  # c.parquet is the first readable file
     *rejects, item = [r for *_, r in listed(vectors)]
     assert item.item_id == "d"
     assert [(r.item_id, r.reason, r.retryable) for r in rejects] == [
@@ -351,7 +353,7 @@ def test_a_corrupt_file_in_a_folder_is_a_reject(tmp_path: Path):
     vectors.check()
 
 
-def test_damage_within_a_file_costs_what_lies_behind_it(tmp_path: Path):
+def test_corrupted_row_group_ends_the_file(tmp_path: Path):
     path = tmp_path / "a.parquet"
     items = corpus(300)
     pq.write_table(table(items), path, row_group_size=100, compression="zstd", use_dictionary=False)
@@ -370,7 +372,7 @@ def test_damage_within_a_file_costs_what_lies_behind_it(tmp_path: Path):
     )
 
 
-def test_offsets_that_point_nowhere_end_the_file_and_not_the_process(tmp_path: Path):
+def test_invalid_arrow_offsets_do_not_crash(tmp_path: Path):
     path = tmp_path / "a.arrow"
     columns = table(corpus(50))
     with pa.ipc.new_file(path, columns.schema) as writer:
@@ -384,7 +386,7 @@ def test_offsets_that_point_nowhere_end_the_file_and_not_the_process(tmp_path: P
     assert (reject.item_id, reject.reason) == ("a.arrow:0", "unreadable file")
 
 
-def test_a_file_that_vanishes_before_it_is_decoded(tmp_path: Path):
+def test_file_removed_before_decoding(tmp_path: Path):
     folder = write_npy(tmp_path, corpus(3))
     vectors = source(folder)
     [shard] = vectors.shards()
@@ -396,7 +398,7 @@ def test_a_file_that_vanishes_before_it_is_decoded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_file_that_shrinks_before_it_is_decoded(tmp_path: Path, form: str):
+def test_file_truncated_before_decoding(tmp_path: Path, form: str):
     path = tmp_path / f"a.{form}"
 
     def write(columns: pa.Table) -> None:
@@ -416,8 +418,8 @@ def test_a_file_that_shrinks_before_it_is_decoded(tmp_path: Path, form: str):
     assert (reject.item_id, reject.stage, reject.retryable) == ("item-2", "decode", True)
 
 
-def test_check_of_npy_says_what_is_wrong(tmp_path: Path):
-    def refuses(match: str, dim: int = DIM, **files: object) -> None:
+def test_check_of_npy_files(tmp_path: Path):
+    def expect_error(match: str, dim: int = DIM, **files: object) -> None:
         for old in tmp_path.iterdir():
             old.unlink()
         for name, content in files.items():
@@ -433,57 +435,63 @@ def test_check_of_npy_says_what_is_wrong(tmp_path: Path):
     array = np.ones((2, 3, DIM), np.float32)
     flat, lengths = np.ones((6, DIM), np.float32), np.array([2, 4])
     ids = "a\nb\n"
-    refuses(
+    expect_error(
         "a folder with vectors.npy and ids.txt, or a file or folder .*, which contains no vectors"
     )
-    refuses("contains no ids.txt", vectors=array)
-    refuses("contains no vectors.npy", ids=ids)
-    refuses("^dim must be 4, the width .*, got 128", 128, vectors=array, ids=ids)
-    refuses("has 1 ids and 2 rows of vectors.npy", vectors=array, ids="a\n")
-    refuses("has 3 ids and 2 rows of lengths.npy", vectors=flat, lengths=lengths, ids="a\nb\nc")
-    refuses("6 vectors and lengths of sum 5", vectors=flat, lengths=np.array([2, 3]), ids=ids)
-    refuses("has the length -1", vectors=flat, lengths=np.array([7, -1]), ids=ids)
-    refuses("lengths.npy as float64 of shape", vectors=flat, lengths=np.ones(2), ids=ids)
-    refuses(r"shape \(T, D\), got .* shape \(2, 3, 4\)", vectors=array, lengths=lengths, ids=ids)
-    refuses(r"shape \(n, N, D\) or .*, got .* shape \(4,\)", vectors=np.ones(DIM), ids=ids)
-    refuses("contains no items", vectors=array[:0], ids="")
-    refuses("Fortran order", vectors=np.asfortranarray(array), ids=ids)
-    refuses("dtype complex128", vectors=array.astype(complex), ids=ids)
-    refuses("dtype object", vectors=np.array([["a", None]]), ids=ids)
-    refuses("unreadable vectors.npy", vectors=b"no array", ids=ids)
+    expect_error("contains no ids.txt", vectors=array)
+    expect_error("contains no vectors.npy", ids=ids)
+    expect_error("^dim must be 4, the width .*, got 128", 128, vectors=array, ids=ids)
+    expect_error("has 1 ids and 2 rows of vectors.npy", vectors=array, ids="a\n")
+    expect_error(
+        "has 3 ids and 2 rows of lengths.npy", vectors=flat, lengths=lengths, ids="a\nb\nc"
+    )
+    expect_error("6 vectors and lengths of sum 5", vectors=flat, lengths=np.array([2, 3]), ids=ids)
+    expect_error("has the length -1", vectors=flat, lengths=np.array([7, -1]), ids=ids)
+    expect_error("lengths.npy as float64 of shape", vectors=flat, lengths=np.ones(2), ids=ids)
+    expect_error(
+        r"shape \(T, D\), got .* shape \(2, 3, 4\)", vectors=array, lengths=lengths, ids=ids
+    )
+    expect_error(r"shape \(n, N, D\) or .*, got .* shape \(4,\)", vectors=np.ones(DIM), ids=ids)
+    expect_error("contains no items", vectors=array[:0], ids="")
+    expect_error("Fortran order", vectors=np.asfortranarray(array), ids=ids)
+    expect_error("dtype complex128", vectors=array.astype(complex), ids=ids)
+    expect_error("dtype object", vectors=np.array([["a", None]]), ids=ids)
+    expect_error("unreadable vectors.npy", vectors=b"no array", ids=ids)
     np.save(tmp_path / "vectors.npy", array)
     content = (tmp_path / "vectors.npy").read_bytes()
-    refuses("but the header requires", vectors=content[:-1], ids=ids)
+    expect_error("but the header requires", vectors=content[:-1], ids=ids)
     with pytest.raises(SpecError, match=r"^path must be .*does not exist"):
         source(tmp_path / "missing").check()
     with pytest.raises(SpecError, match=r"^dim must be .*got 0"):
         source(tmp_path, dim=0)
 
 
-def test_check_of_columns_says_what_is_wrong(tmp_path: Path):
-    def refuses(match: str, columns: pa.Table, **options: object) -> None:
+def test_check_of_column_files(tmp_path: Path):
+    def expect_error(match: str, columns: pa.Table, **options: object) -> None:
         pq.write_table(columns, tmp_path / "a.parquet")
         with pytest.raises(SpecError, match=match):
             source(tmp_path, **options).check()
 
     good = table({"a": [[1.0] * DIM]})
-    refuses(
+    expect_error(
         "^id_column must be one of .*id, vectors, got 'key', which is not a column",
         good,
         id_column="key",
     )
-    refuses("^vectors_column must be .*, got 'v', which is not a column", good, vectors_column="v")
-    refuses("^dim must be 4, .*, got 128", good, dim=128)
-    refuses("contains no rows", good.slice(0, 0))
-    refuses(
+    expect_error(
+        "^vectors_column must be .*, got 'v', which is not a column", good, vectors_column="v"
+    )
+    expect_error("^dim must be 4, .*, got 128", good, dim=128)
+    expect_error("contains no rows", good.slice(0, 0))
+    expect_error(
         "^id_column must be a column of strings or integers, got 'id', which has the type double",
         pa.table({"id": [1.5], "vectors": [[[1.0]]]}),
     )
-    refuses(
+    expect_error(
         "^vectors_column must be a column of lists .* list<.*: double>",
         pa.table({"id": ["a"], "vectors": [[1.0]]}),
     )
-    refuses(
+    expect_error(
         "a file without a column text, or one of strings", good.append_column("text", pa.array([1]))
     )
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
@@ -499,7 +507,7 @@ def test_check_of_columns_says_what_is_wrong(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", ["npy", "parquet", "arrow"])
-def test_listing_holds_a_few_blocks_in_memory(tmp_path: Path, form: str):
+def test_listing_memory_is_bounded(tmp_path: Path, form: str):
     array = np.ones((20_000, 10, 64), np.float32)  # 51 MB
     if form == "npy":
         path = tmp_path
@@ -534,7 +542,7 @@ def test_listing_holds_a_few_blocks_in_memory(tmp_path: Path, form: str):
     assert python_peak + arrow_peak < 20e6
 
 
-def test_items_table_equals_the_table_of_their_rows():
+def test_items_table_equals_table_of_rows():
     payload = pa.schema(
         [pa.field("vectors", vectors_type(DIM, pa.float32())), pa.field("page", pa.int32())]
     )
@@ -569,8 +577,8 @@ def test_items_table_equals_the_table_of_their_rows():
     assert items_table([Item("a", "a", "s", "m", "r")], pa.schema([])).schema.equals(ITEM)
 
 
-def test_items_table_refuses_another_width():
+def test_items_table_rejects_wrong_width():
     payload = pa.schema([pa.field("vectors", vectors_type(DIM, pa.float32()))])
     item = Item("a", "a", "s", "m", "r", payload={"vectors": np.ones((1, 3), np.float32)})
-    with pytest.raises(ValueError, match="3 numbers, expected 4"):
+    with pytest.raises(ValueError, match="must have 4 dimensions, got 3"):
         items_table([item], payload)

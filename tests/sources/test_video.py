@@ -1,4 +1,4 @@
-"""Video files as items: windows with frames and sound."""
+"""The video source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject
 from pipeline.sources.video import Video
-from tests.media import every, heard, number_of, tar, tone_of, tones, write_sound, write_video
+from tests.media import (
+    frame_times,
+    frequency,
+    make_tar,
+    read_number,
+    tone_at,
+    tones,
+    write_audio,
+    write_video,
+)
 from tests.sources.test_audio import read, samples, stored
 
 BOTH = ("frames", "audio")
@@ -33,118 +42,120 @@ def frames(item: Item) -> list[np.ndarray]:
     ]
 
 
-def test_a_window_is_an_item(tmp_path):
+def test_window_is_item(tmp_path):
     (tmp_path / "folder").mkdir()
-    write_video(tmp_path / "folder/a b.MP4", every(10, 10), sound=tones(10))
-    found = read(source(tmp_path, window_seconds=4, fps=1))
+    write_video(tmp_path / "folder/a b.MP4", frame_times(10, 10), audio=tones(10))
+    results = read(source(tmp_path, window_seconds=4, fps=1))
     ids = [f"folder/a b.MP4#t={span}" for span in ("0,4", "4,8", "8,10")]
-    assert list(found)[:2] == ids[:2] and len(found) == 3
-    item = found[ids[1]]
+    assert list(results)[:2] == ids[:2] and len(results) == 3
+    item = results[ids[1]]
     assert (item.parent_id, item.modality) == ("folder/a b.MP4", "video")
     assert item.span == ("seconds", 4, 8)
     used = item.metadata["frames"]
     assert used == [[40, 4.0], [50, 5.0], [60, 6.0], [70, 7.0]]
     assert [[f["index"], f["seconds"]] for f in item.payload["frames"].to_pylist()] == used
-    assert [number_of(frame) for frame in frames(item)] == [40, 50, 60, 70]
-    about = {"width": 192, "height": 108, "rotation": 0, "has_audio": True, "num_frames": 100}
-    assert about.items() <= item.metadata.items()
+    assert [read_number(frame) for frame in frames(item)] == [40, 50, 60, 70]
+    info = {"width": 192, "height": 108, "rotation": 0, "has_audio": True, "num_frames": 100}
+    assert info.items() <= item.metadata.items()
     assert item.metadata["fps"] == pytest.approx(10)
     assert item.payload["audio"]["start"] == pytest.approx(4, abs=1e-3)
-    assert heard(samples(item)[3200:12_800], 16_000) == pytest.approx(tone_of(4.0), abs=4)
+    assert frequency(samples(item)[3200:12_800], 16_000) == pytest.approx(tone_at(4.0), abs=4)
 
 
 @pytest.mark.parametrize("revision", ["content", "stat"])
-def test_a_whole_video_is_an_item(tmp_path, revision):
-    write_video(tmp_path / "a.mp4", every(4, 10))
+def test_video_is_item_without_windows(tmp_path, revision):
+    write_video(tmp_path / "a.mp4", frame_times(4, 10))
     media = source(
         tmp_path, window_seconds=None, sampling="uniform", num_frames=2, revision=revision
     )
     (item,) = read(media).values()
     assert (item.item_id, item.parent_id, item.span) == ("a.mp4", "a.mp4", ("seconds", 0.0, 4.0))
-    assert [number_of(frame) for frame in frames(item)] == [10, 30]
+    assert [read_number(frame) for frame in frames(item)] == [10, 30]
     assert item.payload["audio"] is None
     assert item.revision
 
 
-def test_only_what_is_wanted_is_there(tmp_path):
-    write_video(tmp_path / "a.mp4", every(2, 10), sound=tones(2))
+def test_payload_has_wanted_inputs_only(tmp_path):
+    write_video(tmp_path / "a.mp4", frame_times(2, 10), audio=tones(2))
     for wants in (("frames",), ("audio",), ("item_id",)):
         media = source(tmp_path, wants)
         (item,) = read(media).values()
         assert list(item.payload) == [kind for kind in wants if kind != "item_id"]
 
 
-def test_a_turned_video_is_upright(tmp_path):
-    write_video(tmp_path / "a.mov", every(1, 10), rotation=90)
+def test_rotated_video_is_upright(tmp_path):
+    write_video(tmp_path / "a.mov", frame_times(1, 10), rotation=90)
     (item,) = read(source(tmp_path)).values()
     assert (item.metadata["width"], item.metadata["height"]) == (108, 192)
     assert item.metadata["rotation"] == 90
     (frame,) = frames(item)
-    assert frame.shape == (192, 108, 3) and number_of(np.rot90(frame)) == 0
+    assert frame.shape == (192, 108, 3) and read_number(np.rot90(frame)) == 0
 
 
-def test_what_cannot_be_read_is_a_reject(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.mkv").write_text("no film")
-    whole = write_video(tmp_path / "cut.mp4", every(4, 10))
-    whole.write_bytes(whole.read_bytes()[:-500])  # its list of frames stands at the end
-    write_sound(tmp_path / "blind.wav", tones(2)).rename(tmp_path / "blind.mp4")
+    whole = write_video(tmp_path / "cut.mp4", frame_times(4, 10))
+    whole.write_bytes(whole.read_bytes()[:-500])  # the index of frames is at the end
+    write_audio(tmp_path / "blind.wav", tones(2)).rename(tmp_path / "blind.mp4")
     write_video(tmp_path / "good.mp4", [0])
     expected = {"empty.mp4": "empty file", "text.mkv": "not a video", "cut.mp4": "damaged video"}
-    found = read(source(tmp_path))
-    reasons = {name: r.reason for name, r in found.items() if isinstance(r, Reject)}
+    results = read(source(tmp_path))
+    reasons = {name: r.reason for name, r in results.items() if isinstance(r, Reject)}
     assert reasons == expected
-    assert samples(found["blind.mp4#t=0,2"]).size == 32_000
-    assert found["blind.mp4#t=0,2"].payload["frames"].to_pylist() == []
-    assert len(frames(found["good.mp4#t=0,0.033"])) == 1
+    assert samples(results["blind.mp4#t=0,2"]).size == 32_000
+    assert results["blind.mp4#t=0,2"].payload["frames"].to_pylist() == []
+    assert len(frames(results["good.mp4#t=0,0.033"])) == 1
     only_frames = read(source(tmp_path, ("frames",)))
     assert only_frames["blind.mp4#t=0,2"].reason == "no video track"
 
 
-def test_a_damaged_end_costs_its_windows(tmp_path):
-    path = write_video(tmp_path / "a.mp4", every(8, 10), sound=tones(2))
-    found = read(source(tmp_path, window_seconds=2))
-    assert [isinstance(item, Item) for item in found.values()] == [True] * 4
-    assert found["a.mp4#t=4,6"].payload["audio"] is None
+def test_windows_beyond_readable_end_are_rejected(tmp_path):
+    path = write_video(tmp_path / "a.mp4", frame_times(8, 10), audio=tones(2))
+    items = read(source(tmp_path, window_seconds=2))
+    assert [isinstance(item, Item) for item in items.values()] == [True] * 4
+    assert items["a.mp4#t=4,6"].payload["audio"] is None
     media = source(tmp_path, window_seconds=2)
     (shard,) = media.shards()
     listed = list(enumerate(media.scan(shard)))
-    write_video(path, every(5, 10))
+    write_video(path, frame_times(5, 10))
     results = list(media.decode(shard, listed))
     assert [isinstance(r, Item) for r in results] == [True, True, True, False]
     assert results[-1].reason == "nothing in this window"
 
 
-def test_previews_of_stored_items(tmp_path):
-    path = write_video(tmp_path / "x.mp4", every(6, 10), sound=tones(6))
+def test_previews_of_indexed_items(tmp_path):
+    path = write_video(tmp_path / "x.mp4", frame_times(6, 10), audio=tones(6))
     (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.tar").write_bytes(tar([("clip.mp4", path.read_bytes())]))
+    (tmp_path / "in/a.tar").write_bytes(make_tar([("clip.mp4", path.read_bytes())]))
     path.rename(tmp_path / "in/b.mp4")
     media = source(tmp_path / "in", window_seconds=3, max_pixels=5000)
-    found = read(media)
+    results = read(media)
     for name in ("clip#t=3,6", "b.mp4#t=3,6"):
-        item = next(item for key, item in found.items() if key.startswith(name[:-1]))
-        jpeg = media.picture(stored(item), 4.25)
+        item = next(item for key, item in results.items() if key.startswith(name[:-1]))
+        jpeg = media.preview_image(stored(item), 4.25)
         image = np.asarray(Image.open(io.BytesIO(jpeg)))
-        assert number_of(image) == 42 and image.shape[0] * image.shape[1] <= 5000
-        sound, rate, start = media.sound(stored(replace(item, span=("seconds", 4.0, 4.9))))
-        assert heard(sound, rate) == pytest.approx(tone_of(4.0), abs=4)
+        assert read_number(image) == 42 and image.shape[0] * image.shape[1] <= 5000
+        samples, rate, start = media.preview_audio(
+            stored(replace(item, span=("seconds", 4.0, 4.9)))
+        )
+        assert frequency(samples, rate) == pytest.approx(tone_at(4.0), abs=4)
         assert start == pytest.approx(4.0, abs=0.01)
     write_video(tmp_path / "in/c.mp4", [0, 1])
     with pytest.raises(Unreadable, match="no audio track"):
-        media.sound({"parent_id": "c.mp4", "metadata": {}, "span": {"start": 0, "end": 1}})
+        media.preview_audio({"parent_id": "c.mp4", "metadata": {}, "span": {"start": 0, "end": 1}})
 
 
-def test_videos_that_lie_elsewhere(tmp_path):
-    path = write_video(tmp_path / "a.mp4", every(2, 10))
+def test_videos_on_other_file_systems(tmp_path):
+    path = write_video(tmp_path / "a.mp4", frame_times(2, 10))
     with fsspec.open("memory://films/deep/a.mp4", "wb") as file:
         file.write(path.read_bytes())
     (item,) = read(source("memory://films")).values()
     assert item.item_id == "deep/a.mp4#t=0,2" and len(frames(item)) == 1
 
 
-def test_the_revision_tells_what_changes_the_item(tmp_path):
-    write_video(tmp_path / "a.mp4", every(2, 10), sound=tones(2))
+def test_revision_depends_on_content_and_options(tmp_path):
+    write_video(tmp_path / "a.mp4", frame_times(2, 10), audio=tones(2))
 
     def revision(*wants: str, **options: Any) -> str:
         (item,) = source(tmp_path, wants or BOTH, window_seconds=None, **options).scan(
@@ -152,7 +163,7 @@ def test_the_revision_tells_what_changes_the_item(tmp_path):
         )
         return item.revision
 
-    assert revision() == revision(look_fps=9)  # nobody looks
+    assert revision() == revision(look_fps=9)  # has no effect without scene detection
     assert revision(fps=2) != revision() != revision(sample_rate=8000)
     assert revision("audio") == revision("audio", fps=2) != revision("frames")
     assert revision(sampling="scenes") != revision(sampling="scenes", look_fps=9)
@@ -173,16 +184,16 @@ def test_the_revision_tells_what_changes_the_item(tmp_path):
         ({"max_pixels": 3}, "max_pixels"),
     ],
 )
-def test_options_that_make_no_sense(options, sentence):
+def test_invalid_options(options, sentence):
     with pytest.raises(SpecError, match=sentence):
         parse(Video.Spec, {"path": "x", **options})
 
 
-def test_few_frames_are_in_memory_together():
-    def most(*wants: str, **options: Any) -> int:
+def test_unit_limit():
+    def unit_limit(*wants: str, **options: Any) -> int:
         return source("x", wants or ("frames",), **options).max_unit_items
 
-    assert most(sampling="uniform") == (128 << 20) // (16 * 3_000_000)
-    assert most(fps=0.1) > most()
-    assert most(num_frames=4096, sampling="uniform") == 1
-    assert most("audio") == (128 << 20) // (30 * 16_000 * 4)
+    assert unit_limit(sampling="uniform") == (128 << 20) // (16 * 3_000_000)
+    assert unit_limit(fps=0.1) > unit_limit()
+    assert unit_limit(num_frames=4096, sampling="uniform") == 1
+    assert unit_limit("audio") == (128 << 20) // (30 * 16_000 * 4)

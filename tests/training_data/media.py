@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.media import every, tones, write_sound, write_video
+from tests.media import frame_times, tones, write_audio, write_video
 from tests.training_data.files import write_lines
 
 
@@ -15,13 +15,13 @@ def write_clip(path: Path, seconds: int = 2, has_audio: bool = True) -> Path:
     """Writes a video with small frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     audio = tones(seconds) if has_audio else None
-    return write_video(path, every(seconds, 4), size=(64, 48), sound=audio)
+    return write_video(path, frame_times(seconds, 4), size=(64, 48), audio=audio)
 
 
 def write_audio(path: Path, seconds: float = 2) -> Path:
     """Writes an audio file of tones."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_sound(path, tones(seconds))
+    return write_audio(path, tones(seconds))
 
 
 def write_msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_audio: bool = True) -> Path:

@@ -20,7 +20,7 @@ from pipeline.training_data.media import Decoding, decode_media
 from pipeline.training_data.row_data import NO_DOCUMENT
 from pipeline.training_data.videos import read_csv
 from tests.conftest import ROOT
-from tests.media import heard, spoil, tone_of
+from tests.media import corrupt_frames, frequency, tone_at
 from tests.train.runs import spec_of, trained
 from tests.training_data.files import IMAGES, NAMES, build_data, epoch_batches, write_lines
 from tests.training_data.media import QUERY, write_audio, write_clip, write_msrvtt, write_multivent
@@ -162,7 +162,7 @@ def test_audio_documents_need_audio(tmp_path):
 def test_missing_and_corrupted_videos(tmp_path, caplog):
     for name in "abc":
         write_clip(tmp_path / f"{name}.mp4", has_audio=False)
-    spoil(tmp_path / "b.mp4")
+    corrupt_frames(tmp_path / "b.mp4")
     rows = [{"query": name, "video": f"{name}.mp4"} for name in "abcd"]
     path = write_lines(tmp_path / "pairs.jsonl", rows)
     data = build_data(3, name="pairs", path=path)
@@ -367,7 +367,7 @@ def test_multivent_format(tmp_path, caplog):
     assert found["aB3_dE-fG10.mp4"] is None and len(found["aB3_dE-fG11.mp4"]["samples"])
     samples = found["247.m4a"]["samples"]  # from the audio file
     assert len(samples) == 4 * 16_000
-    assert heard(np.frombuffer(samples, "<f4"), 16_000) == pytest.approx(tone_of(0.5), abs=5)
+    assert frequency(np.frombuffer(samples, "<f4"), 16_000) == pytest.approx(tone_at(0.5), abs=5)
 
 
 def test_separate_validation_data(tmp_path):

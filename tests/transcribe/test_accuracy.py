@@ -1,4 +1,4 @@
-"""Word errors, on cases that can be counted by hand."""
+"""Word error rates of small examples."""
 
 import pytest
 

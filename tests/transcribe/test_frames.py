@@ -1,4 +1,4 @@
-"""Text in frames: what is read, and what is one line over time."""
+"""Text lines of frames: detection of changes, and tracking."""
 
 import itertools
 
@@ -8,8 +8,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.transcribe import Line, Word
-from pipeline.transcribe.frames import Reading, change, is_redrawn, is_same_text, read_frames
-from tests.media import every, write_video
+from pipeline.transcribe.frames import OcrLine, has_changed, is_same_text, max_change, read_frames
+from tests.media import frame_times, write_video
 
 TITLE, BELOW = (0.1, 0.1, 0.6, 0.2), (0.1, 0.7, 0.6, 0.8)
 
@@ -19,12 +19,12 @@ def frame(seconds: float, shade: int) -> dict:
     return {"index": 0, "seconds": seconds, "height": 48, "width": 64, "pixels": pixels}
 
 
-def reading(text: str, box=TITLE, confidence: float = 0.9) -> Reading:
-    return Reading(Line(tuple(Word(part, box) for part in text.split())), box, confidence)
+def reading(text: str, box=TITLE, confidence: float = 0.9) -> OcrLine:
+    return OcrLine(Line(tuple(Word(part, box) for part in text.split())), box, confidence)
 
 
-def follow(*shown: list[Reading], end: float | None = None, step: int = 20) -> list:
-    """(text, times) of lines; the frames come every second, and differ by `step` levels."""
+def follow(*shown: list[OcrLine], end: float | None = None, step: int = 20) -> list:
+    """Returns (text, times) of lines in frames at 1 s intervals that differ by `step` levels."""
     frames = [frame(i, step * i) for i in range(len(shown))]
     span = None if end is None else (0.0, end)
     readings = iter(shown)
@@ -32,7 +32,7 @@ def follow(*shown: list[Reading], end: float | None = None, step: int = 20) -> l
     return [(line.text, *{word.times for word in line.words}) for line in lines]
 
 
-def test_a_line_that_stays_is_one_line():
+def test_persistent_line_is_one_line():
     stays = [reading("good evening")]
     assert follow(stays, stays, stays, end=3.5) == [("good evening", (0, 3.5))]
 
@@ -47,13 +47,13 @@ def test_lines_appear_and_disappear_halfway_between_frames():
     ]
 
 
-def test_lines_of_the_first_and_last_frame_last_as_long_as_the_item():
+def test_lines_of_first_and_last_frame_extend_to_span():
     frames = [frame(11.0, 0), frame(13.0, 50)]
     (line,) = read_frames(frames, (10.0, 15.0), lambda image: [reading("always")], 0.01)
     assert line.words[0].times == (10.0, 15.0)
 
 
-def test_the_most_confident_reading_of_an_unchanged_image_is_kept():
+def test_most_confident_reading_is_kept():
     lines = follow(
         [reading("g00d evening", confidence=0.6)],
         [reading("Good evening", confidence=0.95)],
@@ -90,7 +90,7 @@ def test_different_digits_and_words_are_different_lines(texts, step):
         ("version C", "version C++"),
     ],
 )
-def test_readings_that_may_differ_are_the_same_text_only_in_an_unchanged_image(first, second):
+def test_similar_readings_are_equal_only_if_image_is_unchanged(first, second):
     assert is_same_text(first, second, lambda: True)
     assert not is_same_text(first, second, lambda: False)
 
@@ -99,31 +99,31 @@ def test_readings_that_may_differ_are_the_same_text_only_in_an_unchanged_image(f
     ("first", "second"),
     [("Good Evening", "good evening."), ("\u201cso it goes\u201d", "so it goes"), ("a  b", "a b")],
 )
-def test_case_blanks_and_punctuation_around_words_do_not_count(first, second):
+def test_case_spaces_and_punctuation_are_ignored(first, second):
     assert is_same_text(first, second, lambda: False)
 
 
-def test_equal_text_elsewhere_is_another_line():
+def test_equal_text_at_different_location_is_different_line():
     lines = follow([reading("yes")], [reading("yes", BELOW)])
     assert lines == [("yes", (0, 0.5)), ("yes", (0.5, 1))]
 
 
-def test_another_text_at_the_same_place_is_another_line():
+def test_different_text_at_same_location_is_different_line():
     lines = follow([reading("good evening")], [reading("good night")])
     assert [text for text, _ in lines] == ["good evening", "good night"]
 
 
-def test_two_equal_lines_stay_two():
-    box = (0.1, 0.19, 0.6, 0.29)  # detected boxes of neighbours overlap a little
+def test_equal_lines_remain_separate():
+    box = (0.1, 0.19, 0.6, 0.29)  # detected boxes of adjacent lines overlap slightly
     twice = [reading("repeat"), reading("repeat", box)]
     assert follow(twice, twice) == [("repeat", (0, 1)), ("repeat", (0, 1))]
 
 
-def test_a_frame_that_shows_nothing_new_is_not_read():
+def test_unchanged_frames_are_not_read():
     read = []
 
-    def reader(picture):
-        read.append(picture[0, 0, 0])
+    def reader(image):
+        read.append(image[0, 0, 0])
         return [reading("good evening")]
 
     frames = [frame(0, 100), frame(1, 101), frame(2, 102), frame(3, 140)]
@@ -132,33 +132,33 @@ def test_a_frame_that_shows_nothing_new_is_not_read():
     assert line.words[0].times == (0, 4)
 
 
-def test_what_changes_slowly_is_read_in_the_end():
+def test_slow_changes_are_read():
     read = []
     frames = [frame(i, 100 + 5 * i) for i in range(9)]
-    read_frames(frames, None, lambda picture: read.append(picture[0, 0, 0]) or [], min_change=0.05)
+    read_frames(frames, None, lambda image: read.append(image[0, 0, 0]) or [], min_change=0.05)
     assert read == [100, 115, 130]
 
 
-def test_frames_of_equal_times_and_of_none():
+def test_frames_with_equal_times():
     frames = [frame(2.0, 0), frame(2.0, 100)]
-    (line,) = read_frames(frames, None, lambda picture: [reading("once")], min_change=0.0)
+    (line,) = read_frames(frames, None, lambda image: [reading("once")], min_change=0.0)
     assert line.words[0].times == (2.0, 2.0)
-    assert read_frames([], None, lambda picture: [reading("never")], min_change=0.0) == []
+    assert read_frames([], None, lambda image: [reading("never")], min_change=0.0) == []
 
 
-def test_a_small_line_of_text_is_a_change():
+def test_small_line_of_text_is_detected():
     before = np.full((720, 1280, 3), 30, np.uint8)
     noise = np.random.default_rng(0).integers(-2, 3, before.shape)
-    assert change(before, (before + noise).astype(np.uint8)) < 0.02
+    assert max_change(before, (before + noise).astype(np.uint8)) < 0.02
     after = before.copy()
     after[600:616, 100:140:5] = 220  # eight thin strokes
-    assert change(before, after) > 0.03
-    assert change(before, before[:360]) == 1.0
+    assert max_change(before, after) > 0.03
+    assert max_change(before, before[:360]) == 1.0
 
 
 @pytest.mark.parametrize("size", [12, 20, 40])
 @pytest.mark.parametrize("digits", ["38", "56", "17", "60"])
-def test_one_digit_is_seen_through_compression(tmp_path, size, digits):
+def test_changed_digit_is_detected_despite_compression(tmp_path, size, digits):
     font = ImageFont.load_default(size)
     images = []
     for number, digit in enumerate(digits[0] * 3 + digits[1] * 3):
@@ -166,21 +166,21 @@ def test_one_digit_is_seen_through_compression(tmp_path, size, digits):
         ImageDraw.Draw(image).text((20, 40), f"Total {digit} of 9", (230, 230, 230), font)
         ImageDraw.Draw(image).ellipse((260, 10 * number, 280, 10 * number + 20), (200, 30, 30))
         images.append(np.asarray(image))
-    path = write_video(tmp_path / "a.mp4", every(6, 1), size=(320, 128), frames=images)
+    path = write_video(tmp_path / "a.mp4", frame_times(6, 1), size=(320, 128), frames=images)
     with av.open(str(path)) as container:
         shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     left, top, right, bottom = font.getbbox("Total 8 of 9")
     box = ((20 + left) / 320, (38 + top) / 128, (20 + right) / 320, (42 + bottom) / 128)
-    redrawn = [is_redrawn(a, b, box) for a, b in itertools.pairwise(shown)]
+    redrawn = [has_changed(a, b, box) for a, b in itertools.pairwise(shown)]
     assert redrawn == [False, False, True, False, False]
 
 
-def test_a_frame_in_which_one_small_digit_changed_is_read():
+def test_frame_with_changed_digit_is_read():
     before = np.full((48, 64, 3), 200, np.uint8)
     before[8:18, 10:14] = 100
     after = before.copy()
     after[12:14, 10:14] = 200
-    assert change(before, after) < 0.02
+    assert max_change(before, after) < 0.02
     frames = [frame(0, 0) | {"pixels": before.tobytes()}, frame(1, 0) | {"pixels": after.tobytes()}]
     readings = iter([[reading("0", (0.1, 0.1, 0.3, 0.5))], [reading("8", (0.1, 0.1, 0.3, 0.5))]])
     lines = read_frames(frames, None, lambda image: next(readings), min_change=0.02)

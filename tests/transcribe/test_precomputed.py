@@ -1,4 +1,4 @@
-"""Transcripts of others: JSON lines and MultiVENT's CSV files, with all that is wrong in them."""
+"""Precomputed transcripts: JSON lines, MultiVENT CSV files, and malformed files."""
 
 import io
 import json
@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def tables(tmp_path, monkeypatch) -> Path:
-    """A temporary folder of its own, as each machine has one."""
+    """An empty temporary folder."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -59,7 +59,7 @@ def window(start: float, end: float, unit: str = "seconds") -> dict:
 # -- JSON lines ------------------------------------------------------------------------------
 
 
-def test_lines_have_their_places(tmp_path):
+def test_lines_have_boxes_and_times(tmp_path):
     path = write(
         tmp_path / "ocr.jsonl",
         {"id": "a", "text": "Delta", "box": [0, 0.5, 0.25, 1], "start": 1, "end": 2.5},
@@ -84,7 +84,7 @@ def test_lines_have_their_places(tmp_path):
     assert texts(recogniser, "c") == texts(recogniser, "unknown") == []
 
 
-def test_a_window_has_the_sentences_whose_middle_it_holds(tmp_path):
+def test_sentences_belong_to_window_of_their_middle(tmp_path):
     path = write(
         tmp_path / "asr.jsonl",
         {"id": "v.mp4", "text": "before", "start": 3, "end": 4},
@@ -94,15 +94,17 @@ def test_a_window_has_the_sentences_whose_middle_it_holds(tmp_path):
         {"id": "v.mp4#20", "text": "its own", "start": 900, "end": 901},
     )
     speech = PrecomputedSpeech(spec(path))
-    found = {start: [x.text for x in speech.lines(window(start, start + 10))] for start in (0, 10)}
-    assert found == {0: ["before", "long", "whole"], 10: ["ten tons", "hour"]}
+    results = {
+        start: [x.text for x in speech.lines(window(start, start + 10))] for start in (0, 10)
+    }
+    assert results == {0: ["before", "long", "whole"], 10: ["ten tons", "hour"]}
     assert [x.text for x in speech.lines(window(20, 30))] == ["its own"]
     assert texts(speech, "v.mp4", parent_id="v.mp4") == ["before", "ten tons", "long hour", "whole"]
     pages = [len(speech.lines(window(number, number, "page"))) for number in (1, 2)]
     assert pages == [4, 0]
 
 
-def test_words_have_their_confidence_and_unsure_ones_can_be_left_out(tmp_path):
+def test_min_confidence(tmp_path):
     path = write(
         tmp_path / "asr.jsonl",
         {"id": "a", "text": "good evening", "confidence": 0.75},
@@ -114,18 +116,18 @@ def test_words_have_their_confidence_and_unsure_ones_can_be_left_out(tmp_path):
     ]
     assert [word.confidence for word in words[:3]] == [0.75, 0.75, 0.1]
     assert math.isnan(words[3].confidence)
-    sure = PrecomputedSpeech(spec(path, min_confidence=0.5))
-    assert texts(sure, "a") == ["good evening", "unknown"]
+    filtered = PrecomputedSpeech(spec(path, min_confidence=0.5))
+    assert texts(filtered, "a") == ["good evening", "unknown"]
 
 
-def test_words_that_are_said_twice_stay_two(tmp_path):
+def test_repeated_words_are_kept(tmp_path):
     word = {"id": "a", "text": "very"}
     timed = {**word, "start": 1, "end": 2}
     path = write(tmp_path / "asr.jsonl", word, word, timed, timed)
     assert texts(PrecomputedSpeech(spec(path)), "a") == ["very"] * 3
 
 
-def test_bytes_that_cannot_be_stored_are_left_out(tmp_path):
+def test_unstorable_characters_are_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": "a", "te\0xt": "one\\u0000 \\ud800 two"}\r\n\0\n')
     assert texts(PrecomputedText(spec(path)), "a") == ["one ? two"]
@@ -155,7 +157,7 @@ def test_bytes_that_cannot_be_stored_are_left_out(tmp_path):
         ({"id": "a", "text": "x", "confidence": "high"}, "has the confidence 'high'"),
     ],
 )
-def test_an_invalid_line_is_named(tmp_path, tables, line, problem):
+def test_error_names_invalid_line(tmp_path, tables, line, problem):
     path = write(tmp_path / "asr.jsonl", {"id": "a", "text": "fine"}, line)
     with pytest.raises(SpecError) as raised:
         PrecomputedText.check(spec(path))
@@ -164,14 +166,14 @@ def test_an_invalid_line_is_named(tmp_path, tables, line, problem):
     assert [file.suffix for file in tables.rglob("*.*")] == [".lock"]
 
 
-def test_ids_that_nothing_has_are_told(tmp_path):
+def test_unmatched_ids(tmp_path):
     path = write(tmp_path / "a.jsonl", *({"id": f"id-{i}", "text": "x"} for i in range(9)))
-    assert PrecomputedText.unmatched(spec(path), iter(["id-0", "id-8", "id-8", "other"])) == (
+    assert PrecomputedText.find_unmatched(spec(path), iter(["id-0", "id-8", "id-8", "other"])) == (
         7,
         [f"id-{i}" for i in range(1, 6)],
     )
     known = [f"id-{i}" for i in range(9)]
-    assert PrecomputedText.unmatched(spec(path), known) == (0, [])
+    assert PrecomputedText.find_unmatched(spec(path), known) == (0, [])
 
 
 # -- MultiVENT -------------------------------------------------------------------------------
@@ -199,9 +201,9 @@ def tar(files: dict[str, bytes | str], mode: str = "w:gz") -> bytes:
     with tarfile.open(fileobj=data, mode=mode) as archive:
         for name, content in files.items():
             content = content.encode() if isinstance(content, str) else content
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     return data.getvalue()
 
 
@@ -222,7 +224,7 @@ def folder(files: dict[str, bytes | str], path: Path) -> Path:
 
 @pytest.fixture(params=["folder", "tar", "tar.gz", "zip", "tar.gz in zip", "zip in tar"])
 def both(request, tmp_path) -> Path:
-    """Speech and text in one of the forms in which they come."""
+    """Speech and text files in a folder or one of the supported archives."""
     files = {**SPEECH_FILES, **TEXT_FILES}
     match request.param:
         case "folder":
@@ -242,7 +244,7 @@ def both(request, tmp_path) -> Path:
     return tmp_path / name
 
 
-def test_multivent_in_all_its_wrappings(both):
+def test_multivent_archives(both):
     speech = PrecomputedSpeech(spec(both))
     assert texts(speech, "247") == texts(speech, "test/000003/247.mp4") == ["good evening"]
     assert texts(speech, "248") == texts(speech, "249") == []
@@ -258,14 +260,14 @@ def test_multivent_in_all_its_wrappings(both):
     assert word.kind == TEXT and all(map(math.isnan, (*word.box, *word.times)))
 
 
-def test_frames_have_times_where_their_rate_is_known(tmp_path):
+def test_frame_times_require_fps(tmp_path):
     text = PrecomputedText(spec(folder(TEXT_FILES, tmp_path / "csv")))
     item = {"item_id": "247", "metadata": '{"fps": 25}'}
-    found = [(line.text, line.words[0].times) for line in text.lines(item)]
-    assert found == [("NEWS", (0, 5)), ("ten o'clock", (0, 1))]
+    results = [(line.text, line.words[0].times) for line in text.lines(item)]
+    assert results == [("NEWS", (0, 5)), ("ten o'clock", (0, 1))]
 
 
-def test_one_video_in_two_archives_is_one(tmp_path):
+def test_video_in_two_archives(tmp_path):
     more = "000003/247.m4a.csv", "video_id,text\n000003/247.m4a,and good night\n"
     (tmp_path / "a.tar.gz").write_bytes(tar(SPEECH_FILES))
     (tmp_path / "b.tar.gz").write_bytes(tar(SPEECH_FILES | {more[0]: more[1]}))
@@ -273,13 +275,13 @@ def test_one_video_in_two_archives_is_one(tmp_path):
     assert texts(speech, "247") == ["good evening", "and good night"]
 
 
-def test_ids_of_multivent_match_by_name(tmp_path):
+def test_multivent_ids_match_by_name(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar(SPEECH_FILES, "w"))
     known = ["000003/247.mp4", "000003/248.mp4", "249"]
-    assert PrecomputedSpeech.unmatched(spec(tmp_path), known) == (1, ["250"])
+    assert PrecomputedSpeech.find_unmatched(spec(tmp_path), known) == (1, ["250"])
 
 
-def test_hours_of_speech_stand_in_one_field(tmp_path):
+def test_hours_of_speech_in_one_field(tmp_path):
     long = "word " * 100_000
     path = write(tmp_path / "1.m4a.csv", "video_id,text", f'0/1.m4a,"{long}"')
     (line,) = PrecomputedSpeech(spec(path)).lines({"item_id": "1"})
@@ -289,7 +291,7 @@ def test_hours_of_speech_stand_in_one_field(tmp_path):
 # -- files -----------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_errors_name_unreadable_files(tmp_path):
     with pytest.raises(SpecError, match="does not exist"):
         PrecomputedText.check(spec(tmp_path / "nothing.jsonl"))
     write(tmp_path / "readme.txt", "hello")
@@ -315,13 +317,13 @@ def test_what_cannot_be_read_is_named(tmp_path):
         PrecomputedSpeech.check(spec(path))
 
 
-def refused(path: Path, kind: type[Precomputed] = PrecomputedText) -> str:
+def check_error(path: Path, kind: type[Precomputed] = PrecomputedText) -> str:
     with pytest.raises(SpecError) as raised:
         kind.check(spec(path))
     return str(raised.value)
 
 
-def test_files_that_are_made_to_exhaust(tmp_path, monkeypatch):
+def test_malicious_files_are_rejected(tmp_path, monkeypatch):
     inner = {"a.jsonl": '{"id": "a", "text": "x"}'}
     for _ in range(MAX_ARCHIVE_DEPTH - 1):
         inner = {"a.zip": zipped(inner)}
@@ -330,32 +332,32 @@ def test_files_that_are_made_to_exhaust(tmp_path, monkeypatch):
     for _ in range(100):
         inner = {"a.zip": zipped(inner)}
     (tmp_path / "a.zip").write_bytes(zipped(inner))
-    assert "an archive nested at most 4 deep, got " in refused(tmp_path / "a.zip")
+    assert "an archive nested at most 4 deep, got " in check_error(tmp_path / "a.zip")
 
     monkeypatch.setattr(precomputed, "MAX_LINE_BYTES", 4_096)
     content = '{"id": "a", "text": "' + "x" * 5_000 + '"}'
     (tmp_path / "a.tar.gz").write_bytes(tar({"b.jsonl": content}))
-    assert "b.jsonl:1', which is longer" in refused(tmp_path / "a.tar.gz")
+    assert "b.jsonl:1', which is longer" in check_error(tmp_path / "a.tar.gz")
     write(tmp_path / "1.m4a.csv", "video_id,text", "0/1.m4a," + "x" * 5_000)
-    assert "1.m4a.csv:2', which is longer" in refused(tmp_path / "1.m4a.csv", PrecomputedSpeech)
+    assert "1.m4a.csv:2', which is longer" in check_error(tmp_path / "1.m4a.csv", PrecomputedSpeech)
     row = '0/1.m4a,"' + "x\n" * 5_000 + '"'
     write(tmp_path / "1.m4a.csv", "video_id,text", row)
-    assert "field larger than" in refused(tmp_path / "1.m4a.csv", PrecomputedSpeech)
+    assert "field larger than" in check_error(tmp_path / "1.m4a.csv", PrecomputedSpeech)
 
     member = tarfile.TarInfo("a.jsonl")
     member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(50 << 30)}
     (tmp_path / "a.tar").write_bytes(member.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
-    assert "which is a sparse file" in refused(tmp_path / "a.tar")
+    assert "which is a sparse file" in check_error(tmp_path / "a.tar")
 
 
-def test_a_special_file_is_named(tmp_path):
-    os.mkfifo(tmp_path / "a.jsonl")  # opening it would wait for somebody who writes
+def test_special_files_are_rejected(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")  # opening it would wait for a writer
     (tmp_path / "b.jsonl").symlink_to("/dev/zero")
     for path in (tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl"):
-        assert "must be a regular file, got " in refused(path)
+        assert "must be a regular file, got " in check_error(path)
 
 
-def test_the_form_says_what_is_read(tmp_path):
+def test_form(tmp_path):
     path = write(tmp_path / "words.txt", {"id": "a", "text": "any name"})
     assert texts(PrecomputedText(spec(path, form="jsonl")), "a") == ["any name"]
     write(tmp_path / "words.jsonl", {"id": "a", "text": "lines"})
@@ -365,7 +367,7 @@ def test_the_form_says_what_is_read(tmp_path):
     assert texts(PrecomputedSpeech(spec(tmp_path)), "a") == ["columns", "lines"]
 
 
-def test_any_file_system_is_read():
+def test_other_file_systems():
     with fsspec.open("memory://transcripts/a.jsonl", "w") as file:
         file.write('{"id": "a", "text": "far away"}')
     assert texts(PrecomputedText(spec("memory://transcripts")), "a") == ["far away"]
@@ -378,10 +380,10 @@ def test_changed_files_are_read_again(tmp_path):
     assert texts(PrecomputedText(spec(path)), "a") == ["newer"]
 
 
-def test_one_table_serves_all_processes(tmp_path, tables):
+def test_processes_share_one_table(tmp_path, tables):
     lines = ({"id": f"id-{i}", "text": f"text {i}"} for i in range(20_000))
     path = write(tmp_path / "a.jsonl", *lines)
-    # Processes from scratch: a fork of this one, which has threads, may stand still for ever.
+    # New processes, because forks of a process with threads may deadlock.
     code = """
 import sys
 from pipeline.registry import OCR
@@ -401,6 +403,6 @@ print(line.text)
 
 
 @pytest.mark.parametrize("registry", [OCR, SPEECH])
-def test_nothing_needs_to_be_decoded(registry, tmp_path):
+def test_wants_nothing(registry, tmp_path):
     resolved = registry.resolve({"name": "precomputed", "path": str(tmp_path)})
     assert registry.load("precomputed").wants(resolved) == ()

@@ -1,4 +1,4 @@
-"""RapidOCR on pictures with known words: text, boxes, reading order, frames."""
+"""RapidOCR on rendered text: words, boxes, reading order, and frames."""
 
 import io
 
@@ -47,7 +47,7 @@ def frames(*images: Image.Image) -> list[dict]:
     ]
 
 
-def test_words_have_the_boxes_where_they_stand(rapid):
+def test_boxes_of_words(rapid):
     (line,) = rapid.lines(scan(draw((20, 60, "Lift and drag"))))
     assert line.text == "Lift and drag"
     font = ImageFont.load_default(24)
@@ -62,7 +62,7 @@ def test_words_have_the_boxes_where_they_stand(rapid):
         assert 0.2 < word.box[1] < 0.3 < word.box[3] < 0.42
 
 
-def test_columns_are_read_one_after_the_other(rapid):
+def test_columns_are_read_in_order(rapid):
     image = draw(
         (20, 20, "A title that goes over both of the columns"),
         *((20, 80, "first one"), (20, 115, "first two")),
@@ -72,7 +72,7 @@ def test_columns_are_read_one_after_the_other(rapid):
     assert lines[1:] == ["first one", "first two", "second one", "second two"]
 
 
-def test_a_page_reads_like_its_text_layer(rapid):
+def test_rendered_page_matches_text_layer(rapid):
     document = pdfium.PdfDocument(ROOT / "tests/data/pdflatex-image.pdf")
     page = document[0]
     image = page.render(scale=100 / 72).to_pil().convert("RGB")
@@ -86,24 +86,24 @@ def test_a_page_reads_like_its_text_layer(rapid):
     assert (boxes >= 0).all() and (boxes <= 1).all() and (boxes[:, :2] < boxes[:, 2:]).all()
 
 
-def test_text_at_an_angle_has_upright_boxes(rapid):
+def test_rotated_text_has_bounding_boxes(rapid):
     image = draw((150, 110, "turned words"), size=(400, 240)).rotate(10, fillcolor="white")
     words = [word for line in rapid.lines(scan(image)) for word in line.words]
     assert [word.text for word in words] == ["turned", "words"]
-    assert words[0].box[1] > words[1].box[1]  # it climbs
+    assert words[0].box[1] > words[1].box[1]  # the baseline rises
 
 
 @pytest.mark.parametrize("size", [(1, 1), (300, 200), (4000, 3), (15, 600)])
-def test_a_picture_without_text_has_no_line(rapid, size):
+def test_no_lines_without_text(rapid, size):
     assert rapid.lines(scan(Image.new("RGB", size, "white"))) == []
 
 
-def test_an_item_without_pictures_has_no_line(rapid):
+def test_no_lines_without_images(rapid):
     assert rapid.lines({"item_id": "a", "scan": None, "frames": None}) == []
     assert rapid.lines({"item_id": "a", "scan": None, "frames": []}) == []
 
 
-def test_frames_give_each_line_once_with_its_time(rapid):
+def test_lines_of_frames_have_times(rapid):
     first = draw((20, 20, "Good evening"), size=(320, 160))
     both = draw((20, 20, "Good evening"), (20, 100, "Wind tunnel"), size=(320, 160))
     item = {
@@ -120,7 +120,7 @@ def test_frames_give_each_line_once_with_its_time(rapid):
     assert rapid.lines(item) == lines
 
 
-def test_every_value_of_a_counter_is_read(rapid):
+def test_values_of_counter_are_separate_lines(rapid):
     shown = [("Part 1 of 4", "10:59:58", "$ 18.00"), ("Part 2 of 4", "10:59:59", "$ 13.00")]
     images = [
         draw(*((20, 20 + 60 * i, text) for i, text in enumerate(("Quarterly report", *texts))))
@@ -133,18 +133,20 @@ def test_every_value_of_a_counter_is_read(rapid):
     assert [text for text, times in lines.items() if times == (0.5, 1)] == [*shown[1]]
 
 
-def test_what_is_not_sure_is_left_out():
-    sure = Rapid(Rapid.Spec(min_confidence=1.0))
-    assert sure.lines(scan(draw((20, 60, "Lift and drag")))) == []
+def test_min_confidence():
+    strict = Rapid(Rapid.Spec(min_confidence=1.0))
+    assert strict.lines(scan(draw((20, 60, "Lift and drag")))) == []
 
 
-def test_a_missing_model_is_said(tmp_path):
+def test_check_rejects_missing_model(tmp_path):
     with pytest.raises(SpecError, match="^recognition must be .*does not exist"):
         Rapid.check(Rapid.Spec(recognition=str(tmp_path / "arabic.onnx")))
 
 
-def test_a_scanned_table_is_read_row_by_row(rapid):
+def test_table_is_read_row_by_row(rapid):
     rows = [("Age", "Share", "Men"), ("0-14", "12.5", "48.1"), ("15-64", "63.0", "50.2")]
     columns = enumerate(zip(*rows, strict=True))
-    cells = [(20 + 220 * x, 40 + 60 * y, cell) for x, own in columns for y, cell in enumerate(own)]
+    cells = [
+        (20 + 220 * x, 40 + 60 * y, cell) for x, column in columns for y, cell in enumerate(column)
+    ]
     assert [line.text for line in rapid.lines(scan(draw(*cells)))] == [*map(" ".join, rows)]

@@ -1,4 +1,4 @@
-"""Whisper by a tiny random checkpoint: what it says is noise, how it is loaded and timed is not."""
+"""Whisper with a tiny random checkpoint: loading, times and confidences."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ from transformers import (
 
 from pipeline.config import SpecError
 from pipeline.tokens import AUDIO
-from pipeline.transcribe import spread
-from pipeline.transcribe.sound import RATE
-from pipeline.transcribe.whisper import Whisper, _Generated
+from pipeline.transcribe import make_line
+from pipeline.transcribe.audio import SAMPLE_RATE
+from pipeline.transcribe.whisper import Whisper, _TokenRecorder
 
 LANGUAGES = ("en", "de", "ko")
 
 
 def write_checkpoint(folder: Path, by_word: bool = False, is_multilingual: bool = True) -> Path:
-    """A random Whisper of two layers whose tokens are single bytes."""
+    """Writes a random Whisper checkpoint with two decoder layers, whose tokens are single bytes."""
     vocab = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = WhisperTokenizer(vocab=vocab, merges=[])
     names = ["<|endoftext|>", "<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES)]
@@ -63,7 +63,7 @@ def write_checkpoint(folder: Path, by_word: bool = False, is_multilingual: bool 
         "prev_sot_token_id": ids["<|startofprev|>"],
         "is_multilingual": is_multilingual,
         "max_length": 40,
-        "suppress_tokens": list(range(128, 256)),  # what is half a character
+        "suppress_tokens": list(range(128, 256)),  # incomplete UTF-8 characters
         "_from_model_config": False,
     }
     if is_multilingual:
@@ -88,13 +88,13 @@ def whisper(request, tmp_path_factory) -> Whisper:
     return Whisper(Whisper.Spec(model=str(folder)))
 
 
-def item(seconds: float, start: float = 0.0, rate: int = RATE) -> dict:
+def item(seconds: float, start: float = 0.0, rate: int = SAMPLE_RATE) -> dict:
     samples = np.random.default_rng(0).normal(0, 0.1, round(seconds * rate)).astype("<f4")
     audio = {"start": start, "sample_rate": rate, "samples": samples.tobytes()}
     return {"item_id": "a", "audio": audio}
 
 
-def test_words_lie_in_the_sound(whisper):
+def test_word_times_are_within_audio(whisper):
     lines = whisper.lines(item(3, start=50.0))
     words = [word for line in lines for word in line.words]
     assert words and all(word.text and word.kind == AUDIO for word in words)
@@ -102,60 +102,60 @@ def test_words_lie_in_the_sound(whisper):
     assert (times >= 50).all() and (times <= 53 + 1e-6).all() and (times[:, 0] <= times[:, 1]).all()
 
 
-def test_words_have_the_mean_probability_of_their_tokens(whisper):
-    sound = item(2)
-    words = [word for line in whisper.lines(sound) for word in line.words]
+def test_min_confidence(whisper):
+    samples = item(2)
+    words = [word for line in whisper.lines(samples) for word in line.words]
     assert words and all(0 < word.confidence < 1 for word in words)
-    least = sorted(word.confidence for word in words)[len(words) // 2]
-    spec = whisper.spec.model_copy(update={"min_confidence": least})
-    kept = [word for line in Whisper(spec).lines(sound) for word in line.words]
-    assert kept == [word for word in words if word.confidence >= least]
+    threshold = sorted(word.confidence for word in words)[len(words) // 2]
+    spec = whisper.spec.model_copy(update={"min_confidence": threshold})
+    remaining = [word for line in Whisper(spec).lines(samples) for word in line.words]
+    assert remaining == [word for word in words if word.confidence >= threshold]
 
 
-def test_confidence_is_that_of_the_generated_tokens(tmp_path):
+def test_confidence_is_mean_token_probability(tmp_path):
     whisper = Whisper(Whisper.Spec(model=str(write_checkpoint(tmp_path / "whisper"))))
     generated = [(104, 0.5), (105, 0.9), (106, 0.7)]
     text = whisper._recognise.tokenizer.decode([104, 105, 106])
-    (line,) = whisper._with_confidence([spread(text, (0.0, 1.0), kind=AUDIO)], generated)
+    (line,) = whisper._with_confidence([make_line(text, (0.0, 1.0), kind=AUDIO)], generated)
     assert np.mean([w.confidence for w in line.words]) == pytest.approx(0.7)
-    (line,) = whisper._with_confidence([spread("something else", kind=AUDIO)], generated)
+    (line,) = whisper._with_confidence([make_line("something else", kind=AUDIO)], generated)
     assert np.isnan([word.confidence for word in line.words]).all()
 
 
 @pytest.mark.parametrize(
     ("generated", "counted"),
     [
-        ([90, 1, 2, 91], [1, 2]),  # ends with a single time
+        ([90, 1, 2, 91], [1, 2]),  # ends with a single timestamp
         ([90, 1, 91, 91, 2], [1]),  # the next window starts at the pair
         ([90, 1, 91, 91, 2, 92], [1, 2]),
         ([1, 2], [1, 2]),
     ],
 )
-def test_text_after_the_last_pair_of_times_belongs_to_the_next_window(generated, counted):
-    recorder, scores = _Generated(first_time=90), torch.zeros(1, 100)
+def test_text_after_last_timestamp_pair_is_dropped(generated, counted):
+    recorder, scores = _TokenRecorder(first_timestamp=90), torch.zeros(1, 100)
     for _window in range(2):
         for length in range(len(generated) + 1):
             recorder(torch.tensor([[0, *generated[:length]]]), scores)
     assert recorder.tokens == [(token, pytest.approx(0.01)) for token in counted * 2]
 
 
-def test_long_sound_is_heard_in_parts(whisper):
+def test_long_audio_is_divided(whisper):
     lines = whisper.lines(item(40))
     starts = [line.words[0].times[0] for line in lines]
     assert starts == sorted(starts) and starts[-1] >= 15
 
 
-def test_equal_sound_gives_equal_words(whisper):
+def test_result_is_deterministic(whisper):
     assert whisper.lines(item(2, rate=8000)) == whisper.lines(item(2, rate=8000))
 
 
-def test_silence_has_no_word(whisper):
-    silence = {"start": 0.0, "sample_rate": RATE, "samples": bytes(4 * RATE)}
+def test_no_words_in_silence(whisper):
+    silence = {"start": 0.0, "sample_rate": SAMPLE_RATE, "samples": bytes(4 * SAMPLE_RATE)}
     assert whisper.lines({"item_id": "a", "audio": silence}) == []
     assert whisper.lines({"item_id": "a", "audio": None}) == []
 
 
-def test_what_does_not_suit_is_said_before_the_work(tmp_path):
+def test_check_rejects_unsuitable_checkpoints(tmp_path):
     folder = write_checkpoint(tmp_path / "whisper")
     Whisper.check(Whisper.Spec(model=str(folder), language="ko"))
     with pytest.raises(SpecError, match="^language must be one of de, en, ko.*, got 'xx'"):

@@ -25,7 +25,7 @@ from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from tests.conftest import ROOT
-from tests.media import every, tar, tones, write_video
+from tests.media import frame_times, make_tar, tones, write_video
 
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "of": "caption"}
@@ -75,7 +75,7 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     soundfile.write(folder / "sound/silence.wav", np.zeros(16_000), 16_000)
     (folder / "sound/empty.wav").touch()
     quiet = (folder / "sound/silence.wav").read_bytes()
-    (folder / "sound/x.tar").write_bytes(tar([("quiet.wav", quiet)]))
+    (folder / "sound/x.tar").write_bytes(make_tar([("quiet.wav", quiet)]))
     return sources_of(folder)
 
 
@@ -287,9 +287,9 @@ def test_hits_show_the_confidence_of_the_recogniser(uri, folder, tmp_path, capsy
 def test_a_truncated_video_is_indexed_and_named(cluster, tmp_path):
     (tmp_path / "clips").mkdir()
     shown = {"sound": tones(20), "options": {"movflags": "faststart"}}
-    path = write_video(tmp_path / "clips/cut.mp4", every(20, 5), **shown)
+    path = write_video(tmp_path / "clips/cut.mp4", frame_times(20, 5), **shown)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
-    write_video(tmp_path / "clips/whole.mp4", every(2, 5))
+    write_video(tmp_path / "clips/whole.mp4", frame_times(2, 5))
     said = [{"id": name, "text": "good evening"} for name in ("cut.mp4", "whole.mp4")]
     (tmp_path / "asr.jsonl").write_text("\n".join(map(json.dumps, said)))
     speech = {"name": "precomputed", "path": str(tmp_path / "asr.jsonl")}

@@ -37,8 +37,8 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     Image.new("RGB", (64, 48), (200, 10, 10)).save(folder / "photos/red.png")
     line = {"image": "red.png", "caption": "A red photo"}
     (folder / "photos/photos.jsonl").write_text(json.dumps(line))
-    media.write_video(folder / "clips/clip.mp4", media.every(4, 1), keyframe_every=1)
-    media.write_sound(folder / "sound/talk.wav", media.tones(3))
+    media.write_video(folder / "clips/clip.mp4", media.frame_times(4, 1), keyframe_every=1)
+    media.write_audio(folder / "sound/talk.wav", media.tones(3))
     said = [{"id": name, "text": "some words"} for name in ("clip.mp4", "talk.wav")]
     (folder / "said.jsonl").write_text("\n".join(map(json.dumps, said)))
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 1}
@@ -104,7 +104,7 @@ def test_a_photo(http):
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 3.0])
 def test_a_frame_of_a_clip(http, seconds):
     pixels = picture(preview(http, CLIP, seconds=seconds))
-    assert media.number_of(pixels) == seconds  # a frame a second, which shows its number
+    assert media.read_number(pixels) == seconds  # a frame a second, which shows its number
 
 
 def test_a_sound(http):
@@ -113,7 +113,7 @@ def test_a_sound(http):
     samples, rate = soundfile.read(io.BytesIO(response.content))
     assert len(samples) == pytest.approx(3 * rate, rel=0.01)
     second = samples[rate + rate // 10 : 2 * rate - rate // 10]
-    assert media.heard(second, rate) == pytest.approx(float(media.tone_of(1.5)), abs=4)
+    assert media.frequency(second, rate) == pytest.approx(float(media.tone_at(1.5)), abs=4)
 
 
 @pytest.mark.parametrize(

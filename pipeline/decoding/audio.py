@@ -59,16 +59,16 @@ class SoundFile:
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
         """Yields the readable audio between two times in seconds."""
-        at = max(0, math.floor(start * self.sample_rate))
+        position = max(0, math.floor(start * self.sample_rate))
         stop = min(self._file.frames, end * self.sample_rate)
         try:
-            self._file.seek(min(at, self._file.frames))
-            while at < stop:
+            self._file.seek(min(position, self._file.frames))
+            while position < stop:
                 block = self._file.read(BLOCK, dtype="float32", always_2d=True)
                 if not len(block):
                     return
-                yield at / self.sample_rate, block
-                at += len(block)
+                yield position / self.sample_rate, block
+                position += len(block)
         except soundfile.LibsndfileError:
             return
 
@@ -144,20 +144,20 @@ class AudioTrack:
         to_float = av.AudioResampler(format="flt")
         expected: float | None = None
         for frame in self._frames():
-            at = expected or 0.0 if frame.pts is None else float(frame.pts * unit) - self._zero
-            if at >= end:
+            time = expected or 0.0 if frame.pts is None else float(frame.pts * unit) - self._zero
+            if time >= end:
                 return
             frame.pts = None
             for converted in to_float.resample(frame):
                 block = converted.to_ndarray().reshape(-1, converted.layout.nb_channels)
                 seconds = len(block) / self.sample_rate
-                if at + seconds > start:
-                    if expected is not None and at - expected > GAP_SECONDS:
-                        missing = round((min(at, end) - expected) * self.sample_rate)
+                if time + seconds > start:
+                    if expected is not None and time - expected > GAP_SECONDS:
+                        missing = round((min(time, end) - expected) * self.sample_rate)
                         yield expected, np.zeros((missing, block.shape[1]), np.float32)
-                    yield at, block
-                    expected = at + seconds
-                at += seconds
+                    yield time, block
+                    expected = time + seconds
+                time += seconds
 
     def _frames(self) -> Iterator[av.AudioFrame]:
         """Yields the frames from the current position on, skipping corrupted packets."""
@@ -317,29 +317,34 @@ def shift_to_pauses(
     Returns:
         The new start and end, in seconds.
     """
-    if not (reach := settings.get("border_shift", 0.0)):
+    if not (max_shift := settings.get("border_shift", 0.0)):
         return start, end
     rate = settings["sample_rate"]
     is_last = end > audio.duration - PAUSE_SECONDS
     return (
-        _nearest_pause(audio, start, reach, rate) if start > 0 else start,
-        end if is_last else _nearest_pause(audio, end, reach, rate),
+        _nearest_pause(audio, start, max_shift, rate) if start > 0 else start,
+        end if is_last else _nearest_pause(audio, end, max_shift, rate),
     )
 
 
-def _nearest_pause(audio: SoundFile | AudioTrack, at: float, reach: float, rate: int) -> float:
-    """Returns the time nearest to `at` that is as quiet as the quietest within `reach` seconds."""
-    first, samples = read_samples(audio, max(0.0, at - reach), at + reach, rate)
+def _nearest_pause(
+    audio: SoundFile | AudioTrack, border: float, max_shift: float, rate: int
+) -> float:
+    """Returns the time of the nearest pause, or `border` if it is negligibly close.
+
+    Pauses are as quiet as the quietest time within `max_shift` seconds of the border.
+    """
+    first, samples = read_samples(audio, max(0.0, border - max_shift), border + max_shift, rate)
     step = rate // LOUDNESS_RATE
     power = np.square(samples[: len(samples) // step * step].reshape(-1, step)).mean(axis=1)
     width = round(PAUSE_SECONDS * LOUDNESS_RATE)
     if len(power) < width:
-        return at
+        return border
     power = np.convolve(power, np.full(width, 1 / width), mode="valid")
     quiet = np.flatnonzero(power <= max(QUIET_FACTOR * power.min(), SILENCE))
     times = first + (quiet + width / 2) * step / rate
-    nearest = float(times[np.abs(times - at).argmin()])
-    return at if abs(nearest - at) < 2 / LOUDNESS_RATE else nearest
+    nearest = float(times[np.abs(times - border).argmin()])
+    return border if abs(nearest - border) < 2 / LOUDNESS_RATE else nearest
 
 
 def read_samples(
@@ -360,9 +365,9 @@ def read_samples(
     first = next(blocks, None)
     if first is None:
         return start, np.zeros(0, np.float32)
-    at = first[0]
-    skip = max(0, round((start - at) * sample_rate))
-    stop = max(0, round((end - at) * sample_rate))
+    block_time = first[0]
+    skip = max(0, round((start - block_time) * sample_rate))
+    stop = max(0, round((end - block_time) * sample_rate))
     chunks: list[np.ndarray] = []
     position = 0
     mono = (_mono(block) for _, block in itertools.chain([first], blocks))
@@ -374,7 +379,7 @@ def read_samples(
         if position >= stop:
             break
     samples = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
-    return at + skip / sample_rate, samples
+    return block_time + skip / sample_rate, samples
 
 
 def _mono(block: np.ndarray) -> np.ndarray:

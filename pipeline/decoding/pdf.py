@@ -180,8 +180,8 @@ def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
     pointer, size = ctypes.POINTER(raw.FS_RECTF), ctypes.sizeof(raw.FS_RECTF)
     # Loose boxes have the height of the font, so all words of a line have the same height.
     for i in np.flatnonzero(in_word & ~(previous & following)).tolist():
-        at = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
-        raw.FPDFText_GetLooseCharBox(textpage, i, at)
+        rectangle = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
+        raw.FPDFText_GetLooseCharBox(textpage, i, rectangle)
     corners = np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(np.float64)
     return codes, corners
 
@@ -196,7 +196,7 @@ def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
     Returns:
         (n, 4) x0 y0 x1 y1.
     """
-    unit, far = 10**8, 1000.0  # a device resolution that makes rounding errors negligible
+    unit, distance = 10**8, 1000.0  # a device resolution that makes rounding errors negligible
     x, y = ctypes.c_int(), ctypes.c_int()
 
     def at(point_x: float, point_y: float) -> np.ndarray:
@@ -204,7 +204,7 @@ def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
         return np.array([x.value, y.value]) / unit
 
     origin = at(0, 0)
-    matrix = np.stack([at(far, 0) - origin, at(0, far) - origin]) / far
+    matrix = np.stack([at(distance, 0) - origin, at(0, distance) - origin]) / distance
     first = corners[:, [0, 1]] @ matrix + origin
     second = corners[:, [2, 3]] @ matrix + origin
     return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)

@@ -372,8 +372,8 @@ def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
             raise Unreadable("damaged video", str(error)) from None
         jpeg = io.BytesIO()
         Image.fromarray(frame["pixels"][0]).save(jpeg, "JPEG", quality=92)
-        index, at = int(frame["indices"][0]), float(frame["seconds"][0])
-        return {"jpeg": jpeg.getvalue(), "index": index, "seconds": at}
+        index, time = int(frame["indices"][0]), float(frame["seconds"][0])
+        return {"jpeg": jpeg.getvalue(), "index": index, "seconds": time}
 
 
 class WindowReader:

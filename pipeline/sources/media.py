@@ -467,7 +467,7 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMem
         archive = TarArchive(fileobj=stream, ignore_zeros=True)
     except TAR_ERRORS as error:
         raise Unreadable("not a tar archive", str(error)) from None
-    end, found = 0, False
+    end, has_members = 0, False
     while True:
         try:
             member = archive.next()
@@ -476,12 +476,12 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMem
             return
         start = size if member is None else member.offset
         if start > end and _has_content(stream, end, start):
-            if member is None and not found:
+            if member is None and not has_members:
                 raise Unreadable("not a tar archive", "the file contains no member")
             yield UnreadableMember(end, f"bytes {end:,} to {start:,} contain no archive member")
         if member is None:
             return
-        found = True
+        has_members = True
         archive.members = []  # TarFile would keep all members in memory
         end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if member.issparse():  # the archive lacks its holes, which may be of any size

@@ -201,8 +201,8 @@ class NpyFiles:
 
     def _check_lengths(self, array: NpyArray) -> None:
         if array.dtype.kind not in "iu" or len(array.shape) != 1:
-            found = f"{array.dtype} of shape {array.shape}"
-            raise self._error(f"has lengths.npy as {found}", "a folder with integer lengths")
+            kind = f"{array.dtype} of shape {array.shape}"
+            raise self._error(f"has lengths.npy as {kind}", "a folder with integer lengths")
         num_vectors = 0
         for row in range(0, self._num_rows, 1 << 16):
             lengths = array.values(row, min(row + (1 << 16), self._num_rows))

@@ -53,8 +53,8 @@ def split_utterances(
     >>> [(start, len(part) / rate) for start, part in split_utterances(samples, max_seconds=60)]
     [(1.0, 1.0), (6.0, 2.0)]
     """
-    energies = _amplitudes(samples_T)
-    loud = np.flatnonzero(energies > MAX_SILENCE)
+    amplitudes = _amplitudes(samples_T)
+    loud = np.flatnonzero(amplitudes > MAX_SILENCE)
     if not len(loud):
         return
     breaks = np.flatnonzero(np.diff(loud) > MIN_PAUSE_SECONDS * SAMPLE_RATE / FRAME)
@@ -64,7 +64,7 @@ def split_utterances(
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         while end - start > max_frames:
             middle = start + max_frames // 2
-            cut = middle + _quietest(energies[middle : start + max_frames])
+            cut = middle + _quietest(amplitudes[middle : start + max_frames])
             yield start * FRAME / SAMPLE_RATE, samples_T[start * FRAME : cut * FRAME]
             start = cut
         yield start * FRAME / SAMPLE_RATE, samples_T[start * FRAME : end * FRAME]
@@ -79,8 +79,8 @@ def _amplitudes(samples_T: np.ndarray) -> np.ndarray:
     return np.maximum(highest, -lowest)
 
 
-def _quietest(energies: np.ndarray) -> int:
+def _quietest(amplitudes: np.ndarray) -> int:
     """Returns the middle of the quietest 0.2 seconds, as a frame number."""
-    width = min(20, len(energies))
-    sums = np.convolve(energies, np.ones(width), mode="valid")
+    width = min(20, len(amplitudes))
+    sums = np.convolve(amplitudes, np.ones(width), mode="valid")
     return int(sums.argmin()) + width // 2

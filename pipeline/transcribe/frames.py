@@ -79,24 +79,24 @@ def read_frames(
     first, last = span or (times[0], times[-1])
     between = (times[:-1] + times[1:]) / 2
     borders = [min(first, times[0]), *between, max(last, times[-1])]
-    shown: list[_TrackedLine] = []
+    tracked: list[_TrackedLine] = []
     current: list[_TrackedLine] = []  # lines of the previous frame
-    before: np.ndarray | None = None
+    last_read: np.ndarray | None = None
     for i, frame in enumerate(frames):
         image = frame_pixels(frame)
         # Compared with the last frame that was read: slow changes would not be detected otherwise.
         if (
-            before is None
-            or max_change(before, image) >= min_change
-            or any(has_changed(before, image, line.latest.box) for line in current)
+            last_read is None
+            or max_change(last_read, image) >= min_change
+            or any(has_changed(last_read, image, line.latest.box) for line in current)
         ):
-            previous = image if before is None else before
+            previous = image if last_read is None else last_read
             current, new = _track(current, read(image), float(borders[i]), previous, image)
-            shown += new
-            before = image
+            tracked += new
+            last_read = image
         for line in current:
             line.end = float(borders[i + 1])
-    return [_timed(line) for line in shown]
+    return [_timed(line) for line in tracked]
 
 
 def frame_pixels(frame: dict[str, Any]) -> np.ndarray:

@@ -57,7 +57,7 @@ FRAME_FILE = re.compile(r"(?:.*/)?([^/]+)_frame_(\d{1,18})\.\w+\.csv", re.DOTALL
 #: Names of MultiVENT 2.0 files with speech.
 SPEECH_FILE = re.compile(r"(?:.*/)?([^/]+)\.(?:m4a|mp3|wav|flac)\.csv", re.DOTALL | re.IGNORECASE)
 
-#: Numbers must be smaller: SQLite stores integers exactly only below this value.
+#: Exclusive upper bound of numbers: smaller integers are exact as floats, and fit SQLite integers.
 MAX_NUMBER = 1 << 53
 #: Errors of reading a corrupted file, in addition to `TAR_ERRORS`.
 READ_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError)
@@ -145,9 +145,9 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         names = (name for known in known_ids for name in (_names(known) if by_name else [known]))
         table.execute("CREATE TEMP TABLE known (id TEXT PRIMARY KEY) WITHOUT ROWID")
         table.executemany("INSERT OR IGNORE INTO known VALUES (?)", ((name,) for name in names))
-        found = "FROM lines WHERE id NOT IN known"
-        (number,) = table.execute(f"SELECT count(DISTINCT id) {found}").fetchone()
-        examples = table.execute(f"SELECT DISTINCT id {found} ORDER BY id LIMIT 5").fetchall()
+        unmatched = "FROM lines WHERE id NOT IN known"
+        (number,) = table.execute(f"SELECT count(DISTINCT id) {unmatched}").fetchone()
+        examples = table.execute(f"SELECT DISTINCT id {unmatched} ORDER BY id LIMIT 5").fetchall()
         return number, [id for (id,) in examples]
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
@@ -249,27 +249,27 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
     require_storage(spec.path)
     try:
         fs, root = fsspec.url_to_fs(spec.path, use_listings_cache=False)
-        found = fs.find(root, detail=True)
+        infos = fs.find(root, detail=True)
     except Exception as error:  # any exception of the library behind the file system
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
-    if not found:
+    if not infos:
         rule = "a file or a non-empty folder"
         raise SpecError("path", spec.path, rule, "does not exist or is empty")
-    is_file = list(found) == [root]
+    is_file = list(infos) == [root]
     if not (is_file and spec.form):  # a file with an explicit `form` may have any name
-        found = {path: info for path, info in found.items() if path.lower().endswith(suffixes)}
-    if not found:
+        infos = {path: info for path, info in infos.items() if path.lower().endswith(suffixes)}
+    if not infos:
         raise SpecError(
             "path", spec.path, f"a file or folder with {', '.join(suffixes)} files", "has none"
         )
-    for path in found:
+    for path in infos:
         with contextlib.suppress(OSError):  # raised again on opening
             _check_regular(fs, path)
     dates = ("mtime", "LastModified", "ETag", "created", "updated")
     return fs, [
         (path, str(info["size"]), *(str(info[date]) for date in dates if date in info))
-        for path, info in sorted(found.items())
+        for path, info in sorted(infos.items())
     ]
 
 
@@ -508,11 +508,11 @@ def _merge_frames(
     lines: list[list[Any]] = []  # [text, first and last frame number in which it is visible]
     current: dict[str, list[Any]] = {}
     for texts, (start, until) in zip(frames.values(), itertools.pairwise(borders), strict=True):
-        before, current = current, {}
+        previous, current = current, {}
         for text in dict.fromkeys(texts):
-            current[text] = before.get(text) or [text, start, until]
+            current[text] = previous.get(text) or [text, start, until]
             current[text][2] = until
-            if text not in before:
+            if text not in previous:
                 lines.append(current[text])
     yield from ((text, (start / fps, end / fps)) for text, start, end in lines)
 

@@ -103,9 +103,9 @@ def _hull(block: Block) -> np.ndarray:
 
 
 def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[list[int]]:
-    """Returns the indices of intervals in two groups, or in one group if there is no gap.
+    """Returns the indices of intervals in two groups, divided at the widest gap.
 
-    The groups are divided at the widest gap.
+    All intervals are in one group if the gap is at most `min_gap`.
     """
     order = np.argsort(starts, kind="stable")
     gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]

@@ -93,7 +93,7 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
 
 
 def _check_source(spec: IndexSpec, source: str) -> None:
-    """Raises `SpecError` if a source gives nothing of what is to be encoded."""
+    """Raises `SpecError` if a source provides none of the inputs of the encoder."""
     provided = SOURCES.load(source).provides
     aspects = aspects_of(every_representation(spec))
     encoder = ENCODERS.load(spec.encoder.name)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.media import frame_times, tones, write_audio, write_video
+from tests import media
+from tests.media import frame_times, tones, write_video
 from tests.training_data.files import write_lines
 
 
@@ -21,7 +22,7 @@ def write_clip(path: Path, seconds: int = 2, has_audio: bool = True) -> Path:
 def write_audio(path: Path, seconds: float = 2) -> Path:
     """Writes an audio file of tones."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_audio(path, tones(seconds))
+    return media.write_audio(path, tones(seconds))
 
 
 def write_msrvtt(folder: Path, trained: int = 4, tested: int = 2, has_audio: bool = True) -> Path:
